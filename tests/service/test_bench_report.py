@@ -3,11 +3,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import bench, gateway
-from benchmarks.harness import load, report
+from benchmarks.harness import report
 from benchmarks.harness.provider import CallLog
-from benchmarks.harness.report import PAGE, Aim, marks
-from benchmarks.harness.results import Median, Results, Run, quantile, ratio
-from benchmarks.harness.results import load as load_results
+from benchmarks.harness.report import PAGE, marks
+from benchmarks.harness.results import Median, Results, Run, ratio
 
 BEGIN, END = marks(bench.COMMAND)
 
@@ -22,17 +21,6 @@ def drained(contestant: str, number: int, cpu_ms: float) -> Run:
     )
 
 
-def test_a_quantile_is_a_value_that_was_measured() -> None:
-    values = [float(each) for each in range(100, 0, -1)]
-
-    assert (quantile(values, 0.5), quantile(values, 0.99), quantile([7.0], 0.99)) == (50.0, 99.0, 7.0)
-
-
-def test_a_quantile_of_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        quantile([], 0.5)
-
-
 def test_the_ratio_is_the_median_of_each_rounds_ratio() -> None:
     assert ratio({0: 2.0, 1: 30.0, 2: 4.0}, {0: 1.0, 1: 10.0, 2: 4.0}) == Median(2.0, 1.0, 3.0, 3)
 
@@ -40,13 +28,6 @@ def test_the_ratio_is_the_median_of_each_rounds_ratio() -> None:
 def test_a_round_that_only_one_contestant_completed_does_not_count() -> None:
     assert ratio({0: 2.0, 1: 9.0}, {0: 1.0, 2: 1.0}) == Median(2.0, 2.0, 2.0, 1)
     assert ratio({0: 2.0}, {1: 1.0}) is None
-
-
-@pytest.mark.parametrize(("at_most", "reached", "missed"), [(True, 1.4, 1.41), (False, 1.4, 1.39)])
-def test_an_aim_is_reached_at_its_limit(at_most: bool, reached: float, missed: float) -> None:
-    aim = Aim("an aim", 1.4, at_most, lambda _: None)
-
-    assert (aim.holds(reached), aim.holds(missed)) == (True, False)
 
 
 def test_an_aim_shows_the_ratio_to_the_floor_and_its_range() -> None:
@@ -69,12 +50,6 @@ def test_a_run_that_lost_a_message_has_no_figure_and_is_reported() -> None:
 
     assert "no figure: drain, celery: Spoiled: celery: 1 of 800 requests are lost" in told
     assert "| celery |" not in told
-
-
-def test_saved_results_are_read_unchanged(tmp_path: Path) -> None:
-    found = results(drained("floor", 0, 1.0))
-
-    assert load_results(found.save(tmp_path)) == found
 
 
 def test_a_report_is_written_only_between_the_markers(tmp_path: Path) -> None:
@@ -108,14 +83,6 @@ def test_a_page_without_markers_is_not_changed(tmp_path: Path) -> None:
         report.between(page, "new", command=bench.COMMAND)
 
     assert page.read_text() == "nothing here"
-
-
-@pytest.mark.parametrize("size", [1024, 32_000, 1_000_000])
-def test_a_benchmark_body_has_its_size_and_carries_its_number_and_call_time(size: int) -> None:
-    body = load.body(1234, size=size, call_ms=50)
-
-    assert len(body) == size
-    assert load.read_mark(body) == (1234, 50)
 
 
 def test_the_books_count_requests_that_were_called_twice(tmp_path: Path) -> None:

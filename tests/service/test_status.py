@@ -31,41 +31,39 @@ def sketch(values: Iterable[int]) -> str:
 
 
 def test_figures_of_several_workers_are_added_up() -> None:
-    answers = [
-        {"worker": "b:2", "lanes": {"critical": figures(running=3, answered=10, throughput_per_min=5)}},
-        {"worker": "a:1", "lanes": {"critical": figures(running=1, answered=1, failed=2, retried=4)}},
+    answers: list[dict[str, Any]] = [
+        {
+            "worker": "b:2",
+            "lanes": {
+                "critical": figures(running=3, answered=10, throughput_per_min=5),
+                "batch": figures(extra_slots=14, slots_limit="itpm", deferred_for={"breaker": 2, "tenant": 1}),
+            },
+            "dead_letters": {"exported": 2, "dropped": 1},
+            "control": {"refused": 3},
+            "undelivered": 4,
+        },
+        {
+            "worker": "a:1",
+            "lanes": {
+                "critical": figures(running=1, answered=1, failed=2, retried=4),
+                "batch": figures(extra_slots=2, slots_limit=None, deferred_for={"breaker": 3}, waits_since_delivery=7),
+            },
+            "dead_letters": {"exported": 1, "unparked": 5},
+            "control": {"displaced": 1},
+        },
+        {"worker": "of an older version"},
     ]
 
     status = merge(answers, EMPTY, lanes=LANES, names=NAMES)
 
-    critical = status.lanes[0]
-    assert (critical.workers, critical.running, critical.slots) == (2, 4, 32)
-    assert critical.due_slots == 8, "told apart: 16 were promised of each"
+    critical, batch = status.lanes
+    assert (critical.workers, critical.running, critical.slots, critical.due_slots) == (2, 4, 32, 8)
     assert (critical.answered, critical.failed, critical.retried, critical.throughput_per_min) == (11, 2, 4, 5)
-    assert status.workers == ("a:1", "b:2")
-
-
-def test_added_slots_are_counted_and_the_reason_that_limits_them_is_shown() -> None:
-    answers = [
-        {"worker": "a", "lanes": {"batch": figures(slots=4, due_slots=1, extra_slots=14, slots_limit="itpm")}},
-        {"worker": "b", "lanes": {"batch": figures(slots=4, due_slots=1, extra_slots=2, slots_limit=None)}},
-    ]
-
-    batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[1]
-
-    assert (batch.slots, batch.extra_slots, batch.slots_limit) == (24, 16, "itpm")
-
-
-def test_reasons_of_deferrals_are_added_up_over_all_workers() -> None:
-    answers = [
-        {"worker": "a", "lanes": {"batch": figures(deferred_for={"breaker": 2, "tenant": 1})}},
-        {"worker": "b", "lanes": {"batch": figures(deferred_for={"breaker": 3})}},
-        {"worker": "of an older version", "lanes": {"batch": figures()}},
-    ]
-
-    batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes[1]
-
+    assert (batch.slots, batch.extra_slots, batch.slots_limit, batch.waits_since_delivery) == (48, 16, "itpm", 7)
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
+    assert status.workers == ("a:1", "b:2", "of an older version")
+    assert status.dead_letters == {"exported": 3, "dropped": 1, "unparked": 5}
+    assert (status.control, status.undelivered) == ({"refused": 3, "displaced": 1}, 4)
 
 
 def test_what_waits_in_delays_is_added_up_by_reason_and_compared_with_the_broker() -> None:
@@ -145,20 +143,6 @@ def test_a_lane_that_no_worker_serves_shows_only_its_depth() -> None:
     assert batch.wait_ms is None
 
 
-def test_removed_and_refused_messages_are_counted_over_all_workers() -> None:
-    answers: list[dict[str, Any]] = [
-        {"worker": "a", "dead_letters": {"exported": 2, "dropped": 1}, "control": {"refused": 3}, "undelivered": 4},
-        {"worker": "b", "dead_letters": {"exported": 1, "unparked": 5}, "control": {"displaced": 1}, "undelivered": 1},
-        {"worker": "of an older version"},
-    ]
-
-    status = merge(answers, EMPTY, lanes=LANES, names=NAMES)
-
-    assert status.dead_letters == {"exported": 3, "dropped": 1, "unparked": 5}
-    assert status.control == {"refused": 3, "displaced": 1}
-    assert status.undelivered == 5
-
-
 def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
     spent: dict[str, Any] = {"spent": {"lane": {"critical": {"requests": 1, "usd": 0.5}}}, "lanes": {}}
     answers = [{"worker": "a", "simulated": True, **spent}, {"worker": "b", **spent}]
@@ -169,15 +153,3 @@ def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
     assert both.spent["lane"]["critical"]["usd"] == 0.5
     assert both.simulated == ("a",)
     assert alone.spent == {}
-
-
-def test_waits_of_unknown_start_are_counted_over_all_workers() -> None:
-    answers = [
-        {"worker": "a", "lanes": {"batch": figures(waits_since_delivery=3)}},
-        {"worker": "b", "lanes": {"batch": figures(waits_since_delivery=4)}},
-        {"worker": "of an older version", "lanes": {"batch": figures()}},
-    ]
-
-    critical, batch = merge(answers, EMPTY, lanes=LANES, names=NAMES).lanes
-
-    assert (critical.waits_since_delivery, batch.waits_since_delivery) == (None, 7)

@@ -1,7 +1,6 @@
 """Answers to clients that stop reading, and answers that lie beside the broker."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -80,16 +79,6 @@ async def test_a_stream_whose_end_nobody_reads_is_cut_off(monkeypatch: pytest.Mo
 
         with pytest.raises(aiohttp.ClientError):
             await response.read()
-
-
-STREAMS, STALLED = 500, 50
-MOST_BYTES = 32 * 2**20
-"""What the kernel keeps of a stream that nobody reads, and far more: 250 MB would come if nothing stopped it."""
-SHORT_S = 3.0
-
-
-def said(prompt: str) -> bytes:
-    return json.dumps({"max_tokens": 9, "stream": True, "messages": [{"role": "user", "content": prompt}]}).encode()
 
 
 ASKED = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}

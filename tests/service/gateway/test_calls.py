@@ -161,14 +161,6 @@ async def test_a_body_that_cannot_be_unpacked_is_refused(
         assert "content-encoding" in await got.text()
 
 
-async def test_when_it_stops_it_refuses_new_calls_and_is_not_ready(opened: Alone) -> None:
-    await opened.server.drained(within_s=5)
-
-    assert (await opened.post(body()))[0] == 503
-    async with aiohttp.ClientSession() as session, session.get(opened.url + "/readyz") as got:
-        assert (await got.json())["reasons"]["gateway"] == "it stops"
-
-
 @pytest.fixture
 async def hasty(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Alone]:
     """A gateway whose times are short."""

@@ -80,21 +80,6 @@ async def test_retry_after_is_sent_as_requested(sdk: AsyncAnthropic, fault: str,
     assert caught.value.response.headers.get("retry-after") == told
 
 
-async def test_an_error_in_the_middle_of_a_stream_has_status_200_and_its_type(sdk: AsyncAnthropic) -> None:
-    with pytest.raises(anthropic.APIStatusError) as caught:
-        await ask(sdk, "[[fault: error_mid_stream type=rate_limit_error]]", streamed=True)
-
-    assert (caught.value.status_code, caught.value.type) == (200, "rate_limit_error")
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_slow_and_stalled_answers_arrive_in_the_end(sdk: AsyncAnthropic, streamed: bool) -> None:
-    for fault in ("slow_first_byte delay=20ms", "stall delay=20ms", "drip delay=0ms"):
-        message = await ask(sdk, f"[[fault: {fault}]]", streamed=streamed)
-
-        assert message.stop_reason == "end_turn"
-
-
 async def test_a_counted_fault_affects_only_the_first_calls_of_a_prompt(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
     prompt = "[[fault: overloaded x2]] [[fault: reset x1]] counted"
 
