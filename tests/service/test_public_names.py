@@ -7,7 +7,7 @@ PUBLIC = {
     "BodiesFull", "InvalidArgument",
     "BodiesUnavailable", "BodyError",
     "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
-    "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Unroutable", "ConfirmUnknown", "AccessRefused",
+    "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Rejected", "Unroutable", "ConfirmUnknown", "AccessRefused",
     "TopologyMismatch", "InvalidUrl",
 }  # fmt: skip
 
