@@ -26,8 +26,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
-from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
-from lanekeeper.replies import Final, Part, Problem
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, Problem
 from lanekeeper.requests import Options
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, InvalidUrl
-from lanekeeper.errors import Cancelled, ControlRefused, no_answer
-from lanekeeper.replies import Final, Part
+from lanekeeper.replies import Cancelled, ControlRefused, Final, Part, no_answer
 from lanekeeper.requests import Options, OutgoingRequest, bound_s, check_argument, request_message, time_in
 from lanekeeper.telemetry import logs, signals
 
@@ -104,12 +103,12 @@ class Client:
                 "api_key: it is for the http(s):// address of a gateway; a broker's URL has user and password"
             )
         else:
-            from lanekeeper.over_amqp import LargeBodies, OverAmqp
+            from lanekeeper.over_amqp import OverAmqp
 
-            large = LargeBodies(bodies, fetches=fetches_answers)
             self._transport = self.amqp = OverAmqp(
-                url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=large
-            )
+                url, names=names or Names(), ssl_context=ssl_context, tracing=tracing, bodies=bodies,
+                fetches_answers=fetches_answers,
+            )  # fmt: skip
         self._publish_within_s = publish_within_s
         self._absent_within_s = absent_within_s
         self._own = self._transport.user or None if identified else None

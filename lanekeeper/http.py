@@ -35,8 +35,7 @@ from lanekeeper.contract.problems import (
     ReplyLost,
     TopologyMismatch,
 )  # fmt: skip
-from lanekeeper.errors import Cancelled, ControlRefused, NotEnded
-from lanekeeper.replies import Final, Part, Problem, final_of
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NotEnded, Part, Problem, final_of
 from lanekeeper.requests import PRIORITY, OutgoingRequest, time_in, until_ended
 
 if TYPE_CHECKING:

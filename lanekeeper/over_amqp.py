@@ -6,16 +6,7 @@ is lost.
 
 Replies arrive by direct reply-to, so the user needs no right to declare queues.
 
-A control message cancels a request or fetches its result:
-
-    key     body of the message            answer of a worker: value of its header `x-lane-control`, and then its body
-    cancel  {"cancel": id, "tenant": "…"}  accepted: {"id", "outcome": "recorded" | "told" | "ended" | "unseen"}
-    result  {"result": id, "tenant": "…"}  pending: {"id", "status": "running" | "waiting" | "unknown", "due_at": "…"}
-    cancel or result, if it is refused     error: a problem document
-
-If the request has ended, the answer to `result` is its final reply. The broker keeps a cancellation until a worker has
-recorded it, and drops a question for a result after `ANSWERED_WITHIN_S`. Workers accept a tenant only from a message
-that also has a `user_id`, which the broker checks.
+docs/contract.md ("Control") has the control messages, which cancel a request or fetch its result.
 """
 
 import asyncio
@@ -45,8 +36,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
-from lanekeeper.errors import Cancelled, ControlRefused, NoReply, NotEnded
-from lanekeeper.replies import Final, Part, final_of, part_of
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, final_of, part_of
 from lanekeeper.requests import OutgoingRequest, time_in, until_ended
 from lanekeeper.telemetry import logs, signals
 
@@ -75,9 +65,11 @@ class OverAmqp:
         names: Names,
         ssl_context: ssl.SSLContext | None,
         tracing: "Tracing | None",
-        bodies: "LargeBodies",
+        bodies: BodyStore | str | None,
+        fetches_answers: bool,
     ) -> None:
-        self._bodies = bodies
+        self._store = BodyStore(bodies) if isinstance(bodies, str) else bodies
+        self._fetches = fetches_answers
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self.connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
@@ -96,10 +88,11 @@ class OverAmqp:
 
     async def __aexit__(self, *_: object) -> None:
         await self.connection.__aexit__(*_)
-        self._bodies.close()
+        if self._store is not None:
+            self._store.close()
 
     async def publish(self, outgoing: OutgoingRequest) -> None:
-        await self._bodies.store_body(outgoing)
+        await self._store_body(outgoing)
         try:
             await self.publisher.publish_surely(
                 outgoing.message,
@@ -112,7 +105,7 @@ class OverAmqp:
             )
         except BrokerError as error:
             if not (error.maybe_published or outgoing.may_be_published):
-                await self._bodies.remove_body(outgoing)
+                await self._remove_body(outgoing)
             outgoing.may_be_published |= error.maybe_published
             if not isinstance(error, PublishRefused):
                 raise
@@ -146,13 +139,13 @@ class OverAmqp:
             while True:
                 reply = await arrived.next(end=outgoing.end)
                 if n.STATUS in reply.headers:
-                    yield await self._bodies.whole(final_of(reply), end=outgoing.end)
+                    yield await self._whole(final_of(reply), end=outgoing.end)
                     return
                 outgoing.end = time_in(outgoing.timeout_s)
                 yield part_of(reply)
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
-        return await self._bodies.whole(await self._result(id, tenant=tenant, end=end), end=None)
+        return await self._whole(await self._result(id, tenant=tenant, end=end), end=None)
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
         return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self.user)))
@@ -215,7 +208,55 @@ class OverAmqp:
             raise
         except (BrokerError, ControlRefused) as error:
             raise ReplyLost(f"{lost}; fetching its result failed: {error}") from error
-        return await self._bodies.whole(final, end=outgoing.end)
+        return await self._whole(final, end=outgoing.end)
+
+    async def _store_body(self, outgoing: OutgoingRequest) -> None:
+        message = outgoing.message
+        if outgoing.content is None and len(message.body) <= OVER_BYTES:
+            return
+        if self._store is None:
+            if outgoing.content is not None:
+                message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
+            return
+        try:
+            kept = await self._store.keep(
+                [message.body] if outgoing.content is None else _pieces(outgoing.content),
+                tenant=outgoing.tenant or message.user_id or "",
+            )
+        except BodiesUnavailable as error:
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            raise
+        message.body, outgoing.content = b"", None
+        message.headers = {**message.headers, **kept.headers}
+        outgoing.kept = kept
+
+    async def _remove_body(self, outgoing: OutgoingRequest) -> None:
+        if outgoing.kept is not None and self._store is not None:
+            with suppress(BodiesUnavailable, TimeoutError):
+                async with asyncio.timeout(DROP_WITHIN_S):
+                    await self._store.drop(outgoing.kept)
+
+    async def _whole(self, final: Final, *, end: float | None) -> Final:
+        """The final reply, with an answer fetched that was too large for a message. Raises BodyError,
+        BodiesUnavailable, and TimeoutError at `end`."""
+        if (kept := final.kept) is None or not self._fetches:
+            return final
+        if self._store is None or not self._store.holds(kept.address):
+            raise BodiesUnavailable(
+                f"the answer is too large for a message; it lies at {kept.address}: give the client `bodies`, "
+                "its store (commands: LANEKEEPER_BODIES__URL)"
+            )
+        try:
+            async with asyncio.timeout_at(end):
+                try:
+                    async with asyncio.timeout(FETCH_WITHIN_S):
+                        body = await self._store.fetch(kept, most_bytes=LARGEST_ANSWER_BYTES)
+                except TimeoutError:
+                    raise BodiesUnavailable(f"the answer could not be fetched within {FETCH_WITHIN_S:g} s") from None
+        except BodiesUnavailable as error:
+            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            raise
+        return replace(final, body=body)
 
 
 # ---- control messages ------------------------------------------------------------------------------------------------
@@ -264,70 +305,6 @@ def _control_message(key: str, id: str, *, tenant: str | None, user: str) -> Mes
 def _raise_if_refused(reply: Message) -> None:
     if reply.headers.get(n.CONTROL) == "error":
         raise ControlRefused(json.loads(reply.body))
-
-
-# ---- large bodies ----------------------------------------------------------------------------------------------------
-
-
-class LargeBodies:
-    """Puts large bodies of requests into a store, and fetches large answers from it. Without a store, bodies are sent
-    in the message, and the worker refuses large ones."""
-
-    def __init__(self, store: BodyStore | str | None, *, fetches: bool) -> None:
-        self._store = BodyStore(store) if isinstance(store, str) else store
-        self._fetches = fetches
-
-    async def store_body(self, outgoing: OutgoingRequest) -> None:
-        message = outgoing.message
-        if outgoing.content is None and len(message.body) <= OVER_BYTES:
-            return
-        if self._store is None:
-            if outgoing.content is not None:
-                message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
-            return
-        try:
-            kept = await self._store.keep(
-                [message.body] if outgoing.content is None else _pieces(outgoing.content),
-                tenant=outgoing.tenant or message.user_id or "",
-            )
-        except BodiesUnavailable as error:
-            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
-            raise
-        message.body, outgoing.content = b"", None
-        message.headers = {**message.headers, **kept.headers}
-        outgoing.kept = kept
-
-    async def remove_body(self, outgoing: OutgoingRequest) -> None:
-        if outgoing.kept is not None and self._store is not None:
-            with suppress(BodiesUnavailable, TimeoutError):
-                async with asyncio.timeout(DROP_WITHIN_S):
-                    await self._store.drop(outgoing.kept)
-
-    async def whole(self, final: Final, *, end: float | None) -> Final:
-        """The final reply, with an answer fetched that was too large for a message. Raises BodyError,
-        BodiesUnavailable, and TimeoutError at `end`."""
-        if (kept := final.kept) is None or not self._fetches:
-            return final
-        if self._store is None or not self._store.holds(kept.address):
-            raise BodiesUnavailable(
-                f"the answer is too large for a message; it lies at {kept.address}: give the client `bodies`, "
-                "its store (commands: LANEKEEPER_BODIES__URL)"
-            )
-        try:
-            async with asyncio.timeout_at(end):
-                try:
-                    async with asyncio.timeout(FETCH_WITHIN_S):
-                        body = await self._store.fetch(kept, most_bytes=LARGEST_ANSWER_BYTES)
-                except TimeoutError:
-                    raise BodiesUnavailable(f"the answer could not be fetched within {FETCH_WITHIN_S:g} s") from None
-        except BodiesUnavailable as error:
-            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
-            raise
-        return replace(final, body=body)
-
-    def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
 
 
 def _pieces(content: BinaryIO) -> Iterable[bytes]:

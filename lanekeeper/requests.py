@@ -14,8 +14,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import encodable
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, BodyAddress, Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, TopologyMismatch
-from lanekeeper.errors import ControlRefused, NoReply, NotEnded
-from lanekeeper.replies import Final, Problem
+from lanekeeper.replies import ControlRefused, Final, NoReply, NotEnded, Problem
 
 PRIORITY = 4
 """Always sent: without one, quorum queues take 4 and classic queues 0 (docs/facts.md, section 1)."""

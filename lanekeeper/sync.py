@@ -21,8 +21,7 @@ from lanekeeper import client as asynchronous
 from lanekeeper.client import Body
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.problems import ClientMisused
-from lanekeeper.errors import Cancelled
-from lanekeeper.replies import Final, Part
+from lanekeeper.replies import Cancelled, Final, Part
 from lanekeeper.requests import Options
 
 T = TypeVar("T")

@@ -3,10 +3,7 @@
 Level k has a headers exchange and a wait queue of the same name; the queue holds a message for 100 ms * 2^k. A delay is
 a number of 100 ms units, and its binary digits say at which levels the message waits: the header `lane-dKK` is true to
 wait at level KK, and false to skip this level. Each level passes the message to the next lower level, and the last one
-passes it to `lane.due`. A message enters at the level of the highest bit that is set, because passing through an
-exchange costs time (when each message passed through all 28 higher exchanges, the throughput was 63 % lower). No wait
-queue sets a dead-letter routing key, so the message keeps its own key, by which `lane.due` routes it to its lane's due
-queue.
+passes it to `lane.due`. A message enters at the level of the highest bit that is set.
 
     700 ms = 7 units = 111b:  lane.delay.02 (400 ms) → lane.delay.01 (200 ms) → lane.delay.00 (100 ms) → lane.due
 """

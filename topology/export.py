@@ -11,17 +11,8 @@ FILE` in rabbitmq.conf.
 | operator | publish to any lane; cancel; pause; bind a queue to events; read, import dead letters; see management |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
-Applications and clients may declare nothing. A user that may declare a queue, even one that the broker names, could
-make it dead-letter to `lane.requests` under any key: the broker checks topic permissions when a message is published,
-and not when it is dead-lettered. They get replies by direct reply-to, which needs no right, or from
-`lane.reply.<user>`, a durable queue that is declared for them here.
-
-Workers and operators may declare queues that the broker names (`amq.gen-…`). Such a queue, too, could dead-letter to
-`lane.requests` under any key. This is accepted, because workers and operators are trusted, and may publish into every
-lane anyway. The permission for `amq.gen-…` covers no exchanges, because the broker gives such names only to queues.
-
-A user that may write to `lane.control` gets answers only about requests of its own tenant (`user_id`), and about
-requests without a tenant, of which it must know the id. So do not give the role `client` to untrusted applications.
+Applications and clients may declare nothing: a queue of theirs could dead-letter to `lane.requests` under any key,
+because the broker checks topic permissions only when a message is published (docs/production.md).
 """
 
 import base64

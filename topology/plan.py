@@ -153,10 +153,8 @@ def _compare_members(found: Exchange | Queue, namespace: str, nodes: tuple[str, 
 
 
 def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
-    """Whether an object that is not declared is reported: one of ours, or a binding that begins or ends at one.
-
-    Anybody may bind to `lane.events`, and workers bind queues of their own to `lane.control`. A foreign binding on
-    `lane.requests` is reported: its queue gets prompts, and requests without a lane go there instead of `lane.fallen`.
+    """Whether an object that is not declared is reported: one of ours, or a binding that begins or ends at one. A
+    foreign binding on `lane.requests` is: its queue gets prompts, and requests without a lane.
     """
     if not isinstance(thing, Binding):
         return _is_ours(thing.name, names)

@@ -1,8 +1,7 @@
 """aiormq's connection and aio-pika's over it, as we use them: fast, silent, and with a report of alarms.
 
 Decision 0017: the frequent frames (deliveries, confirms, returned messages) are read from the socket before aiormq, by
-the `Tap` of their channel; aiormq reads the rest. It awaits three reads for a frame, decodes it into objects, passes it
-through a queue to the channel's task, and starts a task for each message, which takes ten times as long.
+the `Tap` of their channel; aiormq reads the rest. It takes ten times as long.
 
 What aiormq lacks is not patched into it, because an application may use it as well: `_own_copy` executes two of its
 modules a second time, for our connections alone.

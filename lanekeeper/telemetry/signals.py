@@ -5,11 +5,8 @@ Events are fixed names, never sentences; details are fields (`log.info(signals.R
 No event, span or attribute holds a prompt, an answer, a key or a URL's password.
 
 Attribute names are our own constants, because OpenTelemetry's packages lag behind the conventions or deprecate them
-(docs/facts.md, section 11). Sources: `messaging.*` and RabbitMQ from open-telemetry/semantic-conventions,
-docs/messaging/ (messaging-spans.md, rabbitmq.md; schema 1.44.0, status Development); `gen_ai.*` from open-telemetry/
-semantic-conventions-genai, docs/gen-ai/ (gen-ai-spans.md, anthropic.md, status Development); `error.*` and `server.*`
-from the general conventions (stable). The `gen_ai.*` conventions and the Anthropic SDK's own spans say `cache_write`
-since September 2026; before, they said `cache_creation`. Names that begin with `lane.` are our own.
+(docs/facts.md, section 11). Sources: the semantic conventions for messaging (schema
+1.44.0, RabbitMQ), GenAI (semantic-conventions-genai), and the general ones. Names that begin with `lane.` are our own.
 """
 
 from typing import Final

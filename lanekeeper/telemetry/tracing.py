@@ -8,10 +8,8 @@
     │   └── CLIENT ack lane.critical
     └── INTERNAL wait lane.critical        the wait in the queue; written by the worker that takes the request
 
-OpenTelemetry's conventions make links the default and allow a parent for single messages. A request is always a single
-message, so `process` has both a link and a parent, and any viewer shows one tree. The conventions also say that the
-context in a message is never replaced. Lanekeeper departs from this: each worker that publishes a request again
-replaces the context, because otherwise the trace of a retried request would show only its first wait.
+Against the conventions, each worker that publishes a request again replaces the context in its message: otherwise the
+trace of a retried request would show only its first wait.
 
 Without an OpenTelemetry SDK, or if the trace is not sampled, no spans are made. The trace context is still passed on.
 """

@@ -136,7 +136,7 @@ def _only(named: "Sequence[tuple[PauseKind, str]]") -> "tuple[PauseKind, str]":
 async def _ask(settings: "Settings", command: str, wanted: Any, *, kept: str | None) -> list[Mapping[str, str | None]]:
     """The pauses in a worker's answer. `kept`: what happens as soon as a worker runs, if none does; None: nothing."""
     from lanekeeper.contract.messages import Message
-    from lanekeeper.errors import ControlRefused, NoReply
+    from lanekeeper.replies import ControlRefused, NoReply
     from service.status import asked
 
     message = Message(

@@ -17,8 +17,7 @@ from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, t
 
 if TYPE_CHECKING:
     from lanekeeper import Client
-    from lanekeeper.errors import Cancelled
-    from lanekeeper.replies import Final, Part
+    from lanekeeper.replies import Cancelled, Final, Part
     from lanekeeper.requests import Options
     from lanekeeper.telemetry.tracing import Tracing
     from service.config.settings import Settings

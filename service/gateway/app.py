@@ -19,7 +19,7 @@ from consumers.clock import now_ms
 from consumers.state.base import QUEUED, FollowedStore, NewEntry, Submission
 from lanekeeper import Client, __version__
 from lanekeeper.contract.problems import LanekeeperError, SettingsError
-from lanekeeper.errors import ControlRefused, NotEnded
+from lanekeeper.replies import ControlRefused, NotEnded
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing

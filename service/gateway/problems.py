@@ -38,8 +38,7 @@ from lanekeeper.contract.problems import (
     RequestProblem,
     TopologyMismatch,
 )
-from lanekeeper.errors import NoReply
-from lanekeeper.replies import Problem
+from lanekeeper.replies import NoReply, Problem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import trace_id_of

@@ -41,8 +41,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import BodyAddress, body_address_in
 from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem, invalid_request
-from lanekeeper.errors import ControlRefused, NoReply
-from lanekeeper.replies import Problem
+from lanekeeper.replies import ControlRefused, NoReply, Problem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey

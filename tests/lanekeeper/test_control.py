@@ -7,9 +7,8 @@ import pytest
 
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.errors import ControlRefused
 from lanekeeper.over_amqp import cancellation, outcome_of, question, result_of
-from lanekeeper.replies import Problem, final_of
+from lanekeeper.replies import ControlRefused, Problem, final_of
 
 
 def answered(document: object, **headers: str) -> Message:

@@ -39,12 +39,9 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
-    """Declare a topology. It can be repeated, and several processes can do it at the same time.
-
-    Raises TopologyMismatch at the first object that exists with other properties, AccessRefused if the user lacks the
-    permission to configure an object, BrokerUnreachable if the connection is lost, BrokerError if the broker refuses
-    for another reason. Success says nothing of additional bindings, policies, or arguments that the broker ignores;
-    `verify` detects these.
+    """Declare a topology. It can be repeated, and several processes can do it at the same time. Success says nothing of
+    additional bindings, policies, or arguments that the broker ignores; `verify` detects these. Raises TopologyMismatch
+    at the first object that exists with other properties, AccessRefused, BrokerUnreachable, BrokerError.
     """
     with broker_errors():
         channel = await connection.channel()
@@ -155,9 +152,6 @@ async def verify(topology: Topology, management: Management | None, connection: 
     """Compare a broker with the declared topology, over the management API, which shows all properties. Without it, or
     if it fails or belongs to another broker, only the existence of exchanges and queues is checked, over AMQP, and the
     result's `note` says why. Raises BrokerUnreachable if the connection is lost meanwhile.
-
-    Declaring again would prove nothing: it does not show additional bindings and policies, and the broker silently
-    ignores unknown arguments.
     """
     note = "no management API was found"
     if management is not None:
@@ -374,11 +368,9 @@ class WritingRights:
 
 
 async def check_write_rights(connection: Connection, routes: Iterable[tuple[str, str]]) -> None:
-    """Check that the connection's user may publish to each route (a pair of an exchange and a routing key), without
-    delivering a message: it publishes in a transaction and rolls it back. The broker checks rights at each publish, and
-    delivers only at a commit. Raises AccessRefused, TopologyMismatch (no such exchange), or, if the rights could not be
-    checked, BrokerBlocked or BrokerUnreachable.
-    """
+    """Check that the connection's user may publish to each route (a pair of an exchange and a routing key), in a
+    transaction that is rolled back. Raises AccessRefused, TopologyMismatch (no such exchange), or, if the rights could
+    not be checked, BrokerBlocked or BrokerUnreachable."""
     await connection.flowing(timeout_s=CONFIRM_TIMEOUT_S)
     channel = await connection.channel(confirms=False)
     try:

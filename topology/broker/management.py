@@ -132,13 +132,8 @@ async def discover(
     connection: AbstractConnection | None = None,
     ssl_context: ssl.SSLContext | None = None,
 ) -> Management | None:
-    """Find the management API of a broker. If `amqp_url` has the URLs of several nodes, they are tried in order.
-
-    `management_url`, if given, is used without a check; credentials in it are used instead of those for AMQP. Otherwise
-    the AMQP host is tried, at port 15672, or at port 15671 over TLS for `amqps`. Returns None if no management API
-    answers there, if it refuses the user, or if it belongs to another broker than `connection` (several brokers may run
-    on one machine).
-    """
+    """The management API of a broker: at `management_url`, unchecked, or at the AMQP hosts (port 15672, TLS: 15671).
+    None if none answers there that accepts the user and belongs to the broker of `connection`."""
     for amqp in map(URL, urls_of(amqp_url)):
         user, password, vhost = amqp.user or "guest", amqp.password or "guest", amqp.path[1:] or "/"
         if management_url is not None:

@@ -18,7 +18,7 @@ from consumers.state.base import Identity
 from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
-from lanekeeper.errors import NoReply, NotEnded
+from lanekeeper.replies import NoReply, NotEnded
 from service.config.settings import Settings
 from service.gateway.access import Access, hash_of
 from service.gateway.app import document
