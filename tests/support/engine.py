@@ -2,6 +2,7 @@
 and containers of RabbitMQ, and the removal of those whose owner was killed; and Debian's packages."""
 
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -11,13 +12,16 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 import pytest
+from testcontainers.core.config import ConnectionMode, testcontainers_config
 
 from service.private_broker import (
     ANSWER_S,
@@ -181,16 +185,25 @@ def start_rabbitmq(
 ) -> RunningBroker:
     """Start a broker that nobody starts again, and wait until it is ready. `keep` gets its name before the start, so
     that it is always removed."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # a decorator of its own that it uses
+        from testcontainers.community.rabbitmq import RabbitMqContainer
+
+    # The reaper of testcontainers needs a separate image, from a registry that not every machine can reach. The keeper
+    # removes all containers instead.
+    testcontainers_config.ryuk_disabled = True
+    testcontainers_config.connection_mode_override = ConnectionMode.docker_host
+    logging.getLogger("pika").setLevel(logging.CRITICAL)  # says ERROR each second until the broker is up
     name, password = f"lanekeeper-{secrets.token_hex(6)}", secrets.token_urlsafe(18)
-    options = [f"--tmpfs={DATA}", f"--publish={LOOPBACK}::5672", f"--publish={LOOPBACK}::15672"]
+    made = RabbitMqContainer(image, username=USER, password=password).with_name(name)
+    made.with_kwargs(labels={LABEL: owner()}).with_tmpfs_mount(*DATA.split(":"))
+    made.with_env("RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS", f"{ERLANG_ARGUMENTS} {SMALL}")
+    # Ports that the engine chooses, on loopback; testcontainers' own method would publish them on every address.
+    made.ports = cast(dict[str, int | None], {"5672/tcp": (LOOPBACK, None), "15672/tcp": (LOOPBACK, None)})
     if configuration is not None:
-        options.append(f"--volume={configuration}:/etc/rabbitmq/conf.d/30-lanekeeper.conf:ro")
+        made.with_volume_mapping(str(configuration), "/etc/rabbitmq/conf.d/30-lanekeeper.conf", "ro")
     keep(name)
-    few = {"RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": f"{ERLANG_ARGUMENTS} {SMALL}"}
-    run_node(steps, image, name=name, password=password, options=options, environ=few)
-    amqp, management = (
-        steps.run(["docker", "port", name, port], within_s=ANSWER_S)[1].splitlines()[0] for port in ("5672", "15672")
-    )
+    made.start()
+    amqp, management = (f"{LOOPBACK}:{made.get_exposed_port(port)}" for port in (5672, 15672))
     for _ in steps.until(READY_S):
         if version := version_if_ready(f"http://{management}", password):
             return RunningBroker(f"amqp://{USER}:{password}@{amqp}/", f"http://{management}", version)
