@@ -1,12 +1,14 @@
-"""Added slots are separate pools: added when needed, removed when another lane needs them, shown in `status`."""
+"""Added slots are separate pools: added when needed, removed when another lane needs them, shown in `status`; and
+scouts. In virtual time."""
 
 import asyncio
+import functools
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 from hypothesis import given, settings
@@ -14,15 +16,17 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from consumers.job import Job
-from consumers.slots import scaling
 from consumers.slots.activity import LaneActivity
-from consumers.slots.lane_slots import LaneSlots
+from consumers.slots.lane_slots import LaneSlots, QueueSlots
 from consumers.slots.scaling import AT_MOST, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.examples import examples
 from tests.support.jobs import NOW_MS, Bench
 from tests.support.pools import FakePool
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until
+
+P = ParamSpec("P")
 
 
 class HoldingPool(FakePool):
@@ -30,7 +34,7 @@ class HoldingPool(FakePool):
 
     @override
     async def run(self) -> None:
-        await until(lambda: self.is_stopped and not self.in_hand, within_s=60)
+        await until(lambda: self.is_stopped and not self.in_hand, within_s=1e6)
         self.is_over = True
 
     @override
@@ -39,10 +43,20 @@ class HoldingPool(FakePool):
         self.in_hand = 0
 
 
-class World:
-    """Two lanes: one with eight slots, and a less urgent one with two."""
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    @functools.wraps(test)
+    def run(*args: P.args, **given: P.kwargs) -> None:
+        virtually(test(*args, **given))
 
-    def __init__(self) -> None:
+    return run
+
+
+class World:
+    """Two lanes: one with eight slots, and a less urgent one with two. `in_time`: the system clock goes on."""
+
+    def __init__(self, *, high: int = 8, kept: int = 2, most: int = 20, in_time: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        self.began_s, self.in_time = loop.time(), in_time
         self.waiting: dict[str, int] = {}
         self.held: dict[str, str] = {}
         self.asked: list[list[str]] = []
@@ -52,15 +66,15 @@ class World:
         self.answers = asyncio.Event()
         self.answers.set()
         self.now_ms = NOW_MS
-        self.high = self._line("high", slots=8, kept=2, most=16)
-        self.low = self._line("low", slots=2, kept=1, most=20)
+        self.high = self._line("high", slots=high, kept=kept, most=2 * high)
+        self.low = self._line("low", slots=2, kept=1, most=most)
         self.braked: set[str] = set()
         self.slots = Scaling(
             [self.high, self.low],
             depths=self._depths,
             ready=self._depths,
             waiting_for=lambda: self.held,
-            now_ms=lambda: self.now_ms,
+            now_ms=lambda: self.now_ms + in_time * round(1000 * (loop.time() - self.began_s)),
             is_braked=lambda lane: lane in self.braked,
         )
 
@@ -74,7 +88,7 @@ class World:
             lane=lane,
             pool=self.pools[lane],
             new_pool=more,
-            load=QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=1),
+            load=QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=2 if self.in_time else 1),
             activity=LaneActivity(lane, slots=slots, due_slots=0),
             shared=LaneSlots().queue(slots),
         )
@@ -113,12 +127,7 @@ class World:
             yield
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LOOK_EVERY_S": 0.005, "ASK_EVERY_S": 0.02, "STEADY_S": 0.06, "BOTTLENECK_FOR_S": 0.04}.items():
-        monkeypatch.setattr(scaling, name, value)
-
-
+@in_virtual_time
 async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end() -> None:
     world = World()
     async with world.lending():
@@ -128,7 +137,7 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
         await until(lambda: first.is_stopped and second.is_stopped)
         ends_later = not first.is_over
         world.pools["high"].in_hand = 0
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(8)
         assert world.open == [], "what still runs on them is not lent a second time"
         first.in_hand = 0
         await until(lambda: world.open == [4])
@@ -144,6 +153,7 @@ def job(bench: Bench, *, waited_ms: int) -> Job:
     return found
 
 
+@in_virtual_time
 async def test_if_the_broker_cannot_be_asked_nothing_changes() -> None:
     world = World()
     world.flood()
@@ -153,6 +163,7 @@ async def test_if_the_broker_cannot_be_asked_nothing_changes() -> None:
         assert not world.added
 
 
+@in_virtual_time
 async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -> None:
     world = World()
     async with world.lending():
@@ -162,28 +173,30 @@ async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -
         assert not world.open
         assert world.low.added_slots == 0, "what still runs has no slots of the queue"
         world.added[0].in_hand = 0
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(3)
         assert not world.open
         await world.slots.resume()
         await until(lambda: world.open)
 
 
+@in_virtual_time
 async def test_a_pause_that_begins_while_the_broker_is_asked_adds_no_slots() -> None:
     world = World()
     world.flood()
     world.waiting["low"] = 0
     async with world.watched():
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(5)
         world.answers.clear()
         world.waiting["low"] = 500
         asked = len(world.asked)
         await until(lambda: len(world.asked) > asked)
         await world.slots.pause("store: away")
         world.answers.set()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(3)
         assert not world.added
 
 
+@in_virtual_time
 async def test_on_a_stop_deliveries_that_wait_on_added_slots_are_returned() -> None:
     world = World()
     world.flood()
@@ -355,6 +368,7 @@ def test_under_constant_load_the_slots_stop_changing(
     assert lent <= sum(max(0, lane.slots - lane.reserved - min(demand, lane.slots)) for lane, demand in world)
 
 
+@in_virtual_time
 async def test_requests_that_run_on_slots_that_were_taken_back_do_not_make_their_queue_full() -> None:
     world = World()
     async with world.lending():
@@ -368,6 +382,7 @@ async def test_requests_that_run_on_slots_that_were_taken_back_do_not_make_their
         assert not world.low.is_full
 
 
+@in_virtual_time
 async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None:
     world = World()
     world.flood()
@@ -382,6 +397,7 @@ async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None
         await until(lambda: world.open == [1, 1])
 
 
+@in_virtual_time
 async def test_a_queue_grows_if_nothing_was_delivered_for_too_long() -> None:
     world = World()
     world.flood()
@@ -393,6 +409,7 @@ async def test_a_queue_grows_if_nothing_was_delivered_for_too_long() -> None:
         await until(lambda: world.added)
 
 
+@in_virtual_time
 async def test_a_lane_that_an_operator_pauses_loses_its_added_slots_at_once_and_is_not_starved() -> None:
     world = World()
     async with world.lending():
@@ -402,7 +419,183 @@ async def test_a_lane_that_an_operator_pauses_loses_its_added_slots_at_once_and_
         await until(lambda: not world.open)
         assert [pool.in_hand for pool in world.added] == [0, 0], "what has not begun is given back"
         asked = len(world.asked)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(5)
         assert (world.open, len(world.asked), world.low.activity.slots_limit) == ([], asked, None)
         world.braked = set()
         await until(lambda: world.open)
+
+
+@in_virtual_time
+async def test_slots_are_lent_when_they_were_idle_for_three_seconds_and_the_lane_keeps_one() -> None:
+    world = World(high=4, kept=1, most=5, in_time=True)
+    world.flood()
+    async with world.watched():
+        await asyncio.sleep(2.6)
+        assert not world.added
+        await asyncio.sleep(0.7)
+        assert sum(each.slots for each in world.added) == 3
+        assert all(3.0 <= each.began_s - world.began_s <= 3.01 for each in world.added)
+
+
+@in_virtual_time
+async def test_a_provider_that_was_the_bottleneck_within_two_seconds_still_is() -> None:
+    world = World(high=4, kept=4, in_time=True)
+    world.flood()
+    world.held["low"] = "itpm"
+    async with world.watched():
+        await asyncio.sleep(10.1)
+        assert not world.added
+        world.held.clear()
+        await asyncio.sleep(1.8)
+        assert not world.added
+        await asyncio.sleep(1.3)
+        assert world.added
+
+
+QUEUE = "lane.normal"
+
+
+class Lane:
+    """A lane of two slots, looked at four times a second."""
+
+    def __init__(self, waiting: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.waiting = waiting
+        self.slots: QueueSlots = LaneSlots().queue(2)
+        self.scouts: list[FakePool] = []
+        queue = ScaledQueue(
+            lane="low",
+            pool=FakePool(QUEUE, 2),
+            new_pool=lambda count: FakePool(QUEUE, count),
+            load=QueueLoad(slots=2, reserved=1, max_slots=2, target_wait_s=2),
+            activity=LaneActivity("low", slots=2, due_slots=0),
+            shared=self.slots,
+            new_scout=self._scout,
+        )
+        self.scaling = Scaling([queue], depths=self._depths, ready=self._depths, now_ms=lambda: NOW_MS)
+        self._running = asyncio.create_task(self.scaling.run())
+        self.began_s = self.loop.time()
+
+    def _scout(self) -> FakePool:
+        self.scouts.append(FakePool(QUEUE))
+        return self.scouts[-1]
+
+    async def _depths(self, queues: list[str]) -> Mapping[str, int]:
+        return dict.fromkeys(queues, self.waiting)
+
+    def fill(self) -> None:
+        while self.slots.begin("crm"):
+            pass
+
+    async def end(self) -> None:
+        await self.scaling.stop()
+        await self._running
+
+
+@in_virtual_time
+async def test_a_scout_goes_out_after_a_second_in_which_no_slot_became_free() -> None:
+    lane = Lane(waiting=1)
+    await asyncio.sleep(5.1)
+    lane.fill()
+    full_s = lane.loop.time()
+    await asyncio.sleep(3)
+    (scout,) = lane.scouts
+    assert 1.0 <= scout.began_s - full_s <= 1.26
+    await lane.end()
+
+
+@in_virtual_time
+async def test_no_scout_goes_out_in_a_shorter_burst() -> None:
+    lane = Lane(waiting=1)
+    for _ in range(5):
+        lane.fill()
+        await asyncio.sleep(0.74)
+        lane.slots.end("crm")
+        await asyncio.sleep(0.3)
+    assert not lane.scouts
+    await lane.end()
+
+
+@in_virtual_time
+async def test_a_scout_comes_back_when_slots_were_free_for_two_seconds() -> None:
+    lane = Lane(waiting=1)
+    lane.fill()
+    await asyncio.sleep(3.1)
+    (scout,) = lane.scouts
+    free_s = lane.loop.time()
+    lane.slots.end("crm")
+    await asyncio.sleep(1.5)
+    assert not scout.stopped_s
+    await asyncio.sleep(1.5)
+    assert 1.75 <= scout.stopped_s - free_s <= 2.01
+    await lane.end()
+
+
+@pytest.mark.parametrize(("tenants", "goes"), [(("crm",), False), (("crm", "chat"), True)])
+@in_virtual_time
+async def test_while_slots_become_free_a_scout_goes_out_only_between_several_tenants(
+    tenants: tuple[str, ...], goes: bool
+) -> None:
+    lane = Lane(waiting=1000)
+    lane.slots.begin("crm")  # one slot is held, the other one turns over
+    for _ in range(40):
+        await asyncio.sleep(0.2)
+        for tenant in (*tenants, *tenants):
+            assert lane.slots.begin(tenant)
+            lane.slots.end(tenant)
+        assert lane.slots.begin("crm")
+        await asyncio.sleep(0.06)
+        lane.slots.end("crm")
+    assert bool(lane.scouts) == goes
+    await lane.end()
+
+
+@in_virtual_time
+async def test_while_a_scout_is_out_requests_over_their_tenants_share_are_set_aside() -> None:
+    lane = Lane(waiting=10)
+    lane.fill()
+    await asyncio.sleep(2)
+    assert lane.slots.sets_surplus_aside
+    await lane.end()
+    assert not lane.slots.sets_surplus_aside
+
+
+@in_virtual_time
+async def test_with_several_tenants_no_scout_goes_out_for_a_queue_shorter_than_what_begins_in_a_second() -> None:
+    lane = Lane(waiting=8)
+    lane.fill()
+    for _ in range(40):
+        await asyncio.sleep(0.2)
+        for tenant in ("crm", "chat"):
+            lane.slots.end("crm")
+            assert lane.slots.begin(tenant)
+            lane.slots.end(tenant)
+            assert lane.slots.begin("crm")
+    assert not lane.scouts
+    await lane.end()
+
+
+@in_virtual_time
+async def test_no_scout_is_out_while_the_lane_is_paused() -> None:
+    lane = Lane(waiting=10)
+    lane.fill()
+    await asyncio.sleep(2)
+    await lane.scaling.pause("store is away")
+    await asyncio.sleep(10)
+    assert [each.is_over for each in lane.scouts] == [True]
+    await lane.scaling.resume()
+    await asyncio.sleep(2)
+    assert [each.is_over for each in lane.scouts] == [True, False]
+    await lane.end()
+
+
+@in_virtual_time
+async def test_no_scout_is_sent_while_no_request_waits() -> None:
+    lane = Lane(waiting=0)
+    lane.fill()
+    await asyncio.sleep(10)
+    assert not lane.scouts
+    lane.waiting = 1
+    await asyncio.sleep(0.5)
+    assert len(lane.scouts) == 1
+    await lane.end()
