@@ -34,6 +34,7 @@ class HoldingPool(FakePool):
 
     @override
     async def run(self) -> None:
+        self.began_s = asyncio.get_running_loop().time()
         await until(lambda: self.is_stopped and not self.in_hand, within_s=1e6)
         self.is_over = True
 
