@@ -62,15 +62,8 @@ PATHOLOGICAL = {
 }
 HEADERS = sorted(n.PUBLIC | n.OURS | n.TRACE_CONTEXT | {n.ANTHROPIC_BETA, n.BROKER_TIMESTAMP_MS, "x-own"})
 PROPERTIES = (
-    "content_type",
-    "content_encoding",
-    "message_id",
-    "correlation_id",
-    "reply_to",
-    "type",
-    "user_id",
-    "app_id",
-)
+    "content_type", "content_encoding", "message_id", "correlation_id", "reply_to", "type", "user_id", "app_id",
+)  # fmt: skip
 
 
 def cpu_s(do: Any) -> float:
