@@ -13,7 +13,7 @@ import heapq
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any, Final
@@ -71,15 +71,13 @@ class Filter:
         return self == Filter()
 
     def matches(self, letter: DeadLetter) -> bool:
-        return (
-            (not self.ids or letter.id in self.ids)
-            and (not self.codes or letter.code in self.codes)
-            and (not self.lanes or letter.lane in self.lanes)
-            and (not self.apps or letter.app in self.apps)
-            and (not self.tenants or letter.tenant in self.tenants)
-            and (not self.causes or letter.cause in self.causes)
-            and letter.at_ms >= self.since_ms
-        )
+        return letter.at_ms >= self.since_ms and all(
+            not wanted or getattr(letter, name) in wanted
+            for name, wanted in (
+                ("id", self.ids), ("code", self.codes), ("lane", self.lanes), ("app", self.apps),
+                ("tenant", self.tenants), ("cause", self.causes),
+            )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,24 +115,16 @@ def merged(target: Any, patch: Any) -> Any:
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
+SUMMARY: Final = (
+    "id", "code", "detail", "cause", "lane", "app", "tenant", "at", "attempts", "replays", "replayed_at", "body_bytes",
+    "trace_id",
+)  # fmt: skip
+
+
 def summary(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
     """A letter in a list."""
-    return {
-        "id": letter.id,
-        "code": letter.code,
-        "detail": letter.detail,
-        "cause": letter.cause,
-        "lane": letter.lane,
-        "app": letter.app,
-        "tenant": letter.tenant,
-        "at": letter.at,
-        "attempts": letter.attempts,
-        "replays": letter.replays,
-        "replayed_at": letter.replayed_at,
-        "body_bytes": letter.body_bytes,
-        "trace_id": letter.trace_id,
-        "trace_url": trace_url(jaeger_url, letter.trace_id),
-    }
+    found = {name: getattr(letter, name) for name in SUMMARY}
+    return {**found, "trace_url": trace_url(jaeger_url, letter.trace_id)}
 
 
 def whole(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
@@ -247,8 +237,7 @@ class Replay:
         return self.matched - self.replayed
 
     def as_json(self) -> dict[str, Any]:
-        return {"matched": self.matched, "replayed": self.replayed, "left": self.left, "refusals": self.refusals,
-                "refused": self.refused}  # fmt: skip
+        return {**asdict(self), "left": self.left}
 
 
 @dataclass(slots=True)
@@ -316,18 +305,16 @@ class DeadLetters:
         return found[0] if found else None
 
     async def export(self, wanted: Filter, write: Callable[[bytes], object]) -> int:
-        numbers = count()
         # a scan that has to give way begins again, and what it has written cannot be taken back
         keys: set[int] = set()
 
         def export_once(letter: DeadLetter) -> None:
             if letter.key not in keys:
                 keys.add(letter.key)
-                next(numbers)
                 write(line_of(letter.message))
 
         await self._each(wanted, export_once)
-        return next(numbers)
+        return len(keys)
 
     async def import_(self, lines: Iterable[bytes]) -> int:
         """Put exported letters into `lane.dead`. Raises ValueError for a line that is none."""
@@ -341,7 +328,8 @@ class DeadLetters:
         return done
 
     async def drop(self, wanted: Filter) -> int:
-        done, keys = 0, await self._keys(wanted)
+        done, keys = 0, set[int]()
+        await self._each(wanted, lambda letter: keys.add(letter.key))
         async with aclosing(self._held(keys, most=HELD)) as held:
             async for scan, tag, letter in held:
                 await scan.remove(tag)
@@ -451,11 +439,6 @@ class DeadLetters:
         checked = replace(request, headers=readable)
         decode(checked, lane=spec, request_id=letter.id, hop=None, now_ms=now_ms(), max_values=self._max_values)
         return request
-
-    async def _keys(self, wanted: Filter) -> set[int]:
-        keys: set[int] = set()
-        await self._each(wanted, lambda letter: keys.add(letter.key))
-        return keys
 
     async def _each(self, wanted: Filter, call: Callable[[DeadLetter], None]) -> None:
         """Call it with each letter, and perhaps again, if the scan has to begin again."""

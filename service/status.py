@@ -192,32 +192,19 @@ def merge(
     """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
     status."""
     tenants = _sums(answers, "tenants")
-    others = {name: None for answer in answers for name in answer.get("lanes", ())}  # workers may know further lanes
-    for lane in lanes:
-        others.pop(lane.name, None)
+    known = {lane.name: _sides(lane, names) for lane in lanes}
+    names_of_lanes = dict.fromkeys([*known, *(name for answer in answers for name in answer.get("lanes", ()))])
     return Status(
-        lanes=(
-            *(
-                _lane(
-                    lane.name,
-                    [answer["lanes"][lane.name] for answer in answers if lane.name in answer.get("lanes", ())],
-                    intake=found.get(names.intake(lane.name)),
-                    due=found.get(names.due(lane.name)),
-                    aside=sum(found[queue].ready for queue in _sides(lane, names) if queue in found)
-                    + sum(figures["in_hand"] for figures in tenants.get(lane.name, {}).values()),
-                )
-                for lane in lanes
-            ),
-            *(
-                _lane(
-                    name,
-                    [answer["lanes"][name] for answer in answers if name in answer.get("lanes", ())],
-                    intake=None,
-                    due=None,
-                    aside=0,
-                )
-                for name in others
-            ),
+        lanes=tuple(
+            _lane(
+                name,
+                [answer["lanes"][name] for answer in answers if name in answer.get("lanes", ())],
+                intake=found.get(names.intake(name)),
+                due=found.get(names.due(name)),
+                aside=sum(found[queue].ready for queue in known.get(name, ()) if queue in found)
+                + sum(figures["in_hand"] for figures in tenants.get(name, {}).values()),
+            )
+            for name in names_of_lanes  # workers may know further lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
         accounts=_accounts(answers),

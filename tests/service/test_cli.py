@@ -235,14 +235,6 @@ def test_standard_input_that_is_not_text_is_wrong_usage(
     assert why in one_line(capsys)
 
 
-def test_the_topology_is_listed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["topology", "show", "--for", "3.10", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-
-    queues = {queue["name"]: queue["arguments"] for queue in told["queues"]}
-    assert queues["lane.critical"]["x-max-priority"] == 9
-
-
 def test_export_generates_passwords_shows_them_once_and_exports_only_hashes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["topology", "export", "--for", "4.3", "--vhost", "prod", "--user", "crm:application:batch"]) == 0
     out, err = capsys.readouterr()

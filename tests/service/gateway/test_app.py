@@ -1,4 +1,4 @@
-"""The documents are valid and say what the code checks; a gateway logs that its workers have another store."""
+"""The documents are valid and say what the code checks."""
 
 import asyncio
 import json
@@ -12,21 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft7Validator, Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
-from typing_extensions import override
 
-from consumers.state.base import Identity
-from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import PROBLEMS, RequestProblem
-from lanekeeper.replies import NoReply, NotEnded
-from service.config.settings import Settings
 from service.gateway.access import Access, hash_of
 from service.gateway.app import document
 from service.gateway.calls import REFUSED_HEADERS
 from service.gateway.messages import COUNT_TOKENS, MODEL, MODELS
 from service.page.live import FILES
 from service.simulated.app import SimulatedAPI
-from tests.support.gate import SETTINGS, Alone, opened
+from tests.support.gate import SETTINGS, Alone
 from tests.support.settings import load
 from topology.codec import decoding
 from topology.codec import headers as codec
@@ -164,25 +159,3 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
     paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
     async with SimulatedAPI() as api, Alone(provider=api.base_url) as made:
         assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)
-
-
-class Worker(Client):
-    """Answers as a worker that has this store; None: no worker is there."""
-
-    def __init__(self, settings: Settings | None) -> None:
-        super().__init__("amqp://a:b@127.0.0.1:1/")
-        self._settings = settings
-        self.asked: list[str] = []
-        self.has_answered = False
-
-    @override
-    async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
-        self.asked.append(id)
-        try:
-            if self._settings is None:
-                raise NoReply("no worker answered")
-            async with opened(self._settings) as store:
-                found = await store.find(Identity(tenant or "", id))
-            raise NotEnded(id, "unknown" if found is None else "waiting")
-        finally:
-            self.has_answered = True

@@ -34,26 +34,6 @@ def body(**extra: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("said", "names"),
-    [
-        (b"", "body: empty"),
-        (b"{", "body: not JSON"),
-        (b"[]", "body"),
-        (b"\xff", "body: not JSON"),
-        (body(messages=[]), "messages"),
-        (body(max_tokens="many"), "max_tokens"),
-        (body(stream=1), "stream"),
-        (b'{"stream": true, "stream": false, "messages": [{"role": "user", "content": "x"}]}', "stream"),
-    ],
-)
-async def test_a_wrong_body_is_refused_by_the_name_of_the_field(opened: Alone, said: bytes, names: str) -> None:
-    status, error = await opened.post(said)
-
-    assert (status, error["type"]) == (400, "invalid_request_error")
-    assert names in error["message"]
-
-
-@pytest.mark.parametrize(
     ("header", "value", "status"),
     [
         ("x_lane_nmae", "normal", 400),

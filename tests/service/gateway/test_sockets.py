@@ -239,10 +239,6 @@ AnyField = (
 )
 
 
-def said(**fields: Any) -> str:
-    return json.dumps(fields)
-
-
 @given(
     st.sampled_from(sorted(FIELDS)),
     st.dictionaries(st.sampled_from(["ref", "id", "after", "subscribe", "headers", "more"]), AnyField, max_size=4),
@@ -258,33 +254,8 @@ def test_the_document_allows_what_is_read(type: str, fields: dict[str, Any], bod
         assert [Draft202012Validator(each).is_valid(fields) for each in SAID].count(True) == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "nonsense", "[]", "7", '"x"', "[" * 100_000, "1" * 5000])
-def test_what_is_no_json_object_closes_with_1007(text: str) -> None:
-    with pytest.raises(InvalidMessage) as error:
-        read_message(text)
-    assert error.value.code == 1007
-
-
 @pytest.mark.parametrize("held", ["[]," * 200_000, "7" * 500_000])
 def test_what_takes_long_to_parse_closes_with_1009_before_it_is_parsed(held: str) -> None:
     with pytest.raises(InvalidMessage, match="more than") as error:
         read_message(f'{{"type": "submit", "body": {{"x": [{held}')
     assert error.value.code == 1009
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"type": ["submit"]},
-        {"type": "submit", "body": "x"},
-        {"type": "submit", "body": BODY, "headers": {f"x-{number}": "" for number in range(21)}},
-        {"type": "subscribe", "id": "a", "after": True},
-        {"type": "cancel", "id": "a", "more": 1},
-    ],
-)
-def test_what_is_no_known_message_closes_with_1008_and_a_reason(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidMessage) as error:
-        read_message(json.dumps(fields))
-    assert error.value.code == 1008
-    assert error.value.reason
