@@ -1,6 +1,6 @@
 """Makes one attempt to answer a request: calls a provider and, if that call fails, perhaps another one.
 
-An attempt makes at most two calls, because each retry (`retry.py`) is a further attempt: more calls in one attempt
+An attempt makes at most two calls, because each retry is a further attempt: more calls in one attempt
 would multiply with the number of retries. A second provider is called only if its circuit breaker allows it
 (`providers/breakers.py`) and its rate limits allow the call at once, because an attempt waits for its rate limits only
 before the first call. The table in `failures.py` says after which failures another provider may be called.
@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
-from consumers import retry
 from consumers.clock import NowMs, now_ms
 from consumers.failures import (
     TIMEOUT,
@@ -22,8 +21,10 @@ from consumers.failures import (
     HandlerDied,
     ProviderError,
     Retry,
+    RetryPolicy,
     TransientError,
     Trips,
+    decide,
 )
 from consumers.flows.handlers import PROVIDER as HANDLER
 from consumers.flows.handlers import Handlers
@@ -72,7 +73,7 @@ class Attempts:
     replies: Replies
     lifecycle: Lifecycle
     pausing: Pausing
-    policy: retry.RetryPolicy
+    policy: RetryPolicy
     now_ms: NowMs = now_ms
     rng: random.Random = field(default_factory=random.Random)
     handlers: Handlers = field(default_factory=Handlers)
@@ -261,7 +262,7 @@ class Attempts:
     def _decide(self, error: ProviderError, job: Job, decoded: Decoded) -> Outcome:
         usable, reserved = self.breakers.usable(decoded.chain.routes), job.reserved
         has_other = reserved is not None and any(route.account != reserved.route.account for route in usable)
-        return retry.decide(
+        return decide(
             error,
             attempts=job.attempts,
             max_attempts=decoded.lane.max_attempts,

@@ -9,12 +9,11 @@ from typing import Protocol
 
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.scenarios import Scenario
-from consumers.failures import OverloadedError, ProviderError, RateLimitedError, TransientError
+from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RetryPolicy, TransientError, decide
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Kind, RateHeaders, Reservation, read_rate
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.outcomes import Retried
 from consumers.providers.breakers import Breaker, Failure, State
-from consumers.retry import RetryPolicy, decide
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
 from topology.lanes import DEFAULT_LANES

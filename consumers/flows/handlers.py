@@ -1,5 +1,5 @@
 """Calls the handlers: Python functions that are registered in the settings, and answer requests whose property `type`
-names them. What follows from a failed call is decided like that of a provider's (`failures.py`, `retry.py`)."""
+names them. What follows from a failed call is decided like that of a provider's (`failures.py`)."""
 
 import asyncio
 import inspect

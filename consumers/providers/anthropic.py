@@ -2,7 +2,7 @@
 passed on as bytes.
 
 The SDK's client makes the HTTP call (authentication, API version, connection pool, TLS) and chooses the class of the
-exception after a failure. Lanekeeper does not use the SDK's retries (`consumers/retry.py` decides on them), nor its
+exception after a failure. Lanekeeper does not use the SDK's retries (`consumers/failures.py` decides on them), nor its
 trace spans (`lanekeeper/telemetry/tracing.py` makes them), nor its Pydantic models of requests and answers, because
 these take several times as much CPU as the call.
 

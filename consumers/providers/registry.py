@@ -75,7 +75,7 @@ OnEvent = Callable[[bytes], Awaitable[None]]
 
 
 class Provider(Protocol):
-    """The adapter of one provider. It does not retry failed calls: `consumers/retry.py` decides on that."""
+    """The adapter of one provider. It does not retry failed calls: `consumers/failures.py` decides on that."""
 
     name: str
 

@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from consumers.failures import RetryPolicy
 from consumers.flows.handlers import HandlerSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
@@ -22,7 +23,6 @@ from consumers.limits.base import LEAST_LIMITS, AccountCaps, BudgetSpec, shares_
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
-from consumers.retry import RetryPolicy
 from consumers.spending import AS_OF, Cap, CapsSpec, Prices
 from consumers.state.base import SEEN_LATE_S, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
@@ -288,7 +288,7 @@ class DeadSettings(Section):
 
 
 class RetrySettings(Section):
-    """The pauses between attempts. `consumers/retry.py` gives the reasons for the defaults."""
+    """The pauses between attempts. `consumers/failures.py` gives the reasons for the defaults."""
 
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
     """The first pause after an overload or a rate limit of the provider. After any other failure it is a quarter of

@@ -12,7 +12,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.attempt import Attempts
-from consumers.failures import TIMEOUT
+from consumers.failures import TIMEOUT, RetryPolicy
 from consumers.gates import BudgetGate
 from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
@@ -21,7 +21,6 @@ from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Ret
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.registry import Registry
-from consumers.retry import RetryPolicy
 from consumers.slots.pausing import Pausing
 from consumers.spending import Prices
 from lanekeeper.contract import names as n

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers import retry
+from consumers import failures
 from consumers.failures import (
     BROKEN_OFF,
     FORBIDDEN,
@@ -27,10 +27,10 @@ from consumers.failures import (
     ProviderError,
     RateLimitedError,
     RejectedError,
+    RetryPolicy,
     TransientError,
 )
 from consumers.outcomes import Buried, Refused, Retried
-from consumers.retry import RetryPolicy
 from topology.lanes import DEFAULT_LANES, LaneSpec
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=8.0)
@@ -49,7 +49,7 @@ class Drawn(random.Random):
 
 def decide(error: ProviderError, **given: Any) -> Retried | Refused | Buried:
     how = {"attempts": 1, "max_attempts": 4, "left_ms": 600_000, "rng": Drawn(high=True), "policy": POLICY, **given}
-    return retry.decide(error, **how)
+    return failures.decide(error, **how)
 
 
 def delays_ms(error: ProviderError, attempts: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from consumers.attempt import Attempts
 from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
+from consumers.failures import RetryPolicy
 from consumers.gates import BudgetGate, Gate
 from consumers.handler import Handler
 from consumers.job import Chain, Decoded, Job, source_of
@@ -28,7 +29,6 @@ from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
-from consumers.retry import RetryPolicy
 from consumers.settle import Failpoints, Settler
 from consumers.slots.pausing import Pausing
 from lanekeeper.amqp.publisher import Confirm, Publisher

@@ -6,9 +6,16 @@ import random
 import pytest
 from aiohttp.test_utils import make_mocked_request
 
-from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RejectedError, TransientError
+from consumers.failures import (
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    RetryPolicy,
+    TransientError,
+    decide,
+)
 from consumers.outcomes import Buried, Refused
-from consumers.retry import RetryPolicy, decide
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.problems import (
     PROBLEMS,
