@@ -9,17 +9,15 @@ DNS look-up.
 
 import asyncio
 import json
-import socket
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
 
+from consumers.addresses import PrivateAddress, PublicResolver, is_private
 from consumers.background import Background
 from consumers.outcomes import Answered, Buried, Outcome
 from lanekeeper.amqp.publisher import SMALL_BYTES, Publisher
@@ -40,7 +38,6 @@ from topology.codec.bounds import ANSWER_BYTES
 
 SIZE_WITHIN_S = 5.0
 _PORTS: Final = {"https": 443, "http": 80}
-_NAT64: Final = ip_network("64:ff9b::/96")
 _GONE: Final = range(400, 500)
 _TEMPORARY: Final = frozenset({408, 425, 429})
 """The statuses among `_GONE` after which another try may succeed."""
@@ -55,10 +52,6 @@ MARGIN_S: Final = 3600.0
 its address, because a client may read the answer some time after it has read the result."""
 PAUSE_S: Final = 0.5
 log = logs.logger()
-
-
-class PrivateAddress(OSError):
-    """A host name resolves to an address that is not public."""
 
 
 class WebBodies:
@@ -79,9 +72,9 @@ class WebBodies:
 
     async def fetch(self, kept: BodyAddress, *, most_bytes: int) -> bytes:
         """Raises BodyError, BodyTooLarge, BodiesUnavailable."""
-        if not self._private and _is_private(urlsplit(kept.address).hostname or ""):
+        if not self._private and is_private(urlsplit(kept.address).hostname or ""):
             raise BodyError("its host has a private address")
-        connector = aiohttp.TCPConnector(resolver=None if self._private else _PublicResolver())
+        connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False) as session,
@@ -103,20 +96,6 @@ class WebBodies:
         return await asyncio.to_thread(lambda: checked(bytes(body), kept, most_bytes=most_bytes))
 
 
-class _PublicResolver(AbstractResolver):
-    """Raises PrivateAddress for a name if one of its addresses is not public."""
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        found = await aiohttp.ThreadedResolver().resolve(host, port, family)
-        if any(_is_private(result["host"]) for result in found):
-            raise PrivateAddress(f"{host} has a private address")
-        return found
-
-    async def close(self) -> None: ...
-
-
 def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
     if response.status in _GONE and response.status not in _TEMPORARY:
         raise BodyError(f"its host answered {response.status}")
@@ -126,18 +105,6 @@ def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
         raise BodiesUnavailable(f"its host answered {response.status}")
     if (response.content_length or 0) > most_bytes:
         raise BodyTooLarge(f"{response.content_length} bytes are there, allowed are {most_bytes}")
-
-
-def _is_private(host: str) -> bool:
-    """True if `host` is an IP address that is not public, or an IPv6 address that contains one."""
-    try:
-        address = ip_address(host.partition("%")[0])
-    except ValueError:
-        return False  # a name is checked when it is resolved
-    mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
-    if address in _NAT64:
-        mapped = IPv4Address(int(address) & 0xFFFFFFFF)
-    return not address.is_global or address.is_multicast or (mapped is not None and not mapped.is_global)
 
 
 def _is_below(asked: SplitResult, allowed: SplitResult) -> bool:

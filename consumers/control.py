@@ -60,7 +60,7 @@ from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 from topology.broker.notices import Notices
 
 MESSAGE_BYTES = 4096
-KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, n.STATUS_KEY)
+KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, *n.WEBHOOK_COMMANDS, n.STATUS_KEY)
 SHOWN = 80
 FAULTS_AT_MOST = 5
 """A control message that causes an internal error at each of this many deliveries is refused at the last of them. It is
@@ -273,8 +273,8 @@ class BrakeCommands:
     now_ms: NowMs = now_ms
     _in_order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    async def carry_out(self, message: Message) -> dict[str, Any]:
-        """Returns the answer. Raises RequestProblem, StoreUnavailable."""
+    def require_operator(self, message: Message) -> str:
+        """Returns the message's command. Raises RequestProblem."""
         kind = kind_of(message)
         if message.user_id not in self.operators:
             raise RequestProblem(
@@ -282,7 +282,11 @@ class BrakeCommands:
                 f"user {message.user_id or '(none)'!r} may not {kind}: publish with user_id, as one of the workers' "
                 "setting control.operators (LANEKEEPER_CONTROL__OPERATORS)",
             )
-        body = object_in(message)
+        return kind
+
+    async def carry_out(self, message: Message) -> dict[str, Any]:
+        """Returns the answer. Raises RequestProblem, StoreUnavailable."""
+        kind, body = self.require_operator(message), object_in(message)
         async with self._in_order:  # two messages about one lane must not overtake each other
             match kind:
                 case n.PAUSE_KEY:
@@ -473,6 +477,10 @@ class Control:
         try:
             if message.type in n.BRAKE_KEYS:
                 await self.answers.tell(message, await self._brake.carry_out(message), control="accepted")
+            elif message.type in n.WEBHOOK_COMMANDS:
+                kind, body = self._brake.require_operator(message), object_in(message)
+                answer = await self._settler.webhooks.carry_out(kind, body)
+                await self.answers.tell(message, answer, control="accepted")
             elif (command := self._read_command(message)) is not None:
                 await self._carry_out(message, command)
         except RequestProblem as problem:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from consumers.attempt import Attempts
 from consumers.decoding import Decoding
+from consumers.flows.webhooks import Webhooks
 from consumers.gates import Gate, Leave
 from consumers.job import Decoded, Job, user_id_missing
 from consumers.outcomes import Deferred, Outcome, ended, ended_by
@@ -21,6 +22,7 @@ class Handler:
     gates: Sequence[Gate]
     attempts: Attempts
     replies: Replies
+    webhooks: Webhooks
     failpoints: Failpoints
     decoding: Decoding
     exchange: str
@@ -71,7 +73,7 @@ class Handler:
             )
         if self.needs_user_id and not job.hop.user_id:
             return ended_by(user_id_missing())
-        if (forbidden := self.replies.refusal(job)) is not None:
+        if (forbidden := self.replies.refusal(job) or self.webhooks.refusal(job)) is not None:
             return ended_by(forbidden)
         return None
 

@@ -91,6 +91,16 @@ class Lifecycle:
             case _:
                 assert_never(outcome)
 
+    def publish_webhook(self, id: str, routing_key: str, **detail: Any) -> None:
+        lane, app = routing_key.split(".", 1)[0], app_of(routing_key)
+        self._publish(
+            "webhook",
+            id=_ascii(id, ID_LENGTH),
+            lane=_ascii(lane, APP_LENGTH),
+            app=_ascii(app, APP_LENGTH),
+            **detail,
+        )
+
     def publish_for_letter(self, letter: Message, event: str, **detail: Any) -> None:
         self._publish(
             event,

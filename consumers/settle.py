@@ -19,6 +19,7 @@ from typing import Any, assert_never
 from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
+from consumers.flows.webhooks import Webhooks
 from consumers.job import SETTLE_WITHIN_S, Job, side_priority
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import LATER_MS, Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
@@ -66,6 +67,7 @@ class Settler:
     parking: Parking
     large_answers: LargeAnswers
     bodies: Fetching
+    webhooks: Webhooks
 
     async def settle(self, job: Job, outcome: Outcome) -> Outcome | None:
         """Settle a delivery, and return the outcome that was carried out: the given one, or another if the request had
@@ -263,9 +265,12 @@ class Settler:
         return job.completion
 
     async def _answer(self, job: Job, completion: Completion, *, replayed: bool = False) -> None:
-        """Send the final reply. If the reply queue is full, publish the request to the delay exchanges, so that a
-        worker gets it again after a pause and then sends the reply again (`reply_only`). After several tries, or if too
-        many replies wait in this way, the reply is given up."""
+        """Publish the outcome for the webhook, and send the final reply. If the reply queue is full, publish the
+        request to the delay exchanges, so that a worker gets it again after a pause and then sends the reply again
+        (`reply_only`). After several tries, or if too many replies wait in this way, the reply is given up."""
+        if not job.hop.reply_try:  # otherwise it was published before the first try
+            await self.webhooks.publish(job, completion)
+            self.failpoints.reach("after_webhook")
         if await self.replies.final(job, completion, replayed=replayed):
             return
         if (pause_ms := self.reply_retries.pause_ms(job, now_ms=self.now_ms())) is None:
@@ -390,8 +395,8 @@ def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
 
 
 FAILPOINTS = frozenset({
-    "before_claim", "after_claim", "after_call", "after_keep", "after_store", "after_publish", "after_confirm",
-    "after_ack",
+    "before_claim", "after_claim", "after_call", "after_keep", "after_store", "after_publish", "after_webhook",
+    "after_confirm", "after_ack", "after_post",
 })  # fmt: skip
 """The places at which fault tests let a worker kill itself, in the order in which a request reaches them."""
 FAILPOINT_EXIT_CODE = 86

@@ -19,6 +19,7 @@ from itertools import count
 from typing import Any, Final
 
 from consumers.clock import moment_text, now_ms
+from consumers.flows.webhooks import UNDELIVERED, redelivered
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -382,7 +383,7 @@ class DeadLetters:
                     next_s = max(next_s, loop.time() - 1 / rate_per_s) + 1 / rate_per_s
                 message = self.prepared(letter, change)
                 await self._publisher.publish_surely(
-                    message, exchange=self._names.requests, routing_key=message.routing_key, within_s=PUBLISHED_WITHIN_S
+                    message, exchange=message.exchange, routing_key=message.routing_key, within_s=PUBLISHED_WITHIN_S
                 )
                 await scan.remove(tag)
                 done.replayed += 1
@@ -391,9 +392,14 @@ class DeadLetters:
         return done
 
     def prepared(self, letter: DeadLetter, change: Change) -> Message:
-        """The request that a replay publishes. Raises RequestProblem if it is no valid request, ReplayRefused if it
-        cannot be made."""
+        """What a replay publishes: the request or, if its webhook could not be posted, its outcome once more. Raises
+        RequestProblem if it is no valid one, ReplayRefused if it cannot be made."""
         message, patch = letter.message, change.of_body
+        if letter.code == UNDELIVERED:
+            if change != Change():
+                raise ReplayRefused("it is an outcome that could not be posted: it is posted again as it is")
+            again = redelivered(message)
+            return replace(again, exchange=self._names.webhooks, routing_key=self._names.webhook_key(letter.lane))
         lane = letter.lane if change.to_lane is None else change.to_lane
         if (spec := self._lanes.get(lane)) is None:
             raise ReplayRefused(f"there is no lane {lane[:40]!r}; choose one of {', '.join(self._lanes)}")
@@ -417,13 +423,14 @@ class DeadLetters:
             n.TENANT: letter.tenant if letter.tenant != self._user else None,
             n.DELAY_MS: None,
             n.AT: None,
+            n.DEBOUNCE: None,
         }
         is_own_reply = not self._binds_replies or letter.user_id == self._user
         request = replace(
             message,
             body=body,
             content_encoding=encoding,
-            exchange="",
+            exchange=self._names.requests,
             routing_key=".".join([lane, *letter.routing_key.split(".")[1:]]),
             headers={name: value for name, value in headers.items() if value not in (None, "")},
             message_id=letter.id,

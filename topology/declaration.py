@@ -6,6 +6,7 @@
     lane.side.00 … (topic) ── <lane>.# ──► lane.<lane>.side.00 …    requests of tenants that have many waiting
     lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
     lane.fallen           messages that expired, were delivered too often, or had no lane
+    lane.webhooks         final outcomes to post; a retry comes back through lane.due
     lane.dead, lane.events, lane.control
 
 Only `Broker` knows the differences between RabbitMQ versions.
@@ -165,7 +166,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *(queue for lane in lanes for queue in (_intake(lane, names, broker), _due(lane, names))),
             *(Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments) for lane, number in sides),
             *cascade.queues,
-            *(Queue(name, _unlimited(broker)) for name in (names.fallen, names.dead, names.control)),
+            *(Queue(name, _unlimited(broker)) for name in (names.fallen, names.dead, names.webhooks, names.control)),
         ),
         bindings=(
             *(binding for lane in lanes for binding in _lane_bindings(lane.name, names)),
@@ -180,6 +181,10 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *cascade.bindings,
             Binding(names.fallen, names.fallen),
             Binding(names.dead, names.dead, routing_key="#"),
+            *(
+                Binding(exchange, names.webhooks, routing_key=names.webhook_key("#"))
+                for exchange in (names.webhooks, names.due_exchange)
+            ),
             *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_BINDING_KEYS),
         ),
         namespace=names.namespace,
@@ -196,6 +201,7 @@ def _exchanges(names: Names) -> tuple[Exchange, ...]:
         Exchange(names.requests, "topic", arguments=to_fallen),
         Exchange(names.due_exchange, "topic", internal=True, arguments=to_fallen),
         Exchange(names.dead, "topic"),
+        Exchange(names.webhooks, "topic"),
         Exchange(names.events, "topic"),
         Exchange(names.control, "topic"),
     )

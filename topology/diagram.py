@@ -29,6 +29,7 @@ def mermaid(topology: Topology) -> str:
 {side}  end
   worker(["workers, a pool a lane"])
   fallen[("{names.fallen}")]
+  webhooks[("{names.webhooks}")]
   dead[("{names.dead}")]
   events{{{{"{names.events}"}}}}
   control{{{{"{names.control}"}}}}
@@ -42,6 +43,9 @@ def mermaid(topology: Topology) -> str:
   fallen --> worker
   worker -- "retry, delay" --> delays
 {aside}  worker -- "hopeless" --> dead
+  worker -- "outcome to post" --> webhooks
+  due -- "post again" --> webhooks
+  webhooks --> worker
   worker -. "life cycle" .-> events
   control -- "cancel, result, status" --> worker
   worker == "answer, by reply_to" ==> app

@@ -8,7 +8,7 @@ FILE` in rabbitmq.conf.
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
 | worker | consume our queues; publish delayed requests, dead letters, events and replies; declare own queues |
-| operator | publish to any lane; cancel; pause; bind a queue to events; read, import dead letters; see management |
+| operator | publish to any lane; cancel; pause; see events; read, import, replay dead letters; see management |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
 Applications and clients may declare nothing: a queue of theirs could dead-letter to `lane.requests` under any key,
@@ -104,12 +104,12 @@ def rights(user: User, topology: Topology) -> Rights:
                 write=_anchored(
                     rf"{re.escape(names.delay_prefix)}\d\d",
                     rf"{re.escape(names.side_prefix)}\d\d",
-                    *map(re.escape, (names.dead, names.events)),
+                    *map(re.escape, (names.dead, names.webhooks, names.events)),
                     DEFAULT_EXCHANGE,
                     OWN_QUEUES,
                 ),
                 read=_anchored(
-                    *map(re.escape, (*consumed, names.fallen, names.dead, names.control)),
+                    *map(re.escape, (*consumed, names.fallen, names.dead, names.webhooks, names.control)),
                     rf"{re.escape(names.namespace)}\.({'|'.join(map(re.escape, topology.lanes))})\.side\.\d\d",
                     OWN_QUEUES,
                 ),
@@ -117,7 +117,9 @@ def rights(user: User, topology: Topology) -> Rights:
         case "operator":
             return Rights(
                 configure=_anchored(OWN_QUEUES),
-                write=_anchored(*map(re.escape, (names.requests, names.dead, names.control)), OWN_QUEUES),
+                write=_anchored(
+                    *map(re.escape, (names.requests, names.dead, names.webhooks, names.control)), OWN_QUEUES
+                ),
                 read=_anchored(*map(re.escape, (names.dead, names.events)), OWN_QUEUES),
             )
         case "deployer":

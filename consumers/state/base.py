@@ -291,6 +291,8 @@ class Look:
 PauseKind = Literal["lane", "tenant", "app", "model", "provider"]
 PAUSE_KINDS: tuple[PauseKind, ...] = get_args(PauseKind)
 PAUSES_AT_MOST = 200
+WEBHOOKS_KEPT = 10_000
+"""How many logs of webhooks the store keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -477,6 +479,15 @@ class Store(Allowances, Leases, StoredPauses, Protocol):
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
         """Record that a request updates its tenant's `key`. Returns whether no later update is recorded; of two that
         were published in the same ms, that with the greater id is the later one. Kept until the greatest `until_ms`."""
+
+    async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
+        """Keep the log of a request's webhook, in place of an earlier one. Of all, the `WEBHOOKS_KEPT` that are kept
+        longest stay."""
+
+    async def webhook(self, identity: Identity) -> bytes | None: ...
+
+    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
+        """The logs of webhooks, those that are kept longest first."""
 
     async def sweep(self) -> int:
         """Remove what need no longer be kept and, if the store is too large, the oldest rows of the tenants that have

@@ -73,6 +73,11 @@ class Names:
         return f"{self.namespace}.control"
 
     @property
+    def webhooks(self) -> str:
+        """Exchange and queue of the final outcomes that are posted to webhooks."""
+        return f"{self.namespace}.webhooks"
+
+    @property
     def reply_prefix(self) -> str:
         return f"{self.namespace}.reply."
 
@@ -82,6 +87,10 @@ class Names:
 
     def lane_pattern(self, lane: str) -> str:
         return f"{lane}.#"
+
+    def webhook_key(self, lane: str) -> str:
+        """The routing key of a webhook's message; its first word is no lane's name."""
+        return f"{WEBHOOKS_KEY}.{lane}"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"
@@ -109,7 +118,7 @@ NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
 PUBLIC = frozenset({
-    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256,
+    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256,
 })  # fmt: skip
 
 STATUS = "x-lane-status"
@@ -188,6 +197,10 @@ BRAKE_KEYS = (PAUSE_KEY, RESUME_KEY, PAUSES_KEY)
 """For operators alone (docs/brake.md). One worker answers each."""
 STATUS_KEY = "status"
 """Every worker binds a queue of its own with this key, and answers."""
+WEBHOOKS_KEY = "webhooks"
+REDELIVER_KEY = "redeliver"
+WEBHOOK_COMMANDS = (WEBHOOKS_KEY, REDELIVER_KEY)
+"""For operators alone (docs/webhooks.md). One worker answers each."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")
 """`#` alone would do, so that a message with an unknown key gets an error; the others would be undeclared bindings on
 brokers that earlier versions set up."""

@@ -92,6 +92,7 @@ REPLY_REFUSED: Final = "reply.refused"
 REPLY_GIVEN_UP: Final = "reply.given_up"
 DEAD_LETTER_CUT: Final = "dead_letter.cut"
 ANSWER_UNSENT: Final = "answer.unsent"
+WEBHOOK_POSTED: Final = "webhook.posted"
 PART_LOST: Final = "part.lost"
 DELIVERY_LOST: Final = "delivery.lost"
 HANDLER_FAILED: Final = "handler.failed"
@@ -117,6 +118,7 @@ PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
 ACK: Final = "ack"  # CLIENT; REJECT too
 REJECT: Final = "reject"
+POST: Final = "POST"  # CLIENT: a webhook
 WAIT: Final = "wait"  # INTERNAL; DELAY too: written by the worker that gets the request, after the wait
 DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
@@ -129,6 +131,8 @@ DEFAULT_EXCHANGE: Final = "amq.default"  # messaging.destination.name where exch
 ERROR_TYPE: Final = "error.type"
 SERVER_ADDRESS: Final = "server.address"
 SERVER_PORT: Final = "server.port"
+HTTP_METHOD: Final = "http.request.method"
+HTTP_STATUS: Final = "http.response.status_code"
 
 # Attributes: messaging.
 MESSAGING_SYSTEM: Final = "messaging.system"

@@ -200,6 +200,15 @@ class Tracing:
             span.set_attributes(attributes)
         return Scope(span, trace.set_span_in_context(span))
 
+    def post(self, host: str) -> Scope:
+        """One HTTP call of a webhook."""
+        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
+            return _NO_SPAN
+        span = self._tracer.start_span(signals.POST, kind=SpanKind.CLIENT)
+        if span.is_recording():
+            span.set_attributes({signals.HTTP_METHOD: signals.POST, signals.SERVER_ADDRESS: host})
+        return Scope(span, trace.set_span_in_context(span))
+
     def traceparent(self) -> str | None:
         """For an HTTP request to a provider, which gets neither `tracestate` nor `baggage`."""
         current = trace.get_current_span().get_span_context()
@@ -304,6 +313,14 @@ def record_outcome(span: Span, name: str, *, error: str | None = None, delay_ms:
         span.set_attribute(signals.LANE_DELAY_MS, delay_ms)
     if error is not None:
         mark_failed(span, error)
+
+
+def record_status(span: Span, status: int) -> None:
+    """Of the answer to an HTTP call."""
+    if span.is_recording():
+        span.set_attribute(signals.HTTP_STATUS, status)
+        if status >= 300:
+            mark_failed(span, str(status))
 
 
 def mark_failed(span: Span, error: str) -> None:

@@ -46,9 +46,6 @@ Place = tuple[str, ...]
 ANY: Final = "*"
 """In a setting's path, this stands for a name that the user chooses, such as the name of a provider: ("providers", "*",
 "kind")."""
-_LATER: Final[Mapping[Place, str]] = {("webhooks",): "the sending of webhooks"}
-"""Names that are reserved for settings of later versions, and what these will configure. To use such a name is an
-error."""
 
 
 def is_section(kind: object) -> bool:
@@ -120,8 +117,6 @@ def _as_place(name: str) -> Place:
 def unknown_variable(name: str) -> str:
     """The error message for an environment variable that begins with `LANEKEEPER_` and sets nothing."""
     place = _as_place(name)
-    if (later := _later(place)) is not None:
-        return later
     if is_group(place):
         inside = next(setting[len(place) :] for setting in SETTINGS if setting[: len(place)] == pattern(place))
         return f"is a group of settings; set one of them, such as {variable((*place, *inside))}"
@@ -138,17 +133,10 @@ def unknown_variable(name: str) -> str:
 
 def unknown_key(place: Place, value: Any) -> str:
     """The error message for a key or an option that is no setting, or for a value in place of a group."""
-    if (later := _later(place)) is not None:
-        return later
     if is_group(place):
         inside = ", ".join(_inside(place)).replace(ANY, "a table for each name")
         return f"found {mask(value)}, allowed is a table with {inside}"
     return _no_setting(place[-1], {key: key for key in _inside(place[:-1])})
-
-
-def _later(place: Place) -> str | None:
-    found = next((what for later, what in _LATER.items() if place[: len(later)] == later), None)
-    return None if found is None else f"{found} is not available in this version; remove it"
 
 
 def _no_setting(name: str, known: Mapping[str, str]) -> str:

@@ -29,6 +29,7 @@ from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, Body
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.names import Names
 from service.config.flows import HandlerSettings
+from service.config.hooks import WebhooksSettings
 from service.config.value_types import (
     AmqpUrl,
     CapTable,
@@ -696,6 +697,7 @@ class Settings(BaseSettings):
     results: ResultSettings = ResultSettings()
     bodies: BodiesSettings = BodiesSettings()
     control: ControlSettings = ControlSettings()
+    webhooks: WebhooksSettings = WebhooksSettings()
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
     speakers: UserNames = ()

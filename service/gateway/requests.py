@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ from aiohttp import web
 
 from consumers.background import Background
 from consumers.clock import moment_text, now_ms
+from consumers.flows.webhooks import Log
 from consumers.slots import activity
 from consumers.state.base import (
     QUEUED,
@@ -223,7 +224,9 @@ class SubmittedRequests:
             pause = await self._pause_of(known.submission.lane, caller)
             if word == "queued" and pause is None:
                 place = await self._positions.of(known.submission.lane)
-        return status_of(known, now_ms=now_ms(), place=place, pause=pause)
+        row = None if known.found.completion is None else await self._store.webhook(identity_of(id, caller))
+        webhook = None if row is None else Log(**json.loads(row)).told()
+        return status_of(known, now_ms=now_ms(), place=place, pause=pause, webhook=webhook)
 
     async def _pause_of(self, lane: str, caller: GatewayKey) -> Pause | None:
         with suppress(StoreUnavailable):
@@ -339,9 +342,15 @@ class End(NamedTuple):
 
 
 def status_of(
-    known: Known, *, now_ms: int, place: Place | None = None, pause: Pause | None = None
+    known: Known,
+    *,
+    now_ms: int,
+    place: Place | None = None,
+    pause: Pause | None = None,
+    webhook: Mapping[str, Any] | None = None,
 ) -> bytes | LargeStatus:
-    """The status of a request as JSON. Once it has ended, with the result or problem that a worker stored."""
+    """The status of a request as JSON. Once it has ended, with the result or problem that a worker stored, and with the
+    log of its webhook."""
     found, submission, due_ms = known.found, known.submission, known.due_ms
     ended = found.completion
     fields: dict[str, Any] = {"id": known.id, "status": word_of(known, now_ms)}
@@ -364,6 +373,8 @@ def status_of(
         return json.dumps(fields).encode()
     fields["ended_at"] = moment_text(ended.ended_ms)
     fields |= {name: ended.headers[header] for header, name in _HEADER_FIELDS.items() if header in ended.headers}
+    if webhook is not None:
+        fields["webhook"] = webhook
     begin = json.dumps(fields, ensure_ascii=False).encode()[:-1]
     name = b"result" if ended.status == "ok" else b"problem"
     if (kept := body_address_in(ended.headers)) is not None:

@@ -18,6 +18,8 @@ from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
+from consumers.flows.webhooks import SLOTS as POSTS
+from consumers.flows.webhooks import Posting, Webhooks
 from consumers.gates import (
     BrakeGate,
     BudgetGate,
@@ -175,7 +177,9 @@ async def _checked_rights(connection: Connection, names: Names) -> WritingRights
 
     Without this permission a worker would take requests, fail to publish their replies, and return the requests to
     their queues, until they are dead-lettered because they were delivered too often. Raises AccessRefused."""
-    rights = WritingRights(connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody")))
+    rights = WritingRights(
+        connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody"), (names.webhooks, "nobody"))
+    )
     try:
         await rights.check()
     except (BrokerBlocked, BrokerUnreachable):
@@ -364,6 +368,7 @@ class Worker:
     watchdog: Watchdog
     lengths: QueueLengths
     dead_letters: DeadLetters
+    posting: Posting
     simulated: bool
     """Whether a simulated provider answers the requests, so that their calls cost nothing."""
 
@@ -389,7 +394,8 @@ class Worker:
     def limitations(self) -> Mapping[str, str]:
         """What this worker can do its work without, each with the reason."""
         braked = (f"lane {lane.name}" for lane in self.lanes if self.brake.of("lane", lane.name))
-        return {**self.paused_providers(), **dict.fromkeys(braked, "paused by an operator")}
+        posting = {} if self.posting.trouble is None else {"webhooks": self.posting.trouble}
+        return {**self.paused_providers(), **dict.fromkeys(braked, "paused by an operator"), **posting}
 
     def paused_providers(self) -> Mapping[str, str]:
         """The providers that are paused, each with the reason. While another one can be called, the worker is ready."""
@@ -582,7 +588,7 @@ async def assemble(
         with suppress(StoreUnavailable):  # then the worker takes no requests until `brake.run` has read it
             await brake.read()
         lifecycle = Lifecycle(broker.notices, names=names)
-        settler = _settler(settings, broker, Claiming(store), lifecycle=lifecycle, tracing=tracing, stack=stack)
+        settler = _settler(settings, broker, store, lifecycle=lifecycle, tracing=tracing, stack=stack)
         budgeting = open_budgeting(
             settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, stack=stack
         )
@@ -639,6 +645,13 @@ async def assemble(
                 spec=settings.dead.spec(),
                 lifecycle=lifecycle,
             ),
+            posting=Posting(
+                broker.deliveries(names.webhooks, prefetch=POSTS),
+                spec=settler.webhooks.spec,
+                publisher=broker.publisher,
+                settler=settler,
+                store=store,
+            ),
             simulated=simulated,
         )
 
@@ -646,14 +659,14 @@ async def assemble(
 def _settler(
     settings: Settings,
     broker: BrokerParts,
-    claiming: Claiming,
+    store: FollowedStore,
     *,
     lifecycle: Lifecycle,
     tracing: Tracing,
     stack: AsyncExitStack,
 ) -> Settler:
     """What ends a delivery: the replies, the stores of results and bodies, the delays, the dead letters."""
-    own, spec = settings.body_store(), settings.bodies
+    claiming, own, spec = Claiming(store), settings.body_store(), settings.bodies
     web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
     bodies = Fetching(own, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
     large_answers = LargeAnswers(
@@ -678,6 +691,7 @@ def _settler(
         parking=Parking(invalid_per_hour=settings.dead.invalid_per_hour),
         large_answers=large_answers,
         bodies=bodies,
+        webhooks=Webhooks(broker.publisher, spec=settings.webhooks.spec(), names=broker.names, store=store),
     )
 
 
@@ -743,6 +757,7 @@ def _handler(
             policy=settings.retry_policy(),
         ),
         replies=settler.replies,
+        webhooks=settler.webhooks,
         exchange=settler.names.requests,
         failpoints=settler.failpoints,
         decoding=decoding,

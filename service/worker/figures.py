@@ -127,6 +127,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
         "failures": list(worker.settler.lifecycle.failures),
         "undelivered": worker.settler.reply_retries.given_up,
         "dead_letters": _removed(worker),
+        "webhooks": {"running": worker.posting.running.total(), **worker.posting.posted},
         "control": _control(worker),
     }
 
@@ -145,6 +146,9 @@ def samples(worker: "Worker", *, tenants: Collection[str], store_url: str) -> It
     yield from of_publishes(worker.broker.publisher.times)
     yield from of_store(worker.store.times, url=store_url, trouble=worker.store.trouble)
     yield "lanekeeper.replies.undelivered", {}, worker.settler.reply_retries.given_up
+    yield "lanekeeper.webhooks.running", {}, worker.posting.running.total()
+    for state, count in worker.posting.posted.items():
+        yield "lanekeeper.webhooks", {"state": state}, count
     for how, count in _removed(worker).items():
         yield "lanekeeper.dead_letters.removed", {"how": how}, count
     for outcome, count in _control(worker).items():

@@ -38,6 +38,7 @@ async def run(
         consuming = {
             **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
             "control": worker.control.run(),
+            "webhooks": worker.posting.run(),
             "slots": worker.scaling.run(),
         }
         supporting = {
@@ -50,7 +51,7 @@ async def run(
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
-            "pausing": worker.pausing.run((*worker.pools, worker.scaling)),
+            "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.posting)),
             "topology watch": worker.broker.watch.run(),
         }
         pools = [group.create_task(work, name=name) for name, work in consuming.items()]
@@ -68,6 +69,7 @@ async def run(
         stops = [
             group.create_task(_stop(worker), name="stop taking"),
             group.create_task(worker.control.stop(), name="stop control"),
+            group.create_task(worker.posting.stop(), name="stop webhooks"),
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in worker.activities) if late else 0

@@ -110,7 +110,6 @@ HEADERS = [
     *(
         bad(name, name, "not available in this version", headers={name: value, "x-lane-delay-ms": 100})
         for name, value in (
-            ("x-lane-webhook", "https://example.org/hook"),
             ("x-lane-pipeline", "summarise"),
             ("x-lane-order", "doc-1"),
         )

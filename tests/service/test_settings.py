@@ -142,11 +142,6 @@ def test_a_value_in_place_of_a_table_is_refused_even_if_a_variable_overrides_it(
     assert told == "wrong setting: lanes in given.toml: found 4, allowed is a table with a table for each name"
 
 
-def test_a_setting_of_a_later_version_in_the_environment_is_refused() -> None:
-    told = wrong(env={"LANEKEEPER_WEBHOOKS__X": "x"})
-    assert re.fullmatch(r"wrong setting: LANEKEEPER_WEBHOOKS__X: .* is not available in this version; remove it", told)
-
-
 def test_by_default_the_store_is_a_file_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     default, hashed = load(namespace="staging").store, re.compile("[0-9a-f]{8}")

@@ -9,6 +9,10 @@ from tests.support.settings import load, wrong
 from tests.support.settings_page import LANE, PAGE, Entry, entries, page
 
 ENTRIES = entries()
+GIVEN = {
+    "LANEKEEPER_SPEAKERS": "guest",
+    "LANEKEEPER_WEBHOOKS__SECRETS": "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,11 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
         return
     try:
         load(
-            env={"LANEKEEPER_SPEAKERS": "guest", **(others if "PROVIDERS__OTHER" in name else {}), name: entry.example}
+            env={
+                **GIVEN,
+                **(others if "PROVIDERS__OTHER" in name else {}),
+                name: entry.example,
+            }
         )
     except SettingsError as error:  # a provider of another kind needs further settings, or has none of this name
         assert "a provider of kind" in str(error) or "HANDLERS__OTHER__RUN: is not set" in str(error)  # noqa: PT017

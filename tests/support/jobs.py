@@ -17,6 +17,7 @@ from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
 from consumers.failures import RetryPolicy
+from consumers.flows.webhooks import Webhooks, WebhookSpec
 from consumers.gates import BudgetGate, Gate
 from consumers.handler import Handler
 from consumers.job import Chain, Decoded, Job, source_of
@@ -157,7 +158,7 @@ class FakeNotices(Notices):
 class Bench:
     """A settler with fakes around it. `log` lists the steps in their order."""
 
-    def __init__(self, *, parking: Parking | None = None) -> None:
+    def __init__(self, *, parking: Parking | None = None, spec: WebhookSpec | None = None) -> None:
         self.log: list[str] = []
         self.publisher = FakePublisher(self.log)
         self.notices = FakeNotices(self.log)
@@ -180,6 +181,7 @@ class Bench:
             parking=parking or Parking(),
             large_answers=LargeAnswers(self.publisher),
             bodies=Fetching(None, most_bytes=0),
+            webhooks=Webhooks(self.publisher, spec=spec or WebhookSpec(), names=NAMES, store=self.store),
         )
 
     def delivery(self, *, body: bytes = BODY, queue: str = "lane.critical", **properties: Any) -> FakeDelivery:
@@ -249,6 +251,7 @@ def handler(
         gates=gates,
         attempts=attempts,
         replies=replies,
+        webhooks=Webhooks(FakePublisher([]), spec=WebhookSpec(), names=NAMES, store=MemoryStore()),
         exchange=NAMES.requests,
         failpoints=Failpoints(),
         decoding=Decoding(parsing or Parsing(), routes_of(provider).of),

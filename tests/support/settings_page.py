@@ -51,6 +51,7 @@ TITLES = {
     "results": "Results",
     "bodies": "Large bodies",
     "control": "Cancellations and questions",
+    "webhooks": "Webhooks",
     "waiting": "Delayed requests",
     "dead": "Dead letters",
 }

@@ -381,6 +381,10 @@ class Deliveries:
         if self._session is not None:
             await self._session.stop()
 
+    async def stopped(self) -> None:
+        """Wait for `stop`."""
+        await self._stopping.wait()
+
     async def pause(self, reason: str) -> None:
         self._paused = reason
         self._unpaused.clear()

@@ -16,7 +16,6 @@ from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.delays import LEVELS, MAX_DELAY_MS, UNIT_MS
 
 UNSUPPORTED = {
-    names.WEBHOOK: "webhooks are",
     names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
 }
@@ -34,10 +33,10 @@ TIME_LENGTH = 40
 ERRORS_KEPT = 5
 """The errors of the latest attempts that a request carries."""
 ADDRESS_LENGTH = 2048
-DEBOUNCE_LENGTH = 128
 DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
+DEBOUNCE = re.compile(r"[ -~]{1,128}")
 BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
 
 
@@ -122,6 +121,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         raise invalid_request("headers CC and BCC are not allowed: publish once, with one key")
     if names.DELAY_MS in headers and names.AT in headers:
         raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
+    _check_webhook(headers)  # settling reads it
     _bool(headers, names.NO_BATCH)  # this version makes no batches
     _ms(headers, names.SENT_MS)  # `published` reads it
     tenant = headers.get(names.TENANT)
@@ -251,11 +251,17 @@ def _debounce(headers: Mapping[str, Any]) -> str | None:
     key = headers.get(names.DEBOUNCE)
     if key is None:
         return None
-    if not isinstance(key, str) or not 1 <= len(key) <= DEBOUNCE_LENGTH or not key.isprintable():
-        raise _wrong(names.DEBOUNCE, key, f"a key of 1 to {DEBOUNCE_LENGTH} printable characters")
+    if not isinstance(key, str) or not DEBOUNCE.fullmatch(key):
+        raise _wrong(names.DEBOUNCE, key, "a key of 1 to 128 printable ASCII characters")
     if headers.get(names.DELAY_MS) is None:
         raise invalid_request(f"header {names.DEBOUNCE}: needs {names.DELAY_MS}, for how long to wait for a newer one")
     return key
+
+
+def _check_webhook(headers: Mapping[str, Any]) -> None:
+    url = headers.get(names.WEBHOOK)
+    if url is not None and not (isinstance(url, str) and len(url) <= ADDRESS_LENGTH and ADDRESS.fullmatch(url)):
+        raise _wrong(names.WEBHOOK, type(url), f"a URL of at most {ADDRESS_LENGTH} characters")
 
 
 def _beta(headers: Mapping[str, Any]) -> str | None:

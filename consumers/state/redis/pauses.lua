@@ -1,4 +1,4 @@
--- The functions of the Redis store for pauses. They are in one hash by id, each as its end (0: none), a space and JSON.
+-- The functions of the Redis store for pauses, and for the logs of webhooks. Pauses are in one hash by id, each as its end (0: none), a space and JSON.
 local function body_of(row)
   local until_ms, body = row:match('^(%d+) (.*)$')
   if until_ms == '0' or tonumber(until_ms) > now then return body end
@@ -24,4 +24,30 @@ function run.resume(id)
   local row = redis.call('HGET', KEYS[1], id)
   redis.call('HDEL', KEYS[1], id)
   return row and body_of(row)
+end
+
+-- Logs of webhooks: a sorted set by their ends, and a hash.
+function run.note_webhook(member, until_ms, row, most)
+  redis.call('HSET', KEYS[2], member, row)
+  redis.call('ZADD', KEYS[1], until_ms, member)
+  local ended = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, 100)
+  local surplus = redis.call('ZRANGE', KEYS[1], 0, -1 - most)
+  for _, members in ipairs({ended, surplus}) do
+    for _, each in ipairs(members) do
+      redis.call('ZREM', KEYS[1], each)
+      redis.call('HDEL', KEYS[2], each)
+    end
+  end
+end
+
+function run.webhook(member)
+  if tonumber(redis.call('ZSCORE', KEYS[1], member) or 0) > now then return redis.call('HGET', KEYS[2], member) end
+end
+
+function run.webhooks(most)
+  local found = {}
+  for _, member in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', '(' .. now, 'LIMIT', 0, most)) do
+    found[#found + 1] = {member, redis.call('HGET', KEYS[2], member)}
+  end
+  return found
 end

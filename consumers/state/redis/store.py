@@ -142,6 +142,23 @@ class RedisStore:
         keys = [f"{self._of_tenant('debounce', identity.tenant)}:{key}"]
         return bool(await self._run("debounce", keys, published_ms, identity.id, until_ms))
 
+    async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
+        member = f"{quote(identity.tenant, safe='')}:{identity.id}"
+        await self._run("note_webhook", self._webhooks, member, until_ms, row, base.WEBHOOKS_KEPT)
+
+    async def webhook(self, identity: Identity) -> bytes | None:
+        found: bytes | None = await self._run(
+            "webhook", self._webhooks, f"{quote(identity.tenant, safe='')}:{identity.id}"
+        )
+        return found
+
+    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
+        found: list[tuple[Identity, bytes]] = []
+        for member, row in await self._run("webhooks", self._webhooks, most):
+            tenant, _, id = member.decode().partition(":")
+            found.append((Identity(unquote(tenant), id), row))
+        return found
+
     async def find(self, identity: Identity) -> base.Found | None:
         match await self._run("find", self._keys(identity)):
             case [b"ended", attempts, ending]:
@@ -304,6 +321,10 @@ class RedisStore:
     @property
     def _pauses(self) -> list[str]:
         return [f"{self._namespace}:pauses"]
+
+    @property
+    def _webhooks(self) -> list[str]:
+        return [f"{self._namespace}:webhooks", f"{self._namespace}:webhook-rows"]
 
     def _lease(self, name: str) -> str:
         return f"{self._namespace}:lease:{name}"

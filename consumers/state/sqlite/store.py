@@ -102,6 +102,7 @@ class SqliteStore:
     submission = _in_writer(Tables.submission, durable=False)
     append = _in_writer(Tables.append, durable=False)
     debounce = _in_writer(Tables.debounce)
+    note_webhook = _in_writer(Tables.note_webhook, durable=False)
     take = _in_writer(Tables.take)
     give_back = _in_writer(Tables.give_back)
     hold = _in_writer(Tables.hold)
@@ -111,6 +112,13 @@ class SqliteStore:
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
         return await self._read(lambda tables: tables.look(wanted))
+
+    async def webhook(self, identity: Identity) -> bytes | None:
+        found = await self._read(lambda tables: tables.webhooks(self._clock.since_1970_ms(), identity=identity, most=1))
+        return found[0][1] if found else None
+
+    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
+        return await self._read(lambda tables: tables.webhooks(self._clock.since_1970_ms(), most=most))
 
     async def pauses(self) -> Sequence[base.Pause]:
         return await self._read(lambda tables: tables.pauses(self._clock.since_1970_ms()))

@@ -160,6 +160,10 @@ _EXPIRED_KEPT: Final = (
     "DELETE FROM kept WHERE (kind, tenant, key) IN "
     f"(SELECT kind, tenant, key FROM kept WHERE until_ms <= ? LIMIT {STEP_ROWS})"
 )
+_SURPLUS_WEBHOOKS: Final = (
+    "DELETE FROM kept WHERE (kind, tenant, key) IN (SELECT kind, tenant, key FROM kept WHERE kind = 'webhook' "
+    f"ORDER BY until_ms DESC LIMIT {STEP_ROWS} OFFSET ?)"
+)
 _DEBOUNCE: Final = (
     "INSERT INTO kept VALUES ('debounce', ?, ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
     "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = max(until_ms, excluded.until_ms) "
@@ -520,6 +524,17 @@ class Tables:
         self._execute(_DEBOUNCE, (identity.tenant, key, published_ms, identity.id, until_ms, at.today))
         return bool(self._execute(_LAST_UPDATE, (identity.tenant, key)).fetchone() == (identity.id,))
 
+    def note_webhook(self, at: Times, identity: Identity, row: bytes, *, until_ms: int) -> None:
+        values = (identity.tenant, identity.id, at.today, identity.id, until_ms, row)
+        self._execute("INSERT OR REPLACE INTO kept VALUES ('webhook', ?, ?, ?, ?, ?, ?)", values)
+
+    def webhooks(self, today: int, *, identity: Identity | None = None, most: int) -> Sequence[tuple[Identity, bytes]]:
+        wanted, values = "SELECT tenant, id, body FROM kept WHERE kind = 'webhook' AND until_ms > ?", list[object]()
+        if identity is not None:
+            wanted, values = f"{wanted} AND (tenant, key) = (?, ?)", [identity.tenant, identity.id]
+        rows = self._execute(f"{wanted} ORDER BY until_ms DESC LIMIT ?", (today, *values, most))
+        return [(Identity(tenant, id), body) for tenant, id, body in rows]
+
     def pause(self, at: Times, pause: Pause) -> bool:
         self._execute("DELETE FROM pause WHERE until_ms <= ?", (at.today,))
         (others,) = self._execute("SELECT count(*) FROM pause WHERE id <> ?", (pause.id,)).fetchone()
@@ -545,6 +560,7 @@ class Tables:
         found = self._execute(_EXPIRED, (at.today, at.now)).fetchall()
         allowances = self._execute(_EXPIRED_ALLOWANCES, (at.today - KEPT_AFTER_MS,)).rowcount
         kept = self._execute(_EXPIRED_KEPT, (at.today,)).rowcount
+        kept += self._execute(_SURPLUS_WEBHOOKS, (base.WEBHOOKS_KEPT,)).rowcount
         return (
             self.remove(at, next_step(deque(map(Surplus._make, found)))) + allowances + self._expire_waiting(at) + kept
         )

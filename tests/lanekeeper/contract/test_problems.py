@@ -12,6 +12,7 @@ CONTRACT = {  # code: (status, also in lane.dead)
     "too_large": (413, True),
     "forbidden_reply_to": (403, True),
     "forbidden_webhook": (403, True),
+    "webhook_undelivered": (502, True),
     "forbidden_model": (403, True),
     "unroutable": (404, True),
     "superseded": (409, False),

@@ -25,6 +25,7 @@ from consumers.clock import moment_text
 from consumers.decoding import Parsing
 from consumers.failures import TransientError
 from consumers.fallen import Fallen
+from consumers.flows.webhooks import Webhooks, WebhookSpec
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Job, source_of
 from consumers.lifecycle import Lifecycle
@@ -643,6 +644,7 @@ class Worker:
             parking=Parking(),
             large_answers=LargeAnswers(publisher),
             bodies=Fetching(None, most_bytes=0),
+            webhooks=Webhooks(publisher, spec=WebhookSpec(), names=NAMES, store=StoreEdge(world, self.edge)),
         )
         claim, bodies = ClaimGate(claiming, now_ms=world.now_ms), Fetching(None, most_bytes=0)
         steps = handler(

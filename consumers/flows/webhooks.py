@@ -1,0 +1,530 @@
+"""Posts the final outcome of a request to the URL that its requester named (`x-lane-webhook`), signed as Standard
+Webhooks says.
+
+When a request ends, `settle.py` publishes the outcome to `lane.webhooks` (`Webhooks`). Every worker consumes this queue
+(`Posting`), so that a slow endpoint holds no lane. A post that failed goes round the delay exchanges and comes back;
+after `give_up_s` it becomes a dead letter. An outcome is posted at least once, under the same `webhook-id`.
+
+The requester chooses the address that a worker calls, and could choose an internal one. So only allowed hosts are
+called, redirects are not followed, every address that a name resolves to is checked, and the checked one is dialled.
+"""
+
+import asyncio
+import json
+import random
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import aiohttp
+from cachetools import LRUCache
+from standardwebhooks import Webhook
+from yarl import URL
+
+from consumers.addresses import PrivateAddress, PublicResolver, is_private
+from consumers.clock import moment_text
+from consumers.state.base import Completion, Identity, Store, StoreUnavailable
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import (
+    PROBLEMS,
+    BrokerError,
+    MessageTooLarge,
+    RequestProblem,
+    answer_too_large,
+    invalid_request,
+)
+from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.tracing import record_status
+from topology.broker.consume import ChannelLost, Deliveries, Delivery
+from topology.delays import hop
+
+if TYPE_CHECKING:
+    from consumers.job import Job
+    from consumers.settle import Settler
+
+SLOTS: Final = 128
+"""How many posts a process makes at a time."""
+AT_ONCE: Final = 4
+"""How many of them may go to one endpoint (scheme, host and port)."""
+QUICK_AT_ONCE: Final = 16
+"""The same for an endpoint whose last answer came within `QUICK_S`. All others together have half of `SLOTS`, so that
+slow endpoints cannot take the slots of quick ones."""
+QUICK_S: Final = 2.0
+LEAST_WAIT_MS: Final = 500
+LONGEST_WAIT_MS: Final = 60_000
+"""What finds its endpoint busy waits as long as it has waited already, within these limits."""
+LONGEST_PAUSE_S: Final = 6 * 3600.0
+"""Between two posts that failed."""
+SPREAD: Final = 0.25
+LISTED: Final = 100
+LOGGED: Final = 10
+"""The attempts that are remembered of a webhook."""
+PRIVATE: Final = "its host has a private address"
+KEPT_MS: Final = 86_400_000
+"""For how long the log of a webhook is kept after its end."""
+GONE: Final = 410
+UNDELIVERED: Final = "webhook_undelivered"
+_ENTRY = re.compile(r"(?P<host>\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
+log = logs.logger()
+
+
+def is_host(entry: str) -> bool:
+    """Whether this can be one of `WebhookSpec.hosts`."""
+    return _ENTRY.fullmatch(entry) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookSpec:
+    """`hosts`: `example.com`, `*.example.com` (all below it) or `*` (any), with a port if it is not the scheme's own;
+    without any, webhooks are off. `secrets`: each signs. `private`: whether hosts may have private addresses. `http`:
+    whether URLs may begin with `http:`."""
+
+    hosts: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    private: bool = False
+    http: bool = False
+    timeout_s: float = 15
+    first_pause_s: float = 5
+    """Before the second post; every further pause is twice as long as the one before, up to `LONGEST_PAUSE_S`."""
+    give_up_s: float = 3 * 86_400
+
+    def refusal(self, url: str) -> str | None:
+        """Why nothing may be posted to this URL, as far as that is known without resolving its host."""
+        if not self.hosts:
+            return "webhooks are off until hosts are allowed (LANEKEEPER_WEBHOOKS__ALLOW_HOSTS)"
+        try:
+            parts = URL(url)
+            host, port = (parts.raw_host or "").lower(), parts.port
+        except ValueError:
+            return "this is no URL"
+        if parts.scheme != "https" and not (self.http and parts.scheme == "http"):
+            return "allowed is https"
+        if not host or parts.raw_user is not None or parts.raw_password is not None or parts.raw_fragment:
+            return "it may have no user, no password and no fragment, and it needs a host"
+        if not self.private and is_private(host):
+            return PRIVATE
+        if not any(_fits(entry, host, port, is_default=parts.is_default_port()) for entry in self.hosts):
+            return "its host is not allowed (LANEKEEPER_WEBHOOKS__ALLOW_HOSTS)"
+        return None
+
+
+def _fits(entry: str, host: str, port: int | None, *, is_default: bool) -> bool:
+    if (found := _ENTRY.fullmatch(entry.lower())) is None:
+        return False
+    allowed = found["host"].strip("[]")
+    fits_port = is_default if found["port"] is None else int(found["port"]) == port
+    return fits_port and (host.endswith(allowed[1:]) if allowed.startswith("*") else host == allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Post:
+    """What a message of `lane.webhooks` says beside its body, which is posted as it is. Times are ms since 1970."""
+
+    url: str
+    id: str
+    status: str
+    tenant: str
+    routing_key: str
+    """Of the request."""
+    content_type: str
+    first_ms: int | None = None
+    """When it was first delivered; None: it was not yet."""
+    due_ms: int = 0
+    attempts: int = 0
+    errors: tuple[str, ...] = ()
+    """How the last attempts failed, the newest first."""
+
+    @classmethod
+    def of(cls, message: Message, *, now_ms: int) -> Self:
+        """Raises KeyError, TypeError, ValueError."""
+        headers = message.headers
+        texts = (n.WEBHOOK, n.REQUEST_ID, n.STATUS, n.ROUTING_KEY)
+        if not all(isinstance(headers[name], str) for name in texts):
+            raise TypeError
+        first_ms = headers.get(n.FIRST_SEEN_MS)
+        return cls(
+            url=headers[n.WEBHOOK],
+            id=headers[n.REQUEST_ID],
+            status=headers[n.STATUS],
+            tenant=str(headers.get(n.TENANT, "")),
+            routing_key=headers[n.ROUTING_KEY],
+            content_type=message.content_type or "application/json",
+            first_ms=now_ms if first_ms is None else int(first_ms),
+            due_ms=now_ms if first_ms is None else int(headers[n.DUE_MS]),
+            attempts=0 if first_ms is None else int(headers[n.ATTEMPT]),
+            errors=tuple(map(str, headers.get(n.ERRORS, ()))),
+        )
+
+    @property
+    def lane(self) -> str:
+        return self.routing_key.partition(".")[0]
+
+    @property
+    def endpoint(self) -> str:
+        """Without path and query, which may be secret."""
+        return str(URL(self.url).origin())
+
+    def headers(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            n.WEBHOOK: self.url, n.REQUEST_ID: self.id, n.STATUS: self.status, n.ROUTING_KEY: self.routing_key,
+        }  # fmt: skip
+        if self.tenant:
+            found[n.TENANT] = self.tenant
+        if self.first_ms is not None:
+            tries = {n.FIRST_SEEN_MS: self.first_ms, n.DUE_MS: self.due_ms, n.ATTEMPT: self.attempts}
+            found |= {**tries, n.ERRORS: list(self.errors)}
+        return found
+
+    def message(self, body: bytes) -> Message:
+        return Message(body=body, headers=self.headers(), content_type=self.content_type, message_id=uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """What the store keeps of a request's webhook, for people."""
+
+    url: str
+    routing_key: str
+    endpoint: str
+    state: str
+    """`retrying`, `delivered`, `gone` (the endpoint answered 410) or `undelivered`."""
+    attempts: int
+    errors: tuple[str, ...]
+    at: str
+    next_at: str | None
+
+    def told(self) -> dict[str, Any]:
+        """Without the URL, which may be secret."""
+        return {name: value for name, value in asdict(self).items() if name not in ("url", "routing_key")}
+
+
+class PostFailed(Exception):
+    """An attempt failed; the text says how, without anything that may be secret."""
+
+
+class PostForbidden(PostFailed):
+    """It would fail again."""
+
+
+@dataclass(slots=True, eq=False)
+class Webhooks:
+    """Publishes the outcomes of requests that are to be posted."""
+
+    publisher: Publisher
+    _: KW_ONLY
+    spec: WebhookSpec
+    names: Names
+    store: Store
+
+    def refusal(self, job: "Job") -> RequestProblem | None:
+        url = job.message.headers.get(n.WEBHOOK)
+        if not isinstance(url, str) or (why := self.spec.refusal(url)) is None:
+            return None
+        return RequestProblem("forbidden_webhook", f"header {n.WEBHOOK}: {why}")
+
+    async def publish(self, job: "Job", completion: Completion) -> None:
+        """If the request names a webhook, publish its outcome to be posted there. Raises BrokerError.
+
+        The error `idempotency_conflict` is not posted: under its id the outcome of the request is posted that owns the
+        id."""
+        url = job.message.headers.get(n.WEBHOOK)
+        if not isinstance(url, str) or self.spec.refusal(url) is not None or completion.code == "idempotency_conflict":
+            return
+        if completion.code and not PROBLEMS[completion.code].answered:
+            return
+        try:
+            await self.send(completion, url=url, identity=job.identity, routing_key=job.routing_key)
+        except MessageTooLarge as error:  # stored while the broker accepted larger messages
+            problem = answer_too_large(error.size, error.limit).document(request=job.id, attempts=job.attempts)
+            cut = replace(completion, status="error", code="answer_too_large", body=problem)
+            await self.send(cut, url=url, identity=job.identity, routing_key=job.routing_key)
+
+    async def carry_out(self, command: str, body: Mapping[str, object]) -> dict[str, Any]:
+        """The answer to a control message of an operator: the logs of webhooks, or of one; to `redeliver`, that of the
+        webhook whose outcome is posted again. Raises RequestProblem, StoreUnavailable, BrokerError."""
+        id, tenant = body.get(command), body.get("tenant") or ""
+        if id is None and command == n.WEBHOOKS_KEY:
+            return {"webhooks": [_told(*each) for each in await self.store.webhooks(most=LISTED)]}
+        if not isinstance(id, str) or not isinstance(tenant, str):
+            raise invalid_request(f'body: allowed is {{"{command}": "<message_id>", "tenant": "…"}}')
+        identity = Identity(tenant, id)
+        if (row := await self.store.webhook(identity)) is None:
+            raise invalid_request(f"{command}: no webhook of request {id[:80]!r} of tenant {tenant[:80]!r} is known")
+        if command == n.REDELIVER_KEY:
+            found, kept = await self.store.find(identity), Log(**json.loads(row))
+            if found is None or found.completion is None:
+                raise invalid_request(
+                    f"{command}: the outcome of {id[:80]!r} is kept no longer; if it is a dead letter, replay that"
+                )
+            await self.send(found.completion, url=kept.url, identity=identity, routing_key=kept.routing_key)
+        return {"webhooks": [_told(identity, row)]}
+
+    async def send(self, completion: Completion, *, url: str, identity: Identity, routing_key: str) -> None:
+        """Raises BrokerError."""
+        post = Post(
+            url=url,
+            id=identity.id,
+            status=completion.status,
+            tenant=identity.tenant,
+            routing_key=routing_key,
+            content_type=f"application/{'json' if completion.status == 'ok' else 'problem+json'}",
+        )
+        await self.publisher.publish_surely(
+            post.message(completion.body),
+            exchange=self.names.webhooks,
+            routing_key=self.names.webhook_key(post.lane),
+        )
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Posting:
+    """Consumes `lane.webhooks`, and posts what it holds."""
+
+    deliveries: Deliveries
+    _: KW_ONLY
+    spec: WebhookSpec
+    publisher: Publisher
+    settler: "Settler"
+    store: Store
+    rng: random.Random = field(default_factory=random.Random)
+    brake: str | None = None
+    posted: Counter[str] = field(default_factory=Counter, init=False)
+    """How attempts ended."""
+    running: Counter[str] = field(default_factory=Counter, init=False)
+    """Posts that run, by endpoint."""
+    _unproven: int = field(default=0, init=False)
+    _quick: LRUCache[str, bool] = field(default_factory=lambda: LRUCache(1000), init=False)
+    _signers: list[Webhook] = field(init=False)
+    _http: aiohttp.ClientSession = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._signers = [Webhook(secret) for secret in self.spec.secrets]
+
+    @property
+    def trouble(self) -> str | None:
+        return self.deliveries.trouble if self.spec.hosts else None
+
+    @property
+    def is_paused(self) -> bool:
+        return self.deliveries.is_paused
+
+    async def pause(self, reason: str) -> None:
+        await self.deliveries.pause(reason)
+
+    async def resume(self) -> None:
+        await self.deliveries.resume()
+
+    async def stop(self) -> None:
+        await self.deliveries.stop()
+
+    async def run(self) -> None:
+        if not self.spec.hosts:  # others may post what is in the queue
+            await self.deliveries.stopped()
+            return
+        connector = aiohttp.TCPConnector(
+            resolver=None if self.spec.private else PublicResolver(),
+            force_close=True,  # an endpoint may close a connection that waits, and the next post would fail
+            limit=SLOTS,
+        )
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            trust_env=False,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=self.spec.timeout_s),
+        )
+        async with self._http, aclosing(self.deliveries.sessions()) as sessions:
+            async for session in sessions:
+                try:
+                    async with asyncio.TaskGroup() as posting:  # as many as the prefetch
+                        async for delivery in session:
+                            posting.create_task(self._take(delivery), name=f"webhook {delivery.tag}")
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
+
+    async def _take(self, delivery: Delivery) -> None:
+        try:
+            await self._handle(delivery)
+            await self.settler.ack(delivery)
+        except BrokerError as error:
+            log.error(signals.HANDLER_FAILED, where="webhook", error=str(error))
+            await self.settler.nack_later(delivery)
+        except Exception:
+            log.exception(signals.HANDLER_FAILED, where="webhook")
+            await self.settler.reject_later(delivery)
+
+    async def _handle(self, delivery: Delivery) -> None:
+        message, now_ms = delivery.message, self.settler.now_ms()
+        try:
+            post = Post.of(message, now_ms=now_ms)
+            endpoint = post.endpoint
+            if not self._is_trusted(message):
+                raise ValueError
+        except (KeyError, TypeError, ValueError):
+            await self._bury(message, "invalid_request", "not a webhook's message, or none that a worker has published")
+            return
+        if not self._has_room(endpoint):
+            wait_ms = min(max(now_ms - post.due_ms, LEAST_WAIT_MS), LONGEST_WAIT_MS)
+            await self._publish_again(post, message, round(wait_ms * self.rng.uniform(1, 1 + SPREAD)))
+            return
+        with self.settler.tracing.process(message, queue=delivery.queue, delivery_tag=delivery.tag):
+            await self._attempt(replace(post, attempts=post.attempts + 1), message, endpoint)
+
+    def _is_trusted(self, message: Message) -> bool:
+        """Whether a worker or an operator has published it: nobody else may write to these exchanges."""
+        names, exchange = self.settler.names, message.exchange
+        return exchange in (names.webhooks, names.due_exchange) or exchange.startswith(names.delay_prefix)
+
+    def _has_room(self, endpoint: str) -> bool:
+        if endpoint in self._quick:
+            return self.running[endpoint] < QUICK_AT_ONCE
+        return self.running[endpoint] < AT_ONCE and self._unproven < SLOTS // 2
+
+    async def _attempt(self, post: Post, message: Message, endpoint: str) -> None:
+        began_s, is_unproven, status = time.monotonic(), endpoint not in self._quick, 0
+        error: PostFailed | None = None
+        self.running[endpoint] += 1
+        self._unproven += is_unproven
+        try:
+            status = await self._post(post, message.body)
+        except PostFailed as failed:
+            error = failed
+        finally:
+            self._unproven -= is_unproven
+            self.running -= Counter({endpoint: 1})  # removes it at 0
+        took_s = time.monotonic() - began_s
+        if status and took_s < QUICK_S:
+            self._quick[endpoint] = True
+        else:
+            self._quick.pop(endpoint, None)
+        self.settler.failpoints.reach("after_post")
+        if error is None and not 200 <= status < 300:
+            error = PostFailed(f"answered {status}")
+        await self._conclude(post, message, error, status=status, took_ms=round(1000 * took_s))
+
+    async def _post(self, post: Post, body: bytes) -> int:
+        """The status of the answer. Raises PostFailed."""
+        if (why := self.spec.refusal(post.url)) is not None:
+            # another worker may have other settings, as in a rolling restart
+            raise PostForbidden(why) if why == PRIVATE else PostFailed(why)
+        url = URL(post.url)
+        with self.settler.tracing.post(url.host or "") as span:
+            try:
+                headers = self._signed(post, body)
+                async with self._http.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                    record_status(span, response.status)
+                    return response.status
+            except TimeoutError:
+                raise PostFailed(f"no answer within {self.spec.timeout_s:g} s") from None
+            except aiohttp.ClientConnectorError as error:
+                if isinstance(error.os_error, PrivateAddress):
+                    raise PostForbidden(PRIVATE) from None
+                raise PostFailed(f"not reached: {type(error).__name__}") from None
+            except (aiohttp.ClientError, OSError, ValueError) as error:
+                # The error's text is left out: it may contain the URL, and the URL a secret.
+                raise PostFailed(f"failed: {type(error).__name__}") from None
+
+    def _signed(self, post: Post, body: bytes) -> dict[str, str]:
+        at, text = datetime.fromtimestamp(self.settler.now_ms() // 1000, UTC), body.decode()
+        headers = {
+            "content-type": post.content_type,
+            "user-agent": "lanekeeper",
+            "webhook-id": post.id,
+            "webhook-timestamp": str(int(at.timestamp())),
+            "webhook-signature": " ".join(signer.sign(post.id, at, text) for signer in self._signers),
+            n.STATUS: post.status,
+        }
+        if (traceparent := self.settler.tracing.traceparent()) is not None:
+            headers[n.TRACEPARENT] = traceparent
+        return headers
+
+    async def _conclude(
+        self, post: Post, message: Message, error: PostFailed | None, *, status: int, took_ms: int
+    ) -> None:
+        now_ms, next_ms = self.settler.now_ms(), None
+        give_up_ms = (post.first_ms or now_ms) + round(1000 * self.spec.give_up_s)
+        if error is not None:
+            failure = f"{moment_text(now_ms)} attempt {post.attempts}: {error}, after {took_ms} ms"
+            post = replace(post, errors=(failure, *post.errors)[:LOGGED])
+        if error is None:
+            state = "delivered"
+        elif status == GONE:
+            state = "gone"
+        elif isinstance(error, PostForbidden) or now_ms >= give_up_ms:
+            state = "undelivered"
+            detail = f"posted {post.attempts} times to {post.endpoint} in vain: {error}"
+            letter = replace(message, headers={**_trace_in(message), **post.headers()})
+            await self._bury(letter, UNDELIVERED, detail)
+        else:
+            state = "retrying"
+            pause_s = min(self.spec.first_pause_s * 2 ** (post.attempts - 1), LONGEST_PAUSE_S)
+            pause_ms = min(round(1000 * pause_s * self.rng.uniform(1, 1 + SPREAD)), give_up_ms - now_ms)
+            next_ms = now_ms + pause_ms
+            post = replace(post, due_ms=next_ms)
+            await self._publish_again(post, message, pause_ms)
+        self.posted[state] += 1
+        told: dict[str, Any] = {"state": state, "took_ms": took_ms, "status": status or None}
+        tell = log.debug if state == "delivered" else log.info if state == "retrying" else log.warning
+        why = {} if error is None else {"error": str(error)}
+        tell(signals.WEBHOOK_POSTED, request=post.id, attempt=post.attempts, endpoint=post.endpoint, **told, **why)
+        self.settler.lifecycle.publish_webhook(post.id, post.routing_key, attempt=post.attempts, **told, **why)
+        row = Log(
+            url=post.url,
+            routing_key=post.routing_key,
+            endpoint=post.endpoint,
+            state=state,
+            attempts=post.attempts,
+            errors=post.errors,
+            at=moment_text(now_ms),
+            next_at=None if next_ms is None else moment_text(next_ms),
+        )
+        with suppress(StoreUnavailable):  # it is for people only: the message itself has what is needed
+            identity, until_ms = Identity(post.tenant, post.id), max(now_ms, next_ms or 0) + KEPT_MS
+            await self.store.note_webhook(identity, json.dumps(asdict(row)).encode(), until_ms=until_ms)
+
+    async def _publish_again(self, post: Post, message: Message, delay_ms: int) -> None:
+        names = self.settler.names
+        first_hop = hop(delay_ms, names)
+        again = post.message(message.body)
+        again.headers = {**_trace_in(message), **again.headers, **first_hop.headers}
+        await self.publisher.publish_surely(
+            again, exchange=first_hop.exchange, routing_key=names.webhook_key(post.lane)
+        )
+
+    async def _bury(self, message: Message, code: str, detail: str) -> None:
+        headers = {
+            **{name: value for name, value in message.headers.items() if not name.startswith(n.STRIPPED_ON_REPUBLISH)},
+            n.DEAD_CODE: code,
+            n.DEAD_DETAIL: detail,
+            n.DEAD_AT: moment_text(self.settler.now_ms()),
+        }
+        letter = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
+        letter.message_id = str(message.headers.get(n.REQUEST_ID) or uuid.uuid4().hex)
+        key = str(message.headers.get(n.ROUTING_KEY) or self.settler.names.webhook_key("none"))
+        await self.publisher.publish_surely(letter, exchange=self.settler.names.dead, routing_key=key)
+
+
+def _trace_in(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.headers.items() if name in n.TRACE_CONTEXT}
+
+
+def redelivered(letter: Message) -> Message:
+    """The message that posts the outcome of this dead letter again. Raises RequestProblem if it is none."""
+    try:
+        post = Post.of(letter, now_ms=0)
+    except (KeyError, TypeError, ValueError):
+        raise invalid_request("this dead letter is not complete: its outcome cannot be posted again") from None
+    return replace(post, first_ms=None).message(letter.body)
+
+
+def _told(identity: Identity, row: bytes) -> dict[str, Any]:
+    return {"id": identity.id, "tenant": identity.tenant, **Log(**json.loads(row)).told()}

@@ -1,0 +1,43 @@
+"""The logs of webhooks, for every engine."""
+
+import time
+
+import pytest
+
+from consumers.state import base
+from consumers.state.base import Identity, Store
+from tests.consumers.state.conftest import Opened
+
+ONE, OTHER = Identity("crm:1", "r-1"), Identity("", "r-1")
+
+
+def in_ms(ms: int) -> int:
+    return time.time_ns() // 1_000_000 + ms
+
+
+async def test_the_last_log_of_each_webhook_is_found_by_every_process(opened: Opened) -> None:
+    here, there = await opened(), await opened()
+    for at, row in enumerate((b'{"attempts": 1}', b'{"attempts": 2}')):
+        await here.note_webhook(ONE, row, until_ms=in_ms(60_000 + at))
+    await there.note_webhook(OTHER, b"{}", until_ms=in_ms(90_000))
+
+    assert await there.webhook(ONE) == b'{"attempts": 2}'
+    assert await here.webhooks(most=9) == [(OTHER, b"{}"), (ONE, b'{"attempts": 2}')]
+    assert await here.webhooks(most=1) == [(OTHER, b"{}")]
+    assert await here.webhook(Identity("crm", "r-1")) is None
+
+
+async def test_a_log_is_kept_until_its_end(store: Store) -> None:
+    await store.note_webhook(ONE, b"{}", until_ms=in_ms(-1))
+    assert await store.webhook(ONE) is None
+    assert await store.webhooks(most=9) == []
+    await store.sweep()
+
+
+async def test_above_the_limit_those_that_end_first_are_removed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "WEBHOOKS_KEPT", 2)
+    until_ms = in_ms(60_000)
+    for at in range(5):
+        await store.note_webhook(Identity("t", str(at)), b"{}", until_ms=until_ms + at)
+    await store.sweep()
+    assert [identity.id for identity, _ in await store.webhooks(most=9)] == ["4", "3"]

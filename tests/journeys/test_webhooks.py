@@ -1,0 +1,191 @@
+"""The outcome of a request is posted to its webhook: signed, again after failures, and until it is delivered."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from aiohttp import web
+from standardwebhooks import WebhookVerificationError
+
+from consumers.state.base import Identity
+from tests.support.brokers import Vhost
+from tests.support.endpoint import OTHER_SECRET, SECRET, endpoint
+from tests.support.gate import call, gate, submit
+from tests.support.requester import requester
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+
+async def test_an_outcome_is_posted_signed_with_the_bytes_of_the_reply(vhost: Vhost) -> None:
+    async with endpoint() as hook, serving(vhost.amqp_url, webhooks=hook.settings()), requester(vhost.amqp_url) as app:
+        await app.read_events()
+        trace_id = "0af7651916cd43dd8448eb211c80319c"
+        headers = {"x-lane-webhook": hook.url("/h?key=k"), "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+        reply = await app.ask({"prompt": "posted"}, message_id="w-1", headers=headers)
+        assert reply.status == "ok"
+        await until(lambda: hook.posts)
+        posted = hook.posts[0]
+        posted.verify()
+        with pytest.raises(WebhookVerificationError):
+            posted.verify(OTHER_SECRET)
+        assert (posted.path, posted.body) == ("/h?key=k", reply.body)
+        found = (posted.id, posted.headers["x-lane-status"], posted.headers["content-type"])
+        assert found == ("w-1", "ok", "application/json")
+        assert trace_id in posted.headers["traceparent"]
+        await until(lambda: "webhook" in app.events_of("w-1"))
+        assert len(hook.posts) == 1
+
+
+async def test_an_error_is_posted_too(vhost: Vhost) -> None:
+    async with endpoint() as hook, serving(vhost.amqp_url, webhooks=hook.settings()), requester(vhost.amqp_url) as app:
+        wrong = {"x-lane-webhook": hook.url(), "x-lane-deadline-ms": 1}
+        await app.publish({"prompt": "late"}, message_id="w-late", headers=wrong)
+        await app.publish({"prompt": 7}, message_id="w-wrong", headers={"x-lane-webhook": hook.url()})
+        await until(lambda: hook.of("w-late") and hook.of("w-wrong"))
+        for id, code in (("w-late", "deadline_exceeded"), ("w-wrong", "invalid_request")):
+            (posted,) = hook.of(id)
+            posted.verify()
+            assert (posted.json["code"], posted.headers["x-lane-status"]) == (code, "error")
+            assert posted.headers["content-type"] == "application/problem+json"
+
+
+async def test_secrets_rotate_each_signs(vhost: Vhost) -> None:
+    async with endpoint() as hook:
+        both = hook.settings(secrets=[SECRET, OTHER_SECRET])
+        async with serving(vhost.amqp_url, webhooks=both), requester(vhost.amqp_url) as app:
+            await app.publish({"prompt": "signed"}, headers={"x-lane-webhook": hook.url()})
+            await until(lambda: hook.posts)
+            hook.posts[0].verify(SECRET)
+            hook.posts[0].verify(OTHER_SECRET)
+
+
+async def test_500_slow_and_redirect_are_tried_again_and_then_delivered(vhost: Vhost) -> None:
+    async with endpoint() as hook:
+        bad: Iterator[web.Response | float] = iter(
+            (
+                web.Response(status=500),
+                web.Response(status=302, headers={"location": hook.url("/elsewhere")}),
+                3.0,  # slower than `timeout_s`
+                web.Response(status=404),
+            )
+        )
+        hook.answer = lambda posted: next(bad, web.Response(status=200))
+        async with (
+            serving(vhost.amqp_url, webhooks=hook.settings(timeout_s=0.5)) as worker,
+            gate(worker.settings) as url,
+        ):
+            submitted = await submit(url, "again and again", x_lane_webhook=hook.url(), Idempotency_Key="w-5")
+            assert submitted.status == 202
+            await until(lambda: len(hook.posts) == 5)
+            assert {posted.path for posted in hook.posts} == {"/hook"}, "a redirect is not followed"
+            assert {posted.id for posted in hook.posts} == {"w-5"}
+            assert len({posted.body for posted in hook.posts}) == 1
+            for posted in hook.posts:
+                posted.verify()
+            gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(hook.posts)]
+            assert gaps[3] > gaps[0], "each pause is longer than the one before"
+
+            async def status() -> object:
+                return (await call("GET", f"{url}{submitted['status_url']}")).body.get("webhook", {}).get("state")
+
+            async def is_delivered() -> bool:
+                return await status() == "delivered"
+
+            await until(is_delivered)
+            found = (await call("GET", f"{url}{submitted['status_url']}"))["webhook"]
+            assert found["attempts"] == 5
+            told = " ".join(found["errors"])
+            assert all(each in told for each in ("answered 500", "answered 302", "no answer within 0.5 s", "404"))
+            assert "/hook" not in json.dumps(found), "the URL may be secret"
+
+
+async def test_410_ends_it_for_good(vhost: Vhost) -> None:
+    async with endpoint() as hook:
+        hook.answer = lambda posted: web.Response(status=410)
+        async with serving(vhost.amqp_url, webhooks=hook.settings()) as worker, requester(vhost.amqp_url) as app:
+            await app.read_dead()
+            await app.publish({"prompt": "gone"}, message_id="w-410", headers={"x-lane-webhook": hook.url()})
+            await until(lambda: worker.parts.posting.posted["gone"])
+            await until(lambda: app.holds(0, "lane.webhooks"))
+            assert len(hook.posts) == 1
+            row = await worker.parts.store.webhook(Identity("", "w-410"))
+            assert row is not None
+            assert json.loads(row)["state"] == "gone"
+            assert not app.dead_of("w-410")
+
+
+async def test_after_give_up_s_it_is_a_dead_letter_which_a_replay_posts_again(vhost: Vhost) -> None:
+    async with endpoint() as hook:
+        hook.answer = lambda posted: web.Response(status=503)
+        given = hook.settings(give_up_s=0.5)
+        async with serving(vhost.amqp_url, webhooks=given) as worker, requester(vhost.amqp_url) as app:
+            reply = await app.ask({"prompt": "parked"}, message_id="w-dead", headers={"x-lane-webhook": hook.url()})
+            await until(lambda: worker.parts.posting.posted["undelivered"])
+            hook.answer = lambda posted: web.Response(status=200)
+            hook.posts.clear()
+            from service.deadletters import Change, DeadLetters, Filter
+
+            dead = DeadLetters(worker.settings, worker.parts.broker.consuming)
+            (letter,) = [each for each in [await dead.find(Filter(ids=frozenset({"w-dead"})))] if each]
+            assert letter.code == "webhook_undelivered"
+            assert "503" in letter.detail
+            assert letter.message.body == reply.body
+            replayed = await dead.replay(Filter(codes=frozenset({"webhook_undelivered"})), Change())
+            assert (replayed.replayed, replayed.refusals) == (1, 0)
+            await until(lambda: hook.posts)
+            hook.posts[0].verify()
+            assert (hook.posts[0].id, hook.posts[0].body) == ("w-dead", reply.body)
+            assert len(worker.calls("parked")) == 1, "the request itself is not run again"
+            await until(lambda: worker.parts.posting.posted["delivered"])
+
+
+async def test_a_slow_endpoint_delays_no_other_and_no_lane(vhost: Vhost) -> None:
+    async with endpoint() as slow, endpoint() as quick:
+        slow.answer = lambda posted: 30.0
+        hosts = [f"127.0.0.1:{slow.port}", f"127.0.0.1:{quick.port}"]
+        async with (
+            serving(vhost.amqp_url, webhooks=quick.settings(allow_hosts=hosts, timeout_s=20)) as worker,
+            requester(vhost.amqp_url) as app,
+        ):
+            for at in range(30):
+                await app.publish({"prompt": f"slow {at}"}, headers={"x-lane-webhook": slow.url()})
+            await until(lambda: len(slow.posts) == 4)
+            ids = [f"quick-{at}" for at in range(20)]
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            replies = [app.ask({"prompt": id}, message_id=id, headers={"x-lane-webhook": quick.url()}) for id in ids]
+            assert {reply.status for reply in await asyncio.gather(*replies)} == {"ok"}
+            await until(lambda: {posted.id for posted in quick.posts} >= set(ids))
+            assert loop.time() - began_s < 20, "none waits until a slow post ends"
+            assert len(slow.posts) == 4, "of a slow endpoint only a few posts run at a time"
+            assert worker.parts.posting.running.total() == 4
+
+
+async def test_what_was_posted_can_be_listed_and_posted_again_by_operators(vhost: Vhost) -> None:
+    async with (
+        endpoint() as hook,
+        serving(vhost.amqp_url, webhooks=hook.settings(), control={"operators": [vhost.user]}) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.ask({"prompt": "listed"}, message_id="w-list", headers={"x-lane-webhook": hook.url("/secret")})
+        await until(lambda: worker.parts.posting.posted["delivered"])
+
+        async def listed() -> object:
+            answer = await app.control({"webhooks": "w-list"}, key="webhooks", user_id=vhost.user)
+            return answer.json.get("webhooks")
+
+        await until(listed)
+        answer = await app.control({}, key="webhooks", user_id=vhost.user)
+        (found,) = answer.json["webhooks"]
+        assert (found["id"], found["state"], found["attempts"]) == ("w-list", "delivered", 1)
+        assert found["endpoint"] == hook.url("")
+        again = await app.control({"redeliver": "w-list"}, key="redeliver", user_id=vhost.user)
+        assert again.control == "accepted"
+        await until(lambda: len(hook.posts) == 2)
+        assert hook.posts[0].body == hook.posts[1].body
+        unknown = await app.control({"redeliver": "w-none"}, key="redeliver", user_id=vhost.user)
+        assert (unknown.control, unknown.code) == ("error", "invalid_request")
+        refused = await app.control({"redeliver": "w-list"}, key="redeliver")
+        assert refused.code == "forbidden_control"
