@@ -8,8 +8,7 @@ from structlog.testing import capture_logs
 from consumers.brake import Brake, read_pause
 from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
-from tests.support.jobs import NOW_MS, routes_of
-from tests.support.pauses import HeldPauses, a_pause
+from tests.support.jobs import NOW_MS, HeldPauses, a_pause, routes_of
 
 ONE, TWO = routes_of("one", "two").of("critical", "", "claude-x").routes
 WHOSE: dict[str, Any] = {"lane": "batch", "tenant": "crm", "app": "jobs", "routes": (ONE, TWO)}

@@ -14,8 +14,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
-from tests.support.control_queue import FakeSession, answers_of, control
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery
+from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeSession, answers_of, control
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"

@@ -12,8 +12,7 @@ from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused
-from tests.support.control_queue import FakeSession, answers_of, control
-from tests.support.jobs import Bench, FakeDelivery
+from tests.support.jobs import Bench, FakeDelivery, FakeSession, answers_of, control
 from tests.support.virtual_time import virtually
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"

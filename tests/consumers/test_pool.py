@@ -18,8 +18,7 @@ from consumers.state.base import Pause
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import Bench, FakeDelivery
-from tests.support.pauses import a_pause
+from tests.support.jobs import Bench, FakeDelivery, a_pause
 from tests.support.waiting import until
 from topology.broker.consume import ChannelLost, Deliveries, Delivery
 

@@ -17,8 +17,8 @@ from consumers.spending import TENANTS_COUNTED, Bound, Cap, CapsSpec, Hold, Over
 from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
-from tests.support.allowances import MemoryAllowances
 from tests.support.jobs import NOW_MS, Bench, decoded, read
+from tests.support.memory_store import MemoryAllowances
 from tests.support.virtual_time import virtually
 from topology.lanes import CRITICAL
 

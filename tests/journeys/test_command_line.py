@@ -16,63 +16,81 @@ from yarl import URL
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from service.status import look
-from tests.support import forks, processes
+from tests.support import forks
 from tests.support.brokers import Vhost
 from tests.support.defaults import LANES
 from tests.support.forks import Forked
-from tests.support.processes import COMMAND, Running, lanekeeper
+from tests.support.processes import COMMAND, Running, environment, lanekeeper
 from tests.support.waiting import STARTED_S, until
 
 SLOW = "[[latency: 120s]]"
 """For requests in the batch lane. In other lanes their deadline could pass while processes start on a busy machine."""
 
 
+class Cli:
+    """Runs commands of `lanekeeper`: to their end, or as long as a block lasts."""
+
+    def __init__(self, vhost: Vhost, folder: Path) -> None:
+        self.folder, self.environ = folder, environment(vhost)
+        del self.environ["ANTHROPIC_API_KEY"]
+
+    async def __call__(self, *line: str, text: str = "", **environ: str) -> tuple[int, str, str]:
+        process = await self.begin(*line, text=text, **environ)
+        out, err = await asyncio.wait_for(process.communicate(), timeout=STARTED_S)
+        assert process.returncode is not None
+        return process.returncode, out.decode(), err.decode()
+
+    async def begin(self, *line: str, text: str = "", **environ: str) -> Forked:
+        return await forks.begin(COMMAND, *line, environ={**self.environ, **environ}, folder=self.folder, text=text)
+
+    @asynccontextmanager
+    async def serving(self, *line: str) -> AsyncIterator[Running]:
+        async with lanekeeper(*line, "--simulate", "--port", "0", environ=self.environ, folder=self.folder) as service:
+            await service.ready()
+            yield service
+
+    async def running(self) -> int:
+        """The number of running requests as in `lanekeeper status`, without starting a process for it."""
+        async with Connection(self.environ["LANEKEEPER_AMQP_URL"], name="test") as connection:
+            return sum(each.running or 0 for each in (await look(connection, lanes=LANES, names=Names())).lanes)
+
+    async def status_of_critical(self) -> dict[str, Any]:
+        """As `status` shows it, once its worker has answered in time; a busy one may be too late."""
+
+        async def shown() -> dict[str, Any] | None:
+            code, out, _ = await self("status", "--json")
+            assert code == 0
+            critical: dict[str, Any] = json.loads(out)["lanes"][0]
+            return critical if critical["workers"] else None
+
+        found: dict[str, Any] = await until(shown)
+        return found
+
+
 @pytest.fixture
-def environment(vhost: Vhost) -> dict[str, str]:
-    environ = processes.environment(vhost)
-    del environ["ANTHROPIC_API_KEY"]
-    return environ
+def cli(vhost: Vhost, tmp_path: Path) -> Cli:
+    return Cli(vhost, tmp_path)
 
 
-async def begin(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> Forked:
-    return await forks.begin(COMMAND, *line, environ=environment, folder=folder, text=text)
-
-
-async def run(environment: dict[str, str], folder: Path, *line: str, text: str = "") -> tuple[int, str, str]:
-    process = await begin(environment, folder, *line, text=text)
-    out, err = await asyncio.wait_for(process.communicate(), timeout=STARTED_S)
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
-@asynccontextmanager
-async def serving(environment: dict[str, str], folder: Path, *line: str) -> AsyncIterator[Running]:
-    async with lanekeeper(*line, environ=environment, folder=folder) as service:
-        await service.ready()
-        yield service
-
-
-async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0") as service:
+async def test_serve_answers_requests_of_send_and_stops_on_a_signal(cli: Cli) -> None:
+    async with cli.serving("serve") as service:
         line = ("send", "--id", "mine-1", "three rivers")
-        assert await run(environment, tmp_path, *line) == (0, "echo: three rivers\n", "lanekeeper: request mine-1\n")
-        code, out, err = await run(environment, tmp_path, "send", "--stream", "-", text="from a pipe")
+        assert await cli(*line) == (0, "echo: three rivers\n", "lanekeeper: request mine-1\n")
+        code, out, err = await cli("send", "--stream", "-", text="from a pipe")
         assert (code, out) == (0, "echo: from a pipe\n")
         assert re.fullmatch(r"lanekeeper: request [0-9a-f]{32}\n", err)
 
-        code, out, _ = await run(environment, tmp_path, "send", "--json", "--lane", "batch", "--delay", "200ms", "x")
+        code, out, _ = await cli("send", "--json", "--lane", "batch", "--delay", "200ms", "x")
         assert (code, json.loads(out)["model"]) == (0, "claude-haiku-5-5")
 
-        code, out, err = await run(environment, tmp_path, "send", "--id", "mine", "--model", "claude-nope", "x")
+        code, out, err = await cli("send", "--id", "mine", "--model", "claude-nope", "x")
         assert (code, out) == (1, "")
         assert err.startswith("lanekeeper: request mine\nlanekeeper: provider_rejected (404): ")
         assert err.endswith("[request mine, 1 attempt]\n")
 
-        assert await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
+        assert await cli("send", "--no-wait", "--id", "later", "x") == (0, "later\n", "")
 
-        critical = await status_of_critical(environment, tmp_path)
+        critical = await cli.status_of_critical()
         assert (critical["workers"], critical["failed"]) == (1, 1)
         assert critical["answered"] >= 2
 
@@ -85,59 +103,42 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
-async def status_of_critical(environment: dict[str, str], folder: Path) -> dict[str, Any]:
-    """As `status` shows it, once its worker has answered in time; a busy one may be too late."""
-
-    async def shown() -> dict[str, Any] | None:
-        code, out, _ = await run(environment, folder, "status", "--json")
-        assert code == 0
-        critical: dict[str, Any] = json.loads(out)["lanes"][0]
-        return critical if critical["workers"] else None
-
-    found: dict[str, Any] = await until(shown)
-    return found
-
-
-async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
-        await run(environment, tmp_path, "send", "--no-wait", "--id", "later", "x")
-        assert await run(environment, tmp_path, "result", "--wait", "60s", "later") == (0, "echo: x\n", "")
-        code, out, _ = await run(environment, tmp_path, "result", "--json", "later")
+async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(cli: Cli) -> None:
+    async with cli.serving("serve"):
+        await cli("send", "--no-wait", "--id", "later", "x")
+        assert await cli("result", "--wait", "60s", "later") == (0, "echo: x\n", "")
+        code, out, _ = await cli("result", "--json", "later")
         assert (code, json.loads(out)["role"]) == (0, "assistant")
 
-        running = await begin(environment, tmp_path, "send", "--lane", "batch", "--id", "slow", SLOW)
-        await until(lambda: _running(environment), within_s=60)
-        code, out, err = await run(environment, tmp_path, "result", "slow")
+        running = await cli.begin("send", "--lane", "batch", "--id", "slow", SLOW)
+        await until(lambda: cli.running(), within_s=60)
+        code, out, err = await cli("result", "slow")
         assert (code, out) == (1, "")
         assert err.startswith("lanekeeper: request slow has no result yet: running, ")
-        code, out, _ = await run(environment, tmp_path, "cancel", "--json", "slow")
+        code, out, _ = await cli("cancel", "--json", "slow")
         assert (code, json.loads(out)) == (0, {"id": "slow", "outcome": "told"})
 
         _, err_of_send = await asyncio.wait_for(running.communicate(), timeout=60)
         assert running.returncode == 1
         assert err_of_send.startswith(b"lanekeeper: request slow\nlanekeeper: cancelled (499):")
-        code, out, err = await run(environment, tmp_path, "result", "slow")
+        code, out, err = await cli("result", "slow")
         assert (code, out, err[:28]) == (1, "", "lanekeeper: cancelled (499):")
-        code, out, _ = await run(environment, tmp_path, "cancel", "slow")
+        code, out, _ = await cli("cancel", "slow")
         assert (code, out) == (0, "slow had ended before; how: lanekeeper result slow\n")
-        code, _, err = await run(environment, tmp_path, "cancel", "--tenant", "acme", "slow")
+        code, _, err = await cli("cancel", "--tenant", "acme", "slow")
         assert (code, "may not speak for tenant 'acme'" in err) == (1, True)
-        code, out, _ = await run(environment, tmp_path, "cancel", "never-published")
+        code, out, _ = await cli("cancel", "never-published")
         assert (code, "no worker has seen it; recorded for when it comes" in out) == (0, True)
-        code, _, err = await run(environment, tmp_path, "result", "no such id")
+        code, _, err = await cli("result", "no such id")
         assert (code, "can be no request's id" in err, "--wait" in err) == (1, True, False)
 
 
 @pytest.mark.parametrize("how", [[], ["--stream"]])
-async def test_an_interrupted_send_cancels_its_request_and_reports_it(
-    environment: dict[str, str], tmp_path: Path, how: list[str]
-) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
-        sending = await begin(environment, tmp_path, "send", "--lane", "batch", *how, "--id", "slow", SLOW)
+async def test_an_interrupted_send_cancels_its_request_and_reports_it(cli: Cli, how: list[str]) -> None:
+    async with cli.serving("serve"):
+        sending = await cli.begin("send", "--lane", "batch", *how, "--id", "slow", SLOW)
         assert await sending.stderr.readline() == b"lanekeeper: request slow\n"
-        await until(lambda: _running(environment), within_s=60)
+        await until(lambda: cli.running(), within_s=60)
         sending.send_signal(signal.SIGINT)
         _, err = await asyncio.wait_for(sending.communicate(), timeout=60)
 
@@ -146,112 +147,80 @@ async def test_an_interrupted_send_cancels_its_request_and_reports_it(
             "lanekeeper: slow is running: its worker has been told to stop",
         ]
         assert sending.returncode == 130
-        code, _, err_of_result = await run(environment, tmp_path, "result", "--wait", "60s", "slow")
+        code, _, err_of_result = await cli("result", "--wait", "60s", "slow")
         assert (code, err_of_result[:28]) == (1, "lanekeeper: cancelled (499):")
 
 
-async def test_without_a_worker_every_command_reports_that_and_ends(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    code, _, err = await run(environment, tmp_path, "send", "x")
+async def test_without_a_worker_every_command_reports_that_and_ends(cli: Cli) -> None:
+    code, _, err = await cli("send", "x")
     assert (code, err.count("\n")) == (1, 2)
     assert "run: lanekeeper topology apply" in err
 
-    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
+    assert (await cli("topology", "apply"))[0] == 0
     short = ["--set", "lanes.critical.deadline_s=0.5", "--set", "lanes.critical.call_timeout_s=0.5"]
-    code, out, err = await run(environment, tmp_path, "send", *short, "--id", "alone", "x")
+    code, out, err = await cli("send", *short, "--id", "alone", "x")
     assert (code, out) == (1, "")
     _, waits, ends = err.splitlines()
     assert waits.startswith("lanekeeper: no worker takes the lane critical: ")
     assert ends.startswith("lanekeeper: no answer to alone within 5.5 s; ")
-    code, _, err = await run(environment, tmp_path, "result", "alone")
+    code, _, err = await cli("result", "alone")
     assert (code, "no worker answered" in err) == (1, True)
 
 
-async def _running(environment: dict[str, str]) -> int:
-    """The number of running requests as in `lanekeeper status`, without starting a process for it."""
-    async with Connection(environment["LANEKEEPER_AMQP_URL"], name="test") as connection:
-        return sum(each.running or 0 for each in (await look(connection, lanes=LANES, names=Names())).lanes)
-
-
-async def test_status_shows_what_waits_in_delays_and_why_and_how_many_dead_letters_there_are(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
-        await run(environment, tmp_path, "send", "--no-wait", "--lane", "batch", "--delay", "45m", "x")
-        assert (await run(environment, tmp_path, "send", "[[fault: invalid]]"))[0] == 1
-
-        async def is_delayed() -> bool:
-            _, out, _ = await run(environment, tmp_path, "status")
-            batch = next(line for line in out.splitlines() if line.startswith("batch "))
-            return batch.split()[1] == "0+1" and "batch: 1 wait for scheduled, the last until" in out
-
-        await until(is_delayed, within_s=60)
-        _, out, _ = await run(environment, tmp_path, "status", "--json")
-        found = json.loads(out)
-        assert (found["in_delays"], found["dead"]) == (1, 1)
-
-
-async def test_consume_needs_the_topology_and_serves_only_its_lanes(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
-    code, _, err = await run(environment, tmp_path, "consume", "--simulate", "--lane", "batch")
+async def test_consume_needs_the_topology_and_serves_only_its_lanes(cli: Cli) -> None:
+    code, _, err = await cli("consume", "--simulate", "--lane", "batch")
     assert code == 1
     assert err.splitlines()[-1].endswith("run: lanekeeper topology apply")
 
-    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
-    async with serving(environment, tmp_path, "consume", "--simulate", "--lane", "batch", "--port", "0"):
-        assert (await run(environment, tmp_path, "send", "--lane", "batch", "x"))[0] == 0
-        _, out, _ = await run(environment, tmp_path, "status", "--json")
+    assert (await cli("topology", "apply"))[0] == 0
+    async with cli.serving("consume", "--lane", "batch"):
+        assert (await cli("send", "--lane", "batch", "x"))[0] == 0
+        _, out, _ = await cli("status", "--json")
 
     assert [lane["consumers"] for lane in json.loads(out)["lanes"]] == [0, 0, 1]
 
 
 @pytest.mark.oldest_version
-async def test_plan_apply_and_verify_report_differences(
-    environment: dict[str, str], tmp_path: Path, vhost: Vhost
-) -> None:
-    code, out, _ = await run(environment, tmp_path, "topology", "plan")
+async def test_plan_apply_and_verify_report_differences(cli: Cli, vhost: Vhost) -> None:
+    code, out, _ = await cli("topology", "plan")
     assert code == 1
     assert "queue lane.critical is missing  (apply makes it)" in out
     assert "29 delay levels are missing" in out
     assert len(out.splitlines()) < 100
-    _, whole, _ = await run(environment, tmp_path, "topology", "plan", "--all")
+    _, whole, _ = await cli("topology", "plan", "--all")
     assert "queue lane.delay.28 is missing  (apply makes it)" in whole
 
-    assert (await run(environment, tmp_path, "topology", "apply"))[0] == 0
-    assert await run(environment, tmp_path, "topology", "plan") == (0, "nothing to change\n", "")
-    assert await run(environment, tmp_path, "topology", "verify") == (0, "as declared\n", "")
+    assert (await cli("topology", "apply"))[0] == 0
+    assert await cli("topology", "plan") == (0, "nothing to change\n", "")
+    assert await cli("topology", "verify") == (0, "as declared\n", "")
 
     vhost.api("DELETE", f"queues/{vhost.quoted}/lane.batch")
-    code, out, _ = await run(environment, tmp_path, "topology", "verify", "--json")
+    code, out, _ = await cli("topology", "verify", "--json")
     assert code == 1
     assert [each["name"] for each in json.loads(out)["differences"] if each["what"] == "queue"] == ["lane.batch"]
 
 
 @pytest.mark.every_version
-async def test_exported_definitions_can_be_imported_and_equal_the_declared_topology(
-    environment: dict[str, str], tmp_path: Path, vhost: Vhost
-) -> None:
+async def test_exported_definitions_can_be_imported_and_equal_the_declared_topology(cli: Cli, vhost: Vhost) -> None:
     users = ["--user", f"w-{vhost.name}:worker"]
-    code, out, _ = await run(environment, tmp_path, "topology", "export", *users)
+    code, out, _ = await cli("topology", "export", *users)
     assert code == 0
 
     try:
         vhost.api("POST", "definitions", json.loads(out))
-        assert await run(environment, tmp_path, "topology", "plan") == (0, "nothing to change\n", "")
+        assert await cli("topology", "plan") == (0, "nothing to change\n", "")
     finally:
         vhost.api("DELETE", f"users/w-{vhost.name}")
 
 
-async def test_check_passes_if_everything_is_correct(environment: dict[str, str], tmp_path: Path) -> None:
-    simulated = await begin(environment, tmp_path, "simulate", "--port", "0")
+async def test_check_passes_if_everything_is_correct(cli: Cli) -> None:
+    simulated = await cli.begin("simulate", "--port", "0")
     try:
         url = (await asyncio.wait_for(simulated.stdout.readline(), timeout=60)).decode().strip()
-        told = {**environment, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "any"}
-        assert (await run(told, tmp_path, "topology", "apply"))[0] == 0
+        told = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "any"}
+        assert (await cli("topology", "apply", **told))[0] == 0
 
-        code, out, _ = await run(told, tmp_path, "check", "--json")
+        code, out, _ = await cli("check", "--json", **told)
 
         found = json.loads(out)
         assert (code, [each["text"] for each in found if each["well"] is False]) == (0, [])
@@ -262,57 +231,55 @@ async def test_check_passes_if_everything_is_correct(environment: dict[str, str]
         assert await asyncio.wait_for(simulated.wait(), timeout=60) == 0
 
 
-async def test_check_does_not_call_a_simulated_provider(environment: dict[str, str], tmp_path: Path) -> None:
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+async def test_check_does_not_call_a_simulated_provider(cli: Cli) -> None:
+    async with cli.serving("serve"):
 
         async def providers() -> dict[str, Any] | None:
             """What `check` says of them, once the worker has answered it in time."""
-            code, out, _ = await run(environment, tmp_path, "check", "--json")
+            code, out, _ = await cli("check", "--json")
             found: dict[str, Any] = {each["what"]: each for each in json.loads(out)}["providers"]
             return found if code == 0 else None
 
         found = await until(providers)
         assert found["well"] is None
         assert "the workers that run answer by a simulated one" in found["text"]
-        await run(environment, tmp_path, "send", "Name three rivers.")
-        await status_of_critical(environment, tmp_path)
-        _, told, _ = await run(environment, tmp_path, "status")
+        await cli("send", "Name three rivers.")
+        await cli.status_of_critical()
+        _, told, _ = await cli("status")
         assert "$" not in told
         assert "provider simulated by all workers: nothing is spent" in told
-    code, out, _ = await run(environment, tmp_path, "check", "--simulate")
+    code, out, _ = await cli("check", "--simulate")
     assert code == 0
     assert "-      providers          not asked: answers are simulated" in out
-    assert (await run(environment, tmp_path, "check"))[0] == 1, "a key is missing, and nobody is simulated"
+    assert (await cli("check"))[0] == 1, "a key is missing, and nobody is simulated"
 
 
-async def test_check_shows_a_user_with_few_rights_what_it_may_do(
-    environment: dict[str, str], tmp_path: Path, vhost: Vhost
-) -> None:
+async def test_check_shows_a_user_with_few_rights_what_it_may_do(cli: Cli, vhost: Vhost) -> None:
     user = f"crm-{vhost.name}"
-    (tmp_path / "passwords").write_text(f"{user}:secret\n")
+    (cli.folder / "passwords").write_text(f"{user}:secret\n")
     line = ("topology", "export", "--user", f"{user}:application:normal", "--passwords", "passwords")
-    _, out, _ = await run(environment, tmp_path, *line)
+    _, out, _ = await cli(*line)
     try:
         vhost.api("POST", "definitions", json.loads(out))
         url = str(URL(vhost.amqp_url).with_user(user).with_password("secret"))
-        its = {**environment, "LANEKEEPER_AMQP_URL": url}
+        its = {"LANEKEEPER_AMQP_URL": url}
 
-        code, out, _ = await run(its, tmp_path, "check", "--json")
+        code, out, _ = await cli("check", "--json", **its)
         found = {each["what"]: each for each in json.loads(out)}
         assert code == 0
         assert f"with keys normal.{user}.…" in found["permissions"]["text"]
         assert [found[each]["well"] for each in ("topology", "providers", "store", "bodies")] == [None] * 4
 
-        code, _, err = await run(its, tmp_path, "send", "--lane", "normal", "--no-wait", "x")
+        code, _, err = await cli("send", "--lane", "normal", "--no-wait", "x", **its)
         assert code == 1
         assert f"--key normal.{user}.send" in err
-        assert (await run(its, tmp_path, "send", "--key", f"normal.{user}.send", "--no-wait", "x"))[0] == 0
+        assert (await cli("send", "--key", f"normal.{user}.send", "--no-wait", "x", **its))[0] == 0
     finally:
         vhost.api("DELETE", f"users/{user}")
 
 
-async def test_a_broken_pipe_prints_no_traceback(environment: dict[str, str], tmp_path: Path) -> None:
-    process = await begin(environment, tmp_path, "topology", "show", "--json")
+async def test_a_broken_pipe_prints_no_traceback(cli: Cli) -> None:
+    process = await cli.begin("topology", "show", "--json")
     process.stdout._transport.close()  # type: ignore[attr-defined]
     err = (await process.stderr.read()).decode()
     await process.wait()
@@ -321,14 +288,14 @@ async def test_a_broken_pipe_prints_no_traceback(environment: dict[str, str], tm
     assert "unexpected" not in err
 
 
-async def test_dead_letters_are_listed_shown_mended_and_dropped(environment: dict[str, str], tmp_path: Path) -> None:
+async def test_dead_letters_are_listed_shown_mended_and_dropped(cli: Cli) -> None:
     async def dead(*arguments: str) -> tuple[int, str, str]:
-        return await run(environment, tmp_path, "dead", *arguments)
+        return await cli("dead", *arguments)
 
-    async with serving(environment, tmp_path, "serve", "--simulate", "--port", "0"):
+    async with cli.serving("serve"):
         assert (await dead("list"))[:2] == (0, "no dead letters\n")
         for id in ("one", "two"):
-            assert (await run(environment, tmp_path, "send", "--id", id, "[[fault: invalid]]"))[0] == 1
+            assert (await cli("send", "--id", id, "[[fault: invalid]]"))[0] == 1
         code, out, _ = await dead("list", "--json")
         found = json.loads(out)
         assert (code, found["matched"], [each["id"] for each in found["letters"]]) == (0, 2, ["two", "one"])
@@ -342,9 +309,9 @@ async def test_dead_letters_are_listed_shown_mended_and_dropped(environment: dic
 
         exported = (await dead("export"))[1]
         assert len(exported.splitlines()) == 2
-        (tmp_path / "letters.jsonl").write_text(exported)
-        (tmp_path / "wrong.json").write_text('{"max_tokens": "few"}')
-        (tmp_path / "patch.json").write_text('{"prompt": "mended"}')
+        (cli.folder / "letters.jsonl").write_text(exported)
+        (cli.folder / "wrong.json").write_text('{"max_tokens": "few"}')
+        (cli.folder / "patch.json").write_text('{"prompt": "mended"}')
         assert (await dead("replay"))[0] == 2
         assert (await dead("replay", "--cause", cause, "--edit", "letters.jsonl"))[0] == 2
         code, _, told = await dead("replay", "--cause", cause, "--edit", "wrong.json")
@@ -353,7 +320,7 @@ async def test_dead_letters_are_listed_shown_mended_and_dropped(environment: dic
         code, out, told = await dead("replay", "one", "--edit", "patch.json", "--dry-run")
         assert (code, out) == (0, "1 would be replayed\n"), told[:400]
         assert (await dead("replay", "one", "--edit", "patch.json", "--rate", "5"))[:2] == (0, "1 replayed\n")
-        code, out, _ = await run(environment, tmp_path, "result", "--wait", "20s", "one")
+        code, out, _ = await cli("result", "--wait", "20s", "one")
         assert code == 0, out
 
         assert (await dead("drop", "two"))[0] == 1, "nobody answers the question"

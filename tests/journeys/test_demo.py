@@ -69,8 +69,9 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) 
     await until(lambda: not left_on(vhost))
 
 
-@pytest.mark.parametrize("moment", ["while it declares", "in the middle"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("moment", "number"), [("while it declares", signal.SIGTERM), ("in the middle", signal.SIGINT)]
+)
 async def test_an_interrupted_demo_leaves_nothing_on_the_broker(
     vhost: Vhost, tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:

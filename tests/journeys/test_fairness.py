@@ -381,12 +381,12 @@ KEPT_SLOTS = 4
 TENANTS = ("a", "b", "c", "d")
 BACKLOG = 100
 """At least so many requests wait, however many are answered between two cuts."""
-CUTS = 40
+CUTS = 30
 
 
 async def test_closed_connections_cost_a_lane_no_slots(vhost: Vhost) -> None:
     lanes = {"batch": {"slots": KEPT_SLOTS, "side_queues": 8}}
-    quick = SimulatedOptions(latency_ms=300)
+    quick = SimulatedOptions(latency_ms=150)
     async with meeting(vhost, simulated=quick, lanes=lanes, speakers=(vhost.user,)) as (own, app, _):
 
         async def ask(tenant: str, prompt: str) -> str:

@@ -14,11 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from service.simulated.app import SimulatedAPI
+from service.status import Status
 from service.worker.running import summarise_once
+from tests.journeys.test_providers import status
 from tests.support.brokers import Vhost
 from tests.support.processes import COMMAND, environment, lanekeeper, run
 from tests.support.requester import requester
-from tests.support.serving import serving
+from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import STARTED_S, until
 
 
@@ -106,85 +108,57 @@ async def test_a_few_requests_are_told_alike_by_metrics_lanes_and_status(vhost: 
                 assert got.status == 413
 
 
-async def test_status_shows_what_waits_runs_and_was_answered_over_all_workers(vhost: Vhost, tmp_path: Path) -> None:
-    async with SimulatedAPI() as api:
-        environ = environment(vhost, api, LANEKEEPER_LANES__BATCH__SLOTS="2")
-        async with (
-            lanekeeper("serve", environ=environ, folder=tmp_path) as worker,
-            serving(vhost, works=("critical",)),
-            requester(vhost) as app,
-        ):
-            await worker.ready()
-            began_s = time.monotonic()
-            sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
-            for n in range(20):
-                assert (await app.ask({"prompt": f"chat {n}"}, headers=sent)).status == "ok"
-            assert (await app.ask({"prompt": "[[fault: invalid]]"}, headers=sent)).code == "provider_rejected"
-            assert (await app.ask({"prompt": "[[fault: overloaded x1]]"}, key="normal.tests.x")).status == "ok"
-            for n in range(7):
-                await app.publish({"prompt": f"job {n} [[latency: 120s]]"}, key="batch.tests.x")
-            await until(lambda: api.running == 2)
-            assert (await app.control({"cancel": 1}, key="cancel")).code == "invalid_request"
+async def test_status_adds_up_the_figures_of_all_workers_and_each_logs_its_own_once_a_minute(vhost: Vhost) -> None:
+    async with (
+        serving(vhost, lanes={"batch": {"slots": 2}}) as own,
+        serving(vhost, works=("critical",)) as other,
+        requester(vhost) as app,
+    ):
+        began_s = time.monotonic()
+        sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
+        for n in range(20):
+            assert (await app.ask({"prompt": f"chat {n}"}, headers=sent)).status == "ok"
+        assert (await app.ask({"prompt": "[[fault: invalid]]"}, headers=sent)).code == "provider_rejected"
+        assert (await app.ask({"prompt": "[[fault: overloaded x1]]"}, key="normal.tests.x")).status == "ok"
+        for n in range(7):
+            await app.publish({"prompt": f"job {n} [[held]]"}, key="batch.tests.x")
+        await until(lambda: own.api.running == 2)
+        assert (await app.control({"cancel": 1}, key="cancel")).code == "invalid_request"
 
-            async def told_once_nothing_moves() -> Any:
-                """The status once it no longer changes, and both workers have answered in time: workers answer before
-                queues are counted, so a moving request may be missed or counted twice."""
-                code, lines = await run("status", "--json", environ=environ, folder=tmp_path)
-                assert code == 0
-                told = json.loads("\n".join(lines))
-                return told if told["lanes"][2]["depth"] == 5 and len(told["workers"]) == 2 else None
+        async def told_once_nothing_moves() -> Status | None:
+            """Workers answer before queues are counted, so a moving request may be missed or counted twice."""
+            found = await status(own)
+            return found if found.lanes[2].depth == 5 and len(found.workers) == 2 else None
 
-            told = await until(told_once_nothing_moves)
-            lanes = {lane["lane"]: lane for lane in told["lanes"]}
-            assert told["control"]["refused"] == 1
-            assert told["dead_letters"] == {"exported": 0, "dropped": 0, "unparked": 0}
-            assert any(name.endswith(f":{worker.process.pid}") for name in told["workers"])
-            batch, critical, normal = lanes["batch"], lanes["critical"], lanes["normal"]
-            assert (batch["depth"], batch["running"], batch["workers"]) == (5, 2, 1)
-            assert batch["consumers"] in (1, 2), "a scout looks ahead where a lane is full"
-            assert (batch["slots"], batch["due_slots"], batch["answered"]) == (2, 1, 0)
-            assert batch["wait_ms"]["1h"]["count"] == 0, "nothing has ended there yet"
-            assert (critical["depth"], critical["running"]) == (0, 0)
-            assert (critical["consumers"], critical["workers"], critical["slots"]) == (2, 2, 32)
-            assert (critical["answered"], critical["failed"]) == (20, 1)
-            assert critical["wait_ms"]["1h"]["count"] == 21
-            for times in (*critical["wait_ms"].values(), *critical["run_ms"].values()):
-                assert 0 <= times["p50"] <= times["p95"] <= times["p99"] < 60_000
-            assert (normal["answered"], normal["retried"]) == (1, 1)
-            if time.monotonic() - began_s < 60:  # on a busy machine the first may be more than a minute ago
-                assert (critical["throughput_per_min"], normal["throughput_per_min"]) == (21, 1)
+        told: Status = await until(told_once_nothing_moves)
+        assert told.control["refused"] == 1
+        assert told.dead_letters == {"exported": 0, "dropped": 0, "unparked": 0}
+        critical, normal, batch = told.lanes
+        assert (batch.running, batch.workers, batch.slots, batch.due_slots, batch.answered) == (2, 1, 2, 1, 0)
+        assert batch.consumers in (1, 2), "a scout looks ahead where a lane is full"
+        assert batch.wait_ms is not None
+        assert batch.wait_ms["1h"]["count"] == 0, "nothing has ended there yet"
+        assert (critical.depth, critical.running, critical.answered, critical.failed) == (0, 0, 20, 1)
+        assert (critical.consumers, critical.workers, critical.slots) == (2, 2, 32)
+        assert critical.wait_ms is not None
+        assert critical.wait_ms["1h"]["count"] == 21
+        for times in critical.wait_ms.values():
+            assert 0 <= (times["p50"] or 0) <= (times["p95"] or 0) <= (times["p99"] or 0) < 60_000
+        assert (normal.answered, normal.retried) == (1, 1)
 
-            async def told_in_words() -> list[str] | None:
-                code, lines = await run("status", environ=environ, folder=tmp_path)
-                assert code == 0
-                return lines if "since the workers began: 1 control messages refused" in lines else None
-
-            lines = await until(told_in_words)
-            shown = [line.split()[0] for line in lines if line.split() and line.split()[0] in lanes]
-            times = ["critical", "critical", "normal", "normal"]  # over 5 minutes and an hour, where anything ended
-            assert shown == ["critical", "normal", "batch", *times]
-
-
-async def test_once_a_minute_the_log_has_the_same_figures_of_each_lane(vhost: Vhost) -> None:
-    async with serving(vhost, lanes={"batch": {"slots": 1}}) as own, requester(vhost) as app:
-        for n in range(4):
-            await app.ask({"prompt": f"chat {n}"}, headers={"x-lane-sent-ms": time.time_ns() // 1_000_000})
-        for n in range(3):
-            await app.publish({"prompt": f"job {n} [[latency: 60s]]"}, key="batch.tests.x")
-        await until(lambda: own.api.running == 1)
-
-        async def summary_once_nothing_moves() -> Any:
+        def summaries(worker: RunningWorker) -> dict[str, Any]:
             with capture_logs() as logs:
-                summarise_once(own.parts)
-            lanes = {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
-            return lanes if lanes["batch"]["depth"] == 2 else None
+                summarise_once(worker.parts)
+            return {each["lane"]: each for each in logs if each["event"] == "lane.summary"}
 
-        lanes = await until(summary_once_nothing_moves)
-        assert list(lanes) == ["critical", "normal", "batch"]
-        assert (lanes["batch"]["running"], lanes["batch"]["consumers"]) in ((1, 1), (1, 2)), "a scout consumes as well"
-        assert (lanes["critical"]["depth"], lanes["critical"]["per_min"]) == (0, 4)
-        assert lanes["critical"]["wait_p95_ms"] >= lanes["critical"]["wait_p50_ms"] >= 0
-        assert lanes["normal"]["wait_p50_ms"] is None
+        await until(lambda: summaries(own)["batch"]["depth"] == 5)
+        logged = summaries(own)
+        assert list(logged) == ["critical", "normal", "batch"]
+        assert (logged["batch"]["running"], logged["batch"]["wait_p50_ms"]) == (2, None)
+        assert logged["normal"]["wait_p95_ms"] >= logged["normal"]["wait_p50_ms"] >= 0
+        if time.monotonic() - began_s < 60:  # on a busy machine the first may be more than a minute ago
+            assert (critical.throughput_per_min, normal.throughput_per_min) == (21, 1)
+            assert logged["critical"]["per_min"] + summaries(other)["critical"]["per_min"] == 21
 
 
 async def test_top_shows_the_lanes_until_it_is_told_to_end(vhost: Vhost, tmp_path: Path) -> None:

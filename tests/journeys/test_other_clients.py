@@ -149,13 +149,6 @@ async def shell(command: list[str], *, check: bool = True) -> bytes:
 
 HOUSE = Path(__file__).parents[2]
 EXAMPLES = HOUSE / "examples"
-EVERYTHING = (
-    "python/control.py",
-    "python/client.py",
-    "go/main.go",
-    "typescript/lane.ts",
-    "java/src/main/java/lane/Lane.java",
-)
 
 
 async def run(vhost: Vhost, example: str, *line: str) -> tuple[int | None, str, str]:

@@ -39,7 +39,7 @@ async def test_every_lane_answers_and_all_are_in_the_order_of_their_ranks(
     vhost: Vhost, lanes: Mapping[str, Mapping[str, Any]]
 ) -> None:
     few = {name: {"side_queues": 1, **lane} for name, lane in lanes.items()}
-    async with serving(vhost, lanes=few) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=few) as worker, requester(vhost) as app:
         specs = worker.settings.lane_specs()
         for spec in specs:
             answer = await app.ask({"prompt": f"in {spec.name}"}, key=f"{spec.name}.tests.ask")
@@ -58,7 +58,7 @@ async def test_a_lane_of_ones_own_goes_first_by_its_rank(vhost: Vhost) -> None:
     """The provider allows one call at a time; what came first is of the lane that is least urgent."""
     lanes = {"gold": {"rank": 5, "side_queues": 1}}
     budget = {"concurrency": 1, "requests_per_min": 1e6, "input_tokens_per_min": 1e9, "output_tokens_per_min": 1e9}
-    async with serving(vhost, lanes=lanes, budget=budget) as worker, requester(vhost.amqp_url) as app:
+    async with serving(vhost, lanes=lanes, budget=budget) as worker, requester(vhost) as app:
         first = await app.publish({"prompt": "first [[held]]"}, key="batch.tests.ask")
         await until(lambda: worker.api.running == 1)
         asked = []
@@ -159,7 +159,7 @@ async def removed(environ: Mapping[str, str], folder: Path, lane: str) -> bool:
 async def test_what_comes_back_to_a_removed_lane_is_answered_and_parked(vhost: Vhost, tmp_path: Path) -> None:
     old = environment(vhost)
     lanes = {"gold": {"rank": 5, "side_queues": 1}}
-    async with requester(vhost.amqp_url) as app:
+    async with requester(vhost) as app:
         async with serving(vhost, lanes=lanes) as worker:
             delay = {"x-lane-delay-ms": 20_000}
             asked = await app.publish({"prompt": "x"}, key="gold.tests.ask", headers=delay, message_id="g-1")

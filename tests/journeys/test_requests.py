@@ -118,16 +118,6 @@ async def test_a_gateway_with_another_store_than_its_workers_logs_it(vhost: Vhos
                 assert await status(url, submitted["id"]) == "queued"
 
 
-async def test_a_failed_request_tells_its_problem(vhost: Vhost) -> None:
-    async with serving(vhost) as worker, gate(worker) as url:
-        submitted = await submit(url, "[[fault: invalid]] wrong")
-        found = await call("GET", f"{url}{submitted['status_url']}?wait=30s")
-
-        assert found["status"] == "failed"
-        assert found["problem"]["code"] == "provider_rejected"
-        assert found["problem"]["request"] == submitted["id"]
-
-
 async def test_the_same_key_is_the_same_request_and_with_another_body_a_conflict(vhost: Vhost) -> None:
     async with serving(vhost) as worker, gate(worker) as url, gate(worker) as other:
         first = await submit(url, "[[latency: 500ms]] once", idempotency_key="k-1")

@@ -34,9 +34,8 @@ from consumers.slots.lane_slots import Admission, LaneSlots, TenantShare
 from consumers.spending import Bound, Cap, CapsSpec, Hold, Prices, Spending, Spent, Usage
 from consumers.state.base import Ended, Granted, Identity, Part, Refused, Stop, StoreUnavailable
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.allowances import MemoryAllowances
 from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of
-from tests.support.memory_store import MemoryStore
+from tests.support.memory_store import MemoryAllowances, MemoryStore
 from topology.codec.decoding import Request
 
 Holding = Callable[[], Awaitable[None]]

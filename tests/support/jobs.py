@@ -1,12 +1,12 @@
-"""Jobs without a broker: a fake delivery records how it was settled, a fake publisher records what was sent.
+"""What a worker works on, without a broker: a fake delivery records how it was settled, a fake publisher records what
+was sent; pauses without a database, a pool without deliveries, a control queue with given messages.
 
-They show the order of steps, not how a broker behaves: tests/broker is for that.
-"""
+They show the order of steps, not how a broker behaves: tests/broker is for that."""
 
 import asyncio
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ from typing_extensions import override
 
 from consumers.attempt import Attempts
 from consumers.bodies import Fetching, LargeAnswers
+from consumers.brake import Brake
 from consumers.claiming import Claiming
+from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.failures import RetryPolicy
 from consumers.flows.webhooks import Webhooks, WebhookSpec
@@ -32,13 +34,14 @@ from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.pausing import Pausing
+from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import MessageTooLarge, PublishRefused
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.memory_store import MemoryStore
-from topology.broker.consume import ChannelLost, Delivery
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 from topology.broker.notices import Notices
 from topology.codec import decoding
 from topology.lanes import CRITICAL, LaneSpec
@@ -277,3 +280,145 @@ def decoded(job: Job) -> Decoded:
     """The decoded request of a job (see `read`), with its lane and chain."""
     assert job.decoded
     return job.decoded
+
+
+class HeldPauses:
+    """`StoredPauses` in memory."""
+
+    def __init__(self, *pauses: Pause) -> None:
+        self.held = {pause.id: pause for pause in pauses}
+        self.is_away = self.is_full = False
+
+    async def pauses(self) -> Sequence[Pause]:
+        if self.is_away:
+            raise StoreUnavailable("away")
+        return list(self.held.values())
+
+    async def pause(self, pause: Pause) -> bool:
+        if not self.is_full:
+            self.held[pause.id] = pause
+        return not self.is_full
+
+    async def resume(self, id: str) -> Pause | None:
+        return self.held.pop(id, None)
+
+
+def a_pause(kind: str = "lane", name: str = "batch", **given: Any) -> Pause:
+    fields = {"since_ms": NOW_MS, "until_ms": None, "who": "ann@desk", "why": "too dear", **given}
+    return Pause(kind=kind, name=name, **fields)  # type: ignore[arg-type]
+
+
+class FakePool:
+    """Runs until it is told to stop. Its times are `loop.time()`; 0: not yet."""
+
+    def __init__(self, queue: str, slots: int = 0) -> None:
+        self.queue, self.slots, self.in_hand = queue, slots, 0
+        self.jobs: set[Job] = set()
+        self.began_s = self.stopped_s = 0.0
+        self.is_over = False
+        self._stopped = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        return self.in_hand
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    async def run(self) -> None:
+        self.began_s = asyncio.get_running_loop().time()
+        await self._stopped.wait()
+        self.is_over = True
+
+    async def stop(self) -> None:
+        self.stopped_s = asyncio.get_running_loop().time()
+        self._stopped.set()
+
+    def give_back_waiting(self) -> None:
+        self.in_hand = 0
+
+
+class FakeSession(Session):
+    """Delivers the given messages, then waits until it is stopped. `ends`: it ends after the last one instead."""
+
+    def __init__(self, log: list[str], deliveries: Sequence[FakeDelivery], *, ends: bool = False) -> None:
+        self._log = log
+        self._left = list(deliveries)
+        self.stopped = asyncio.Event()
+        self.acknowledged: list[int] = []
+        """Delivery tags in the order of their acknowledgement."""
+        self.writes = 0
+        if ends:
+            self.stopped.set()
+
+    @property
+    @override
+    def waiting(self) -> int:
+        return len(self._left)
+
+    @override
+    def __aiter__(self) -> "FakeSession":
+        return self
+
+    @override
+    async def __anext__(self) -> FakeDelivery:
+        if not self._left:
+            await self.stopped.wait()
+            raise StopAsyncIteration
+        return self._left.pop(0)
+
+    @override
+    async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
+        assert not {each.tag for each in deliveries} & set(in_hand)
+        self.writes += 1
+        self.acknowledged += [each.tag for each in deliveries]
+        self._log += ["ack"] * len(deliveries)
+
+
+class FakeDeliveries(Deliveries):
+    """Deliveries that have a single session."""
+
+    queue = "lane.control"
+    trouble = None
+
+    def __init__(self, session: FakeSession) -> None:
+        self._only = session
+
+    @override
+    async def sessions(self) -> AsyncGenerator[Session, None]:
+        yield self._only
+
+    @override
+    async def stop(self) -> None:
+        self._only.stopped.set()
+
+
+async def none_waits(queues: list[str]) -> dict[str, int]:
+    return {"lane.control": 0}
+
+
+def answers_of(bench: Bench, *, bound: bool = False) -> ControlAnswers:
+    return ControlAnswers(bench.reply_sender, rule=ReplyRule(names=NAMES, bound=bound), notices=bench.notices)
+
+
+def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
+    """The reader of a control queue whose deliveries are those of `session`."""
+    brake = BrakeCommands(
+        Brake(),
+        bench.store,
+        operators=("ops",),
+        lanes=("critical", "normal", "batch"),
+        providers=("anthropic",),
+        now_ms=lambda: NOW_MS,
+    )
+    given = {"ready": none_waits, "kept_s": 86_400, "per_tenant_s": 100, **given}
+    given = {"answers": answers_of(bench), "brake": brake, **given}
+    return Control(
+        FakeDeliveries(session),
+        claiming=bench.claiming,
+        settler=bench.settler,
+        now_ms=lambda: NOW_MS,
+        speakers=("gateway",),
+        **given,
+    )

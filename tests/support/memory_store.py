@@ -1,7 +1,6 @@
-"""A store in memory that behaves like the SQLite store, without delay, for tests of the code above it.
+"""The SQLite store in memory, without its thread and delay, and its allowances alone, for tests of the code above them.
 
-If `failing` is set, every call raises it, like a store that is unavailable. `log` lists what was written, in order.
-"""
+If `failing` is set, every call raises it, like a store that is unavailable. `log` lists what was written, in order."""
 
 import sqlite3
 from functools import cache
@@ -9,7 +8,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from consumers.state.base import StoreSpec, StoreUnavailable
+from consumers.state.base import StoreSpec, StoreUnavailable, Taken
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.tables import Tables, Times
@@ -57,3 +56,30 @@ class MemoryStore(SqliteStore):
         if step is not None:
             self.log.append(step)
         return Times(now=self.now_ms, today=1_790_000_000_000 + self.now_ms)
+
+
+class MemoryAllowances:
+    def __init__(self) -> None:
+        self.used: dict[str, float] = {}
+        self.resets_in_s = 3600.0
+        self.is_away = False
+        self.fails_at = 0
+        """The number of the only call that raises StoreUnavailable; 0: none."""
+        self._calls = 0
+
+    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+        self._look()
+        used = self.used.get(name, 0.0)
+        granted = used + amount <= limit
+        if granted:
+            used = self.used[name] = used + amount
+        return Taken(granted=granted, used=used, resets_in_s=self.resets_in_s)
+
+    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+        self._look()
+        self.used[name] = max(0.0, self.used.get(name, 0.0) - amount)
+
+    def _look(self) -> None:
+        self._calls += 1
+        if self.is_away or self._calls == self.fails_at:
+            raise StoreUnavailable("away")

@@ -14,8 +14,7 @@ from consumers.providers.breakers import Breakers
 from consumers.state.base import Found, Identity, Pause
 from lanekeeper.contract import names as n
 from tests.support.completions import answered
-from tests.support.jobs import NOW_MS, Bench, decoded, read
-from tests.support.pauses import HeldPauses, a_pause
+from tests.support.jobs import NOW_MS, Bench, HeldPauses, a_pause, decoded, read
 
 PAUSE = a_pause("app", "shop", since_ms=NOW_MS)
 

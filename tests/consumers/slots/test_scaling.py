@@ -21,8 +21,7 @@ from consumers.slots.lane_slots import LaneSlots, QueueSlots
 from consumers.slots.scaling import AT_MOST, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.examples import examples
-from tests.support.jobs import NOW_MS, Bench
-from tests.support.pools import FakePool
+from tests.support.jobs import NOW_MS, Bench, FakePool
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 

@@ -11,7 +11,7 @@ import heapq
 import json
 import sqlite3
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,11 +43,9 @@ from consumers.state.base import (
     ClaimAnswer,
     Completion,
     Fingerprint,
-    Found,
     Granted,
     Held,
     Identity,
-    Stop,
     StoreUnavailable,
 )
 from consumers.state.sqlite.store import SqliteStore
@@ -407,26 +405,10 @@ class StoreEdge(SqliteStore):
                 self._world.promise.on_granted(Held(identity, found.token))
             return found
 
-        found = await self._do("claim", identity, ask, fingerprint)
+        found = await self._do("claim", identity.id, ask, fingerprint)
         if isinstance(found, Granted):
             self._world.promise.on_claimed(DELIVERY.get(), Held(identity, found.token))
         return found
-
-    @override
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        return await self._do("renew", None, lambda at: self._world.rows.renew(at, held))
-
-    @override
-    async def release(
-        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
-    ) -> None:
-        release = partial(self._world.rows.release, attempts=attempts, due_ms=due_ms, is_survived=is_survived)
-        await self._do("release", held.identity, lambda at: release(at, held))
-
-    @override
-    async def defer(self, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
-        defer = partial(self._world.rows.defer, due_ms=due_ms, keep_until_ms=keep_until_ms)
-        return await self._do("defer", identity, lambda at: defer(at, identity))
 
     @override
     async def complete(
@@ -438,19 +420,15 @@ class StoreEdge(SqliteStore):
                 self._world.promise.on_completed(Held(identity, token), is_own=holds == completion)
             return holds
 
-        return await self._do("complete", identity, keep, fingerprint)
+        return await self._do("complete", identity.id, keep, fingerprint)
 
     @override
-    async def note(self, identity: Identity, completion: Completion) -> None:
-        await self._do("note", identity, lambda at: self._world.rows.note(at, identity, completion))
+    async def transact(self, name: str, operation: Callable[[Tables, Times], T], *, durable: bool = True) -> T:
+        delivery = DELIVERY.get(None)
+        about = delivery.message.message_id if isinstance(delivery, Delivery) else None
+        return await self._do(name, about or "", lambda at: operation(self._world.rows, at))
 
-    @override
-    async def find(self, identity: Identity) -> Found | None:
-        return await self._do("find", identity, lambda at: self._world.rows.find(at, identity))
-
-    async def _do(
-        self, what: str, identity: Identity | None, call: Callable[[Times], T], fingerprint: Fingerprint | None = None
-    ) -> T:
+    async def _do(self, what: str, about: str, call: Callable[[Times], T], fingerprint: Fingerprint | None = None) -> T:
         def effect() -> T:
             result = call(self._world.times())
             self._world.promise.on_stored(fingerprint)
@@ -458,7 +436,7 @@ class StoreEdge(SqliteStore):
 
         if self._world.time_s() < self._world.store_away_until_s:
             raise StoreUnavailable("away")
-        return await self._edge.reach(what, identity.id if identity else "", effect, lost=StoreUnavailable)  # type: ignore[no-any-return]
+        return await self._edge.reach(what, about, effect, lost=StoreUnavailable)  # type: ignore[no-any-return]
 
 
 class PublisherEdge(Publisher):
