@@ -138,13 +138,9 @@ _HOLDS: Final = (
     " WHERE r.tenant = ? AND r.id = ? AND r.token = ? AND r.lease_ms > 0"
     " AND (r.status IS NULL OR r.cancelling)"
 )
-_NEWS: Final = (
-    "SELECT asked.key, json_extract(asked.value, '$[2]') AS after, f.key, coalesce(f.last, 0),"
-    " r.status IS NOT NULL AND NOT r.cancelling, r.token IS NOT NULL FROM json_each(?) AS asked"
-    " LEFT JOIN request r ON r.tenant = json_extract(asked.value, '$[0]')"
-    " AND r.id = json_extract(asked.value, '$[1]')"
-    " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
-    " WHERE f.last > after OR r.token IS NULL OR (r.status IS NOT NULL AND NOT r.cancelling)"
+_PROGRESS: Final = (
+    "SELECT f.key, coalesce(f.last, 0), r.status IS NOT NULL AND NOT r.cancelling FROM request r"
+    " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id WHERE r.tenant = ? AND r.id = ?"
 )
 _ENTRIES: Final = "SELECT number, kind, body FROM entry WHERE followed = ? AND number > ? ORDER BY number LIMIT ?"
 ENTRIES_IN_A_LOOK: Final = 5000
@@ -438,16 +434,20 @@ class Tables:
         )
 
     def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
-        found: list[base.Look | None] = [None] * len(wanted)
-        asked = json.dumps([(identity.tenant, identity.id, after) for identity, after in wanted])
+        found: list[base.Look | None] = []
         left = ENTRIES_IN_A_LOOK
-        for at, after, key, last, ended, is_known in self._execute(_NEWS, (asked,)).fetchall():
+        for identity, after in wanted:
+            row = self._execute(_PROGRESS, (identity.tenant, identity.id)).fetchone()
+            key, last, ended = row or (None, 0, False)
+            if row is not None and last <= after and not ended:
+                found.append(None)
+                continue
             entries: list[base.Entry] = []
             if last > after:
                 read = self._execute(_ENTRIES, (key, after, min(base.ENTRIES_AT_ONCE, left)))
                 entries = [base.Entry._make(row) for row in read]
                 left -= len(entries)
-            found[at] = base.Look(entries=entries, last=last, ended=bool(ended), is_known=bool(is_known))
+            found.append(base.Look(entries=entries, last=last, ended=bool(ended), is_known=row is not None))
         return found
 
     # ---- counters and pauses -----------------------------------------------------------------------------------------

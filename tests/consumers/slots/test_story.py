@@ -1,5 +1,5 @@
-"""A story of four tenants, chosen at random once, with all that came of it: slots-of-tenants.txt. See
-limits/test_story.py; to write it anew:
+"""A story of four tenants, chosen at random once, with all that came of it: slots-of-tenants.txt.
+To write it anew:
 
     .venv/bin/python -m tests.consumers.slots.test_story
 """

@@ -240,7 +240,7 @@ async def test_a_look_tells_of_the_end(store: FollowedStore, ending: str) -> Non
 
 
 async def test_one_look_serves_many(store: FollowedStore) -> None:
-    many = [Identity("", f"m-{number}") for number in range(70)]
+    many = [*(Identity("", f"m-{number}") for number in range(69)), Identity("", "m-0\0")]
     for each in many[:-1]:
         await followed(store, each)
 
