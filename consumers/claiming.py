@@ -111,9 +111,6 @@ class Claiming:
         return found
 
     def _follow(self, job: Job, held: Held, granted: Granted) -> None:
-        """Begin to write the request's progress to the store (`progress.py`), from where clients read it, if a client
-        follows the request, or if the request is streamed without `reply_to`, because the parts of its answer can then
-        go only to the store. In other cases do nothing."""
         decoded = job.decoded
         if decoded is None or not (granted.followed or (decoded.request.stream and not job.message.reply_to)):
             return

@@ -468,11 +468,6 @@ class Control:
             self._busy_at_s = asyncio.get_running_loop().time()
 
     async def _handle(self, delivery: Delivery) -> bool:
-        """Carry out a control message. Return True if it may be acknowledged, False if it was returned to the queue.
-
-        An invalid message is refused. A message is returned to the queue if the store is unavailable, or after an
-        internal error. But if an internal error occurs when the message is delivered for the `FAULTS_AT_MOST`th time or
-        later, the message is refused, so that it is not redelivered without end."""
         message = delivery.message
         try:
             if message.type in n.BRAKE_KEYS:

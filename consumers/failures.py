@@ -375,10 +375,6 @@ def _factor(total: float, count: int) -> float:
 
 
 def _with_retry_after(error: ProviderError, pause_s: float, *, policy: RetryPolicy, rng: random.Random) -> float:
-    """The pause `pause_s`, adapted to the `retry-after` of the failed call, if it had one. After a rate limit the pause
-    is the time in `retry-after`, but at least `floor_s`; after another error it is `pause_s`, or the time in
-    `retry-after` if that is longer. The time in `retry-after` is first lengthened at random by up to a tenth of it (at
-    most 1 s)."""
     wanted_s = error.retry_after_s
     if wanted_s is None:
         return pause_s

@@ -231,9 +231,8 @@ LONGEST_WAIT_MS = 5_000
 
 
 class ClaimGate:
-    """Takes the claim of a request, so that no other delivery of the same request (identified by tenant and message id)
-    runs at the same time. When the request has ended, `settle.py` stores its outcome, which completes the claim;
-    otherwise this gate releases the claim."""
+    """Takes the claim of a request, so that no other delivery of the same request runs at the same time. It releases
+    the claim of a request that has not ended; `settle.py` completes the others."""
 
     def __init__(self, claiming: Claiming, *, now_ms: NowMs = now_ms) -> None:
         self._claiming = claiming
@@ -442,8 +441,6 @@ class CapsGate:
             self.spending.correct(hold, used)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
-        """The request is deferred to the next day, or refused if its deadline is before that or its estimate exceeds
-        the whole cap."""
         left_ms = request.deadline_ms - self.now_ms()
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
@@ -453,8 +450,6 @@ class CapsGate:
 
 
 def _may_be_paid(attempted: Attempted) -> bool:
-    """Whether a call that gave no answer may have to be paid for: it is unknown what it used, or it used output
-    tokens."""
     return attempted.usage is None or attempted.usage.output_tokens > 0
 
 
@@ -628,8 +623,6 @@ class BudgetGate:
         return None
 
     async def _reserve(self, job: Job, decoded: Decoded, route: Route, until: float, limit: Interruptible) -> Reserved:
-        """Wait for budget on a route, and reserve it. Raises WaitTooLong if the call could not begin by `until`, by the
-        event loop's clock."""
         lane, account, room, has_to_wait, ends_s = decoded.lane, route.account, self._waiting_room, False, limit.until_s
 
         def on_wait(wait: Wait) -> None:

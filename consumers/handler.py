@@ -31,10 +31,6 @@ class Handler:
     """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
     async def handle(self, job: Job) -> Outcome:
-        """Find the outcome of a delivery in these steps: check the delivery → decode its message → enter the gates (the
-        checks before a call to a provider) → make one attempt → leave the gates, which give back what they took, such
-        as the claim of a request that has not ended. If a check or a gate already decides the outcome (the request is
-        refused, for example, or must wait), no attempt is made."""
         if (refused := self._refused(job)) is not None:
             return refused
         assert job.lane is not None

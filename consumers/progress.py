@@ -84,9 +84,6 @@ class Progress:
             self.failed(part)
 
     def failed(self, part: Part) -> None:
-        """Note that the write of the entries in `part` has failed, or perhaps failed. Entries for steps of the request
-        are written again. Entries with events of its answer are not written again, because the store may have some of
-        them, so there may be a gap; therefore no more events are written until the answer begins anew (`restart`)."""
         self._is_writing = False
         is_restarted = any(entry.kind == RESTART for entry in self._unwritten)  # clients forget the events before it
         self._unwritten[:0] = [entry for entry in part.entries if entry.kind != EVENT]
