@@ -111,20 +111,22 @@ async def test_an_allowed_address_is_fetched_and_checked() -> None:
             await bodies.fetch(BodyAddress(f"{url}/in/body", "0" * 64), most_bytes=1000)
 
 
-@pytest.mark.parametrize("path", ["body", "streamed"])
-async def test_a_body_over_the_limit_is_refused_announced_or_not(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "most_bytes", "error", "told"),
+    [
+        ("body", 100, BodyTooLarge, "allowed are 100"),
+        ("streamed", 100, BodyTooLarge, "more than 100"),
+        ("redirect", 1000, BodyError, "302.*not followed"),
+        *((f"broken/{each}", 1000, BodyError, str(each)) for each in (400, 401, 403, 404, 410, 422, 499)),
+        *((f"broken/{each}", 1000, BodiesUnavailable, str(each)) for each in (408, 425, 429, 500, 503)),
+    ],
+)
+async def test_what_is_too_large_or_gone_is_an_error_and_what_may_be_temporary_is_asked_for_again(
+    path: str, most_bytes: int, error: type[Exception], told: str
+) -> None:
     async with host() as url:
-        with pytest.raises(BodyTooLarge):
-            await WebBodies([url], private=True).fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=100)
-
-
-async def test_a_redirect_is_not_followed_and_what_is_gone_is_an_error() -> None:
-    async with host() as url:
-        bodies = WebBodies([url], private=True)
-        with pytest.raises(BodyError, match=r"302.*not followed"):
-            await bodies.fetch(BodyAddress(f"{url}/in/redirect", SHA256), most_bytes=1000)
-        with pytest.raises(BodyError, match="404"):
-            await bodies.fetch(BodyAddress(f"{url}/in/nothing", SHA256), most_bytes=1000)
+        with pytest.raises(error, match=told):
+            await WebBodies([url], private=True).fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=most_bytes)
 
 
 async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> None:
@@ -180,24 +182,6 @@ async def test_an_error_does_not_quote_the_address_which_may_hold_a_signature() 
 )
 def test_only_what_is_below_an_allowed_url_is_called(address: str, allowed: bool) -> None:
     assert WebBodies(["https://files.example.com/in/"]).holds(address) is allowed
-
-
-@pytest.mark.parametrize("status", [408, 425, 429, 500, 503])
-async def test_after_a_status_that_may_be_temporary_the_host_is_asked_again_later(status: int) -> None:
-    async with host() as url:
-        with pytest.raises(BodiesUnavailable, match=str(status)):
-            await WebBodies([url], private=True).fetch(
-                BodyAddress(f"{url}/in/broken/{status}", SHA256), most_bytes=1000
-            )
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 410, 422, 499])
-async def test_after_another_client_error_the_body_counts_as_gone(status: int) -> None:
-    async with host() as url:
-        with pytest.raises(BodyError, match=str(status)):
-            await WebBodies([url], private=True).fetch(
-                BodyAddress(f"{url}/in/broken/{status}", SHA256), most_bytes=1000
-            )
 
 
 async def test_a_name_that_cannot_be_resolved_now_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
