@@ -37,7 +37,6 @@ from consumers.limits.concurrency import Concurrency
 from consumers.limits.learned import MARGIN_MOST, NO_LIMIT, PATIENCE_S, Adaptive, Bursts, Learned
 
 HOLD_AT_MOST_S = 60.0
-"""A longer header `retry-after` is cut to this, because a bucket refills within a minute."""
 HELD_EVERY_S = 60.0
 """Running calls are accepted as the cause of a refusal (429) at most once in this many seconds. If calls are refused
 again sooner, there must be another cause."""
@@ -99,7 +98,6 @@ class Account:
         self._running_calls = RunningCalls()
         self.held_until_s = -inf
         self.is_pressed = False
-        """True if a request has waited for the account's budget since a guessed limit was last raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
         self.forget_elsewhere()
 
@@ -134,8 +132,6 @@ class Account:
         return True
 
     def leave(self, waiter: Waiter) -> bool:
-        """Take a waiting request out of its lane's line without granting it. Returns True if it was the first of the
-        line."""
         if not self.lines.leave(waiter):
             return False
         self._head_changed(waiter.lane)

@@ -85,7 +85,6 @@ class BudgetSpec:
     first_output_tokens: int = 512
     """The expected length of an answer, until the first request of the same lane, task and model has ended."""
     first_bytes_per_token: float = 3.5
-    """How many bytes of a body make one input token, until the first request for its model has ended."""
     overflow_s: float | None = None
     """A request that would wait longer than this for a provider's budget goes to the next provider that may serve it,
     if the wait there is shorter. None: `LaneSpec.target_wait_s`."""
@@ -111,7 +110,6 @@ class Reservation:
     amounts: Amounts
     from_savings: Amounts = NOTHING
     at_s: float = 0.0
-    """When the reservation was granted, by the clock of `Turns.now_s`."""
     request: str = ""
     is_settled: bool = False
 
@@ -152,7 +150,6 @@ class Waiting:
 
     count: int
     reason: str
-    """The limit for which the lane's first waiting request waits. It delays all requests behind it as well."""
     oldest_s: float
     is_known: bool = True
 
@@ -165,7 +162,6 @@ FARTHEST_RESET_S: Final = 86_400.0
 ROUNDED_BY: Final = (1.0, 500.0, 500.0)
 """By how much the header `remaining` may be below the true value: tokens are rounded to thousands."""
 ROUNDED_UP_BY: Final = (0.0, 500.0, 500.0)
-"""By how much the header `remaining` may be above the true value."""
 LEAST_LIMITS: Final = (1.0, 1000.0, 1000.0)
 """Lower limits per minute in a provider's headers are ignored: no account has them, and they would block all calls."""
 _HEADERS: Final = ("requests", "input-tokens", "output-tokens")
@@ -195,7 +191,6 @@ class Kind(StrEnum):
     RATE_LIMITED = "rate_limited"
     OVERLOADED = "overloaded"
     FAILED = "failed"
-    """Any other error: only its headers may say something about the limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,9 +40,7 @@ CLEAR = 0.01
 """Two limits differ clearly in the part of the calls that was refused if chance alone would make them differ so much
 less often than this (Fisher's exact test)."""
 UNCLEAR = 0.2
-"""A raise stays if chance makes more calls be refused more often than this."""
 FALLEN = 2 / 3
-"""A trial helps only if at most this part of the part of refused calls remains."""
 STEADY = 1.2
 """No trial begins while the number of calls at a time grows by more than this factor in a round: it would go too
 far."""
@@ -59,11 +57,9 @@ RAISE_MOST_S = 4.0
 """After a raise that was taken back, the next one follows in one second; after each further one in twice the time, up
 to this."""
 QUIET_S = 60.0
-"""A lowered limit ends if no call was refused for this time."""
 BESIDE_S = 5.0
 """If a call that the most urgent lane made beside the limit was refused, it makes no other one for this time."""
 REMEMBERED = 1000
-"""Of how many requests it is remembered that a call was refused, so that further calls for them do not count."""
 SMOOTHING = 0.1
 WHOLE: Final = 1 - 1e-9
 """A lane is due for a call if its credit is at least this: a little below 1 because of rounding errors."""
@@ -136,14 +132,12 @@ class Concurrency:
         self._sample = Sample()
         self._before: Sample | None = None
         self._weather = Sample()
-        """What was seen until a lower limit did not help."""
         self._weather_s = WEATHER_S
         self._back_to = inf
         self._step = 1.0
         self._raises_failed = 0
         self._raise_from_s = self._lower_from_s = self._overloaded_s = -inf
         self._accepted = 0.0
-        """How many calls the provider worked on at a time, on average, in the last seconds before this round."""
         self._call_s = self._passed_s = 0.0
         """In the last seconds: the time of all calls together, without those that were refused; and the time."""
         self._counted_s = -inf
@@ -211,7 +205,6 @@ class Concurrency:
         self.call_s += (max(0.0, now_s - began_s) - self.call_s) * (SMOOTHING if self.call_s else 1.0)
 
     def overloaded(self, request: str, took_s: float, now_s: float) -> None:
-        """Count an answer 529 (overloaded) that came `took_s` after the call began."""
         self._overloaded_s = now_s
         sample, took_s = self._sample, max(0.0, took_s)
         self._call_s = max(0.0, self._call_s - min(took_s, self._passed_s))
@@ -323,7 +316,6 @@ class Concurrency:
         self._raises_failed = min(self._raises_failed + 1, 16)
 
     def _end(self, limit: float) -> None:
-        """End an experiment in which both limits had equally many refusals."""
         assert self._before is not None
         self._sample.add(self._before)
         self.limit, self._before = limit, None

@@ -69,9 +69,7 @@ class LearnedLimits(NamedTuple):
     told_s: tuple[float, ...] = (-inf, -inf, -inf)
     grown: tuple[float, ...] = (0.0, 0.0, 0.0)
     is_silent: bool = False
-    """True if the provider's answers announce no limits, so that none are assumed."""
     factors: tuple[float, ...] = (1.0, 1.0, 1.0)
-    """The factor (1 or less) by which a limit is multiplied, because the provider has refused calls."""
     halved_s: float = -inf
     moved_s: float = -inf
 
@@ -125,8 +123,6 @@ class Adaptive:
             self.learned = self.learned._replace(factors=(1.0, 1.0, 1.0), moved_s=now_s)
 
     def learn_no_rate(self) -> bool:
-        """Learn from an answer whose headers announce no limits. The account is then assumed to have none, unless the
-        provider has announced limits or refused a call before. Returns True if that changes the limits."""
         known = self.learned
         if known.is_silent or any(limit is not None for limit in known.told) or known.halved_s > -inf:
             return False
@@ -179,22 +175,18 @@ UNKNOWN_S = 5.0
 """The size of a bucket while its limit is guessed and no size is proven: enough for about four calls at once. If it
 were smaller, few requests could fail over to a provider that was never called before."""
 UNPROVEN_S = 10.0
-"""The size of a bucket if its limit was announced or set, but the provider does not say how much is left."""
 NEWS = 1.01
 """The factor by which the proven size must grow before it is recorded and sent to other processes. A size that reaches
 the maximum is always recorded."""
 RECOVERY = 1.1
-"""A reduced size grows by this factor every `RECOVERY_EVERY_S`."""
 RECOVERY_EVERY_S = 10.0
 LEAST_S = 1.0
-"""A refusal never reduces a bucket below this many seconds' worth of its limit."""
 SMALL_S = 5.0
 """In a bucket that holds fewer seconds' worth, one request may need all that it holds."""
 MARGIN_STEP = 0.2
 MARGIN_MOST = 0.5
 """The step and the highest value of `Bursts.margin`."""
 MARGIN_DECAY = 0.99
-"""At each step of the recovery, `Bursts.margin` is multiplied by this."""
 OFTEN = 0.5
 """If at least this part of the latest responses are refusals although the buckets have their smallest sizes, reducing
 the buckets has not helped, so the limits are lowered."""
@@ -212,9 +204,7 @@ class LearnedBursts(NamedTuple):
     JSON that processes exchange."""
 
     proven_s: tuple[float | None, ...] = (None, None, None)
-    """What the provider's bucket is proven to hold, in seconds' worth of the limit."""
     cut: tuple[float, ...] = (1.0, 1.0, 1.0)
-    """The factor (1 or less) by which the size is multiplied, because the provider has refused calls."""
     cut_s: float = -inf
     moved_s: float = -inf
 
@@ -264,7 +254,6 @@ class Bursts:
         return self.learned != before
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
-        """For each of the provider's buckets: True if so little is left that this explains a refusal."""
         usual = (0.0, SPENT_REQUESTS * self._usual_input, 0.0)
         return tuple(
             header.remaining is not None
@@ -293,7 +282,6 @@ class Bursts:
         return True
 
     def widen(self, now_s: float) -> None:
-        """Raise `margin`, because the provider's first estimate of a request's input was higher than ours."""
         self.learned = self.learned._replace(moved_s=now_s)
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
