@@ -277,9 +277,9 @@ class _Batch:
 class DeadLetters:
     """The dead letters of one installation. Its methods raise BrokerError."""
 
-    def __init__(self, settings: Settings, connection: Connection, *, tracing: Tracing | None = None) -> None:
+    def __init__(self, settings: Settings, connection: Connection) -> None:
         self._connection = connection
-        self._publisher = Publisher(connection, tracing=Tracing() if tracing is None else tracing)
+        self._publisher = Publisher(connection, tracing=Tracing())
         self._names = settings.names()
         self._lanes = {lane.name: lane for lane in settings.lane_specs()}
         self._user = settings.credentials[0]
@@ -331,11 +331,12 @@ class DeadLetters:
     async def drop(self, wanted: Filter) -> int:
         done, keys = 0, set[int]()
         await self._each(wanted, lambda letter: keys.add(letter.key))
-        async with aclosing(self._held(keys, most=HELD)) as held:
-            async for scan, tag, letter in held:
-                await scan.remove(tag)
-                done += 1
-                log.info(signals.DEAD_LETTER_DROPPED, request=letter.id, code=letter.code, lane=letter.lane)
+        async with aclosing(self._held(keys, most=HELD)) as scans:
+            async for scan in scans:
+                await scan.remove_all()
+                for _, letter in scan.reader.held:
+                    done += 1
+                    log.info(signals.DEAD_LETTER_DROPPED, request=letter.id, code=letter.code, lane=letter.lane)
         return done
 
     async def replay(
@@ -346,10 +347,9 @@ class DeadLetters:
         rate_per_s: float | None = None,
         dry_run: bool = False,
         within_s: float | None = None,
-        tell: Callable[[DeadLetter], None] = lambda letter: None,
     ) -> Replay:
         """Publish letters again, and remove each when that is confirmed. If one of them cannot be, none is. `within_s`:
-        end after this time, with letters left. `tell` is called with each letter that was published again."""
+        end after this time, with letters left."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         done = Replay()
@@ -373,22 +373,23 @@ class DeadLetters:
         if dry_run or done.refusals:
             return done
         most = HELD if rate_per_s is None else max(1, min(HELD, int(rate_per_s * held_s)))
-        async with aclosing(self._held(keys, most=most)) as held:
-            next_s = loop.time()
-            async for scan, tag, letter in held:
-                if within_s is not None and max(next_s, loop.time()) > began_s + within_s:
-                    break
-                if rate_per_s is not None:
-                    await asyncio.sleep(next_s - loop.time())
-                    next_s = max(next_s, loop.time() - 1 / rate_per_s) + 1 / rate_per_s
-                message = self.prepared(letter, change)
-                await self._publisher.publish_surely(
-                    message, exchange=message.exchange, routing_key=message.routing_key, within_s=PUBLISHED_WITHIN_S
-                )
-                await scan.remove(tag)
-                done.replayed += 1
-                log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
-                tell(letter)
+        next_s = loop.time()
+        async with aclosing(self._held(keys, most=most)) as scans:
+            async for scan in scans:
+                for tag, letter in scan.reader.held:
+                    if within_s is not None and max(next_s, loop.time()) > began_s + within_s:
+                        return done
+                    if rate_per_s is not None:
+                        await asyncio.sleep(next_s - loop.time())
+                        next_s = max(next_s, loop.time() - 1 / rate_per_s) + 1 / rate_per_s
+                    message = self.prepared(letter, change)
+                    exchange, key = message.exchange, message.routing_key
+                    await self._publisher.publish_surely(
+                        message, exchange=exchange, routing_key=key, within_s=PUBLISHED_WITHIN_S
+                    )
+                    await scan.remove(tag)
+                    done.replayed += 1
+                    log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
         return done
 
     def prepared(self, letter: DeadLetter, change: Change) -> Message:
@@ -452,13 +453,12 @@ class DeadLetters:
         async with scanned(self._connection, self._names.dead, lambda: _Each(call, wanted)):
             pass
 
-    async def _held(self, keys: set[int], *, most: int) -> AsyncGenerator[tuple[Scan[_Batch], int, DeadLetter], None]:
-        """The letters with these keys, each held until it is removed, or the next batch is begun."""
+    async def _held(self, keys: set[int], *, most: int) -> AsyncGenerator[Scan[_Batch], None]:
+        """The letters with these keys in batches, each held until it is removed, or the next batch is begun."""
         tries = 0
         while keys and tries < TRIES:
             async with scanned(self._connection, self._names.dead, partial(_Batch, keys, most)) as scan:
-                for tag, letter in scan.reader.held:
-                    yield scan, tag, letter
+                yield scan
                 found = {letter.key for _, letter in scan.reader.held}
             keys -= found
             tries = 0 if found else tries + 1
