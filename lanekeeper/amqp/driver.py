@@ -300,8 +300,8 @@ else:
 class UnderlyingConnection(Underlying):
     """aiormq's connection, with taps, and with a callback for alarms: the broker's reason ("low on memory") when it
     blocks the connection at its first publish, None when it unblocks it. Until then it reads nothing, not even
-    acknowledgements. aiormq does not report this, so private methods are overridden here; `tests/broker/test_alarms.py`
-    fails if they disappear."""
+    acknowledgements. aiormq does not report this, so private methods are overridden here;
+    `tests/broker/test_connection.py` fails if they disappear."""
 
     FRAME_BUFFER_SIZE = 64
 

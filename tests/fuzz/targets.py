@@ -235,7 +235,7 @@ def _events(splitter: EventSplitter, data: bytes, *, size: int) -> list[bytes]:
 
 def _delivered(data: bytes) -> Message:
     # Without the bit that announces more flags: the broker closes the connection of a client that sends it
-    # (journeys/test_hostile_frames.py).
+    # (journeys/test_bad_input.py).
     flags = int.from_bytes(data[:2].ljust(2, b"\0"), "big") & ~1
     payload = struct.pack(">HHQH", 60, 0, 2, flags) + data[2:]
     _, _, header = unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")

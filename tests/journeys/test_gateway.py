@@ -367,7 +367,7 @@ async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_wit
     async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost, api)
         async with (
-            interpreter("serve", environ=environ, folder=tmp_path) as worker,
+            lanekeeper("serve", environ=environ, folder=tmp_path) as worker,
             interpreter("gateway", environ=environ, folder=tmp_path) as gateway,
         ):
             both = [await worker.ready(), (await gateway.tells("gateway.ready"))["url"]]
