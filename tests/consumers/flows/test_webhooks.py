@@ -1,0 +1,130 @@
+"""Where webhooks may go, and what a post's message says."""
+
+import pytest
+
+from consumers.flows.webhooks import Post, WebhookSpec, is_host, redelivered
+from consumers.state.base import Completion
+from lanekeeper.contract import names as n
+from lanekeeper.contract.problems import RequestProblem
+from tests.support.jobs import NOW_MS, Bench
+
+ANY = WebhookSpec(hosts=("*",))
+SOME = WebhookSpec(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:4700::1111]"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://hooks.example.com/a?b=c",
+        "https://HOOKS.example.com",
+        "https://hooks.example.com:443/",
+        "https://eu.crm.example.com:8443/x",
+        "https://[2606:4700::1111]/x",
+    ],
+)
+def test_an_allowed_host_is_allowed(url: str) -> None:
+    assert SOME.refusal(url) is None
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://hooks.example.com/", "allowed is https"),
+        ("ftp://hooks.example.com/", "allowed is https"),
+        ("https://hooks.example.com:8443/", "is not allowed"),
+        ("https://other.example.com/", "is not allowed"),
+        ("https://crm.example.com:8443/", "is not allowed"),
+        ("https://evilcrm.example.com:8443/", "is not allowed"),
+        ("https://eu.crm.example.com/", "is not allowed"),
+        ("https://hooks.example.com.evil.org/", "is not allowed"),
+        ("https://hooks.example.com@evil.org/", "no user"),
+        ("https://user:word@hooks.example.com/", "no user"),
+        ("https://evil.org/#@hooks.example.com/", "no fragment"),
+        ("https://evil.org\\@hooks.example.com/", ""),
+        ("https://hooks.example.com:99999/", ""),
+        ("https:///x", "needs a host"),
+        ("https://[::1", "no URL"),
+    ],
+)
+def test_another_address_is_refused_with_the_reason(url: str, why: str) -> None:
+    assert why in (SOME.refusal(url) or "allowed!")
+    assert SOME.refusal(url) is not None
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "127.1", "2130706433", "017700000001", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0",
+        "100.64.0.1", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[64:ff9b::7f00:1]",
+        "[fe80::1]", "[fd00::1]", "[2002:7f00:1::]", "[ff02::1]",
+    ],
+)  # fmt: skip
+def test_a_private_address_is_refused_in_every_form(host: str) -> None:
+    assert ANY.refusal(f"https://{host}/") == "its host has a private address"
+    assert WebhookSpec(hosts=("*",), private=True).refusal(f"https://{host}/") is None
+
+
+def test_without_hosts_webhooks_are_off() -> None:
+    assert "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS" in str(WebhookSpec().refusal("https://a.example/"))
+
+
+@pytest.mark.parametrize("entry", ["a.example", "*.a.example:1", "*", "*:8080", "[::1]:1", "localhost"])
+def test_a_host_in_the_settings(entry: str) -> None:
+    assert is_host(entry)
+
+
+@pytest.mark.parametrize("entry", ["", "https://a.example", "a.example/x", "a*.example", "a.example:", "a b", "*.*"])
+def test_what_is_no_host_in_the_settings(entry: str) -> None:
+    assert not is_host(entry)
+
+
+SPEC = WebhookSpec(hosts=("a.example",), secrets=("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",))
+HOOKED = {n.WEBHOOK: "https://a.example/h"}
+
+
+async def test_an_outcome_is_published_with_what_the_post_needs() -> None:
+    bench = Bench(spec=SPEC)
+    job = bench.job(headers=HOOKED, message_id="m-1", user_id="crm")
+    await bench.settler.webhooks.publish(job, Completion(status="ok", body=b"{}", ended_ms=NOW_MS))
+
+    message = bench.to("lane.webhooks")
+    post = Post.of(message, now_ms=NOW_MS)
+    assert (post.url, post.id, post.status, post.tenant) == ("https://a.example/h", "m-1", "ok", "crm")
+    assert (message.body, message.content_type, post.first_ms, post.attempts) == (b"{}", "application/json", NOW_MS, 0)
+    assert message.message_id != "m-1", "what is published at the same time is matched by its message_id"
+
+
+@pytest.mark.parametrize("code", ["idempotency_conflict", "forbidden_reply_to"])
+async def test_what_is_no_outcome_of_the_id_is_not_posted(code: str) -> None:
+    bench = Bench(spec=SPEC)
+    job = bench.job(headers=HOOKED)
+    await bench.settler.webhooks.publish(job, Completion(status="error", code=code, body=b"{}", ended_ms=NOW_MS))
+    assert not bench.publisher.sent
+
+
+def test_a_post_that_is_tried_again_keeps_its_past_and_a_replayed_one_begins_anew() -> None:
+    post = Post(
+        url="https://a.example/h",
+        id="m-1",
+        status="error",
+        tenant="",
+        routing_key="critical.a.b",
+        content_type="application/problem+json",
+        first_ms=5,
+        due_ms=9,
+        attempts=3,
+        errors=("later", "earlier"),
+    )
+    message = post.message(b"{}")
+    assert Post.of(message, now_ms=NOW_MS) == post
+    anew = Post.of(redelivered(message), now_ms=NOW_MS)
+    assert (anew.first_ms, anew.attempts, anew.id, anew.content_type) == (NOW_MS, 0, "m-1", post.content_type)
+
+
+def test_a_dead_letter_that_lacks_what_a_post_needs_is_refused() -> None:
+    message = Post(
+        url="https://a.example/h", id="m-1", status="ok", tenant="", routing_key="a.b", content_type="application/json"
+    ).message(b"{}")
+    message.headers = {name: value for name, value in message.headers.items() if name != n.STATUS}
+    with pytest.raises(RequestProblem, match="not complete"):
+        redelivered(message)
