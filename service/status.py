@@ -125,6 +125,8 @@ class Status:
     """Counts since the workers started. `refused`: control messages that were refused. `unanswered`: control messages
     that could not be answered. `displaced`: cancellations of ids that no worker had seen, which the store deleted
     because their tenant sent newer ones and had too many."""
+    webhooks: Mapping[str, int] = field(default_factory=dict)
+    """Posts to webhooks since the workers started, by how they ended; `running`: now."""
     failures: tuple[Mapping[str, Any], ...] = ()
     simulated: tuple[str, ...] = ()
 
@@ -226,6 +228,7 @@ def merge(
         undelivered=sum(answer.get("undelivered", 0) for answer in answers),
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),
+        webhooks=_sums(answers, "webhooks"),
         failures=_last_failures(answers),
         simulated=tuple(sorted(str(answer.get("worker", "?")) for answer in answers if answer.get("simulated"))),
         tenants=tenants,

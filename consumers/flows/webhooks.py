@@ -496,6 +496,7 @@ class Posting:
         first_hop = hop(delay_ms, names)
         again = post.message(message.body)
         again.headers = {**_trace_in(message), **again.headers, **first_hop.headers}
+        self.settler.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(
             again, exchange=first_hop.exchange, routing_key=names.webhook_key(post.lane)
         )

@@ -73,7 +73,7 @@ def pause(
     if until is not None:
         fields["until"] = until.isoformat()
     options.lane_names(settings, [name] if kind == "lane" else [])
-    _print(run(_ask(settings, n.PAUSE_KEY, fields, kept="it is paused")), json=json)
+    _print(run(ask(settings, n.PAUSE_KEY, {n.PAUSE_KEY: fields}, kept="it is paused"))["pauses"], json=json)
 
 
 @of_name
@@ -94,7 +94,7 @@ def resume(
         id = pause_id(*_only(named))
     elif named:
         raise typer.BadParameter("give the id, or what is paused", param_hint="ID")
-    found = run(_ask(settings, n.RESUME_KEY, id, kept="it is resumed"))
+    found = run(ask(settings, n.RESUME_KEY, {n.RESUME_KEY: id}, kept="it is resumed"))["pauses"]
     if json:
         print_json(found)
     else:
@@ -107,7 +107,7 @@ def pauses(settings: "Settings", json: options.Json = False) -> None:
 
     Example:  lanekeeper pauses --json
     """
-    _print(run(_ask(settings, n.PAUSES_KEY, None, kept=None)), json=json)
+    _print(run(ask(settings, n.PAUSES_KEY, {}))["pauses"], json=json)
 
 
 def line(pause: Mapping[str, str | None]) -> str:
@@ -133,14 +133,17 @@ def _only(named: "Sequence[tuple[PauseKind, str]]") -> "tuple[PauseKind, str]":
     return named[0]
 
 
-async def _ask(settings: "Settings", command: str, wanted: Any, *, kept: str | None) -> list[Mapping[str, str | None]]:
-    """The pauses in a worker's answer. `kept`: what happens as soon as a worker runs, if none does; None: nothing."""
+async def ask(
+    settings: "Settings", command: str, body: Mapping[str, Any], *, kept: str | None = None
+) -> dict[str, Any]:
+    """A worker's answer to an operator's command. `kept`: what happens as soon as a worker runs, if none does; None:
+    nothing."""
     from lanekeeper.contract.messages import Message
     from lanekeeper.replies import ControlRefused, NoReply
     from service.status import asked
 
     message = Message(
-        body=json_text.dumps({} if wanted is None else {command: wanted}).encode(),
+        body=json_text.dumps(body).encode(),
         content_type="application/json",
         type=command,
         message_id=uuid.uuid4().hex,
@@ -154,7 +157,7 @@ async def _ask(settings: "Settings", command: str, wanted: Any, *, kept: str | N
     except TimeoutError:
         then = "" if kept is None else f": {kept} as soon as one runs"
         raise NoReply(f"no worker answered within {ANSWERED_WITHIN_S:g} s{then}") from None
-    found = json_text.loads(answer.body)
+    found: dict[str, Any] = json_text.loads(answer.body)
     if answer.headers.get(n.CONTROL) == "error":
         raise ControlRefused(found)
-    return list(found["pauses"])
+    return found

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from lanekeeper import __version__
-from service.cli import brake, dead, requests, serve, simulate, status, topology
+from service.cli import brake, dead, requests, serve, simulate, status, topology, webhooks
 
 app = typer.Typer(
     name="lanekeeper",
@@ -31,6 +31,7 @@ app.command()(brake.pause)
 app.command()(brake.resume)
 app.command()(brake.pauses)
 app.add_typer(dead.app, name="dead")
+app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(topology.app, name="topology")
 app.command()(status.check)
 app.command()(status.settings)

@@ -32,6 +32,13 @@ DEAD_LETTERS = {
     "dropped": "dead letters dropped",
     "unparked": "invalid messages not kept",
 }
+WEBHOOKS = {
+    "delivered": "outcomes posted to webhooks",
+    "retrying": "posts that failed and are made again",
+    "gone": "webhooks ended by 410",
+    "undelivered": "outcomes that could not be posted",
+    "running": "posts running",
+}
 CONTROL = {
     "refused": "control messages refused",
     "unanswered": "control messages that nobody was told of",
@@ -150,7 +157,7 @@ def _show_status(found: "Status", console: "Console") -> None:
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
         say(f"spent since the workers began, at prices of {found.prices_as_of}: {text}")
-    for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.control, CONTROL)):
+    for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.webhooks, WEBHOOKS), (found.control, CONTROL)):
         if text := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
             say(f"since the workers began: {text}")
     if found.undelivered:

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -13,6 +14,7 @@ from consumers.state.base import Identity
 from tests.support.brokers import Vhost
 from tests.support.endpoint import OTHER_SECRET, SECRET, endpoint
 from tests.support.gate import call, gate, submit
+from tests.support.processes import environment, run
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -189,3 +191,33 @@ async def test_what_was_posted_can_be_listed_and_posted_again_by_operators(vhost
         assert (unknown.control, unknown.code) == ("error", "invalid_request")
         refused = await app.control({"redeliver": "w-list"}, key="redeliver")
         assert refused.code == "forbidden_control"
+
+
+async def test_the_command_lists_posts_and_posts_again(vhost: Vhost, tmp_path: Path) -> None:
+    async with (
+        endpoint() as hook,
+        serving(vhost.amqp_url, webhooks=hook.settings()) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
+        environ = environment(vhost)
+
+        async def does(*line: str) -> tuple[int, str]:
+            code, lines = await run("webhooks", *line, environ=environ, folder=tmp_path)
+            return code, "\n".join(lines)
+
+        assert await does("list") == (0, "no webhook is known")
+        hook.answer = lambda posted: web.Response(status=500 if len(hook.posts) == 1 else 200)
+        await app.ask({"prompt": "x"}, message_id="w-cli", headers={"x-lane-webhook": hook.url("/secret")})
+        await until(lambda: worker.parts.posting.posted["delivered"])
+        code, told = await does("list", "w-cli")
+        assert code == 0
+        assert "w-cli  " in told
+        assert "delivered at" in told
+        assert "after 2 attempts" in told
+        assert "answered 500" in told
+        assert "secret" not in told
+        assert (await does("redeliver", "w-cli"))[0] == 0
+        await until(lambda: len(hook.posts) == 3)
+        assert (await does("redeliver", "unknown"))[0] == 1
+        (listed,) = json.loads((await does("list", "--json"))[1])
+        assert listed["state"] == "delivered"

@@ -1,7 +1,5 @@
 """A webhook reaches no address that it may not, and nobody but workers and operators can have something signed."""
 
-import asyncio
-import json
 import socket
 from typing import Any
 
@@ -94,18 +92,20 @@ async def test_every_address_of_a_name_is_checked_and_the_checked_one_is_dialled
 
 
 async def test_what_did_not_come_from_a_worker_is_not_signed(vhost: Vhost) -> None:
-    async with endpoint() as hook:
-        async with serving(vhost.amqp_url, webhooks=hook.settings()), requester(vhost.amqp_url) as app:
-            await app.read_dead()
-            forged = {
-                "x-lane-webhook": hook.url(),
-                "x-lane-request-id": "forged",
-                "x-lane-status": "ok",
-                "x-lane-routing-key": "critical.a.b",
-            }
-            await app.publish(json.dumps({"paid": True}), exchange="", key="lane.webhooks", headers=forged)
-            await app.publish({"prompt": "x"}, message_id="sent", headers={**forged, "x-lane-request-id": "forged-2"})
-            await until(lambda: app.dead_of("forged"))
-            await until(lambda: hook.posts)
-            await asyncio.sleep(0)
-            assert [posted.id for posted in hook.posts] == ["sent"], "internal headers of a requester do not count"
+    async with (
+        endpoint() as hook,
+        serving(vhost.amqp_url, webhooks=hook.settings()),
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.read_dead()
+        forged = {
+            "x-lane-webhook": hook.url(),
+            "x-lane-request-id": "forged",
+            "x-lane-status": "ok",
+            "x-lane-routing-key": "critical.a.b",
+        }
+        await app.publish({"paid": True}, exchange="", key="lane.webhooks", headers=forged)
+        await app.publish({"prompt": "x"}, message_id="sent", headers={**forged, "x-lane-request-id": "forged-2"})
+        await until(lambda: app.dead_of("forged"))
+        await until(lambda: hook.posts)
+        assert [posted.id for posted in hook.posts] == ["sent"], "internal headers of a requester do not count"
