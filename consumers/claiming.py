@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from consumers.background import Background, ended
+from consumers.clock import now_ms
 from consumers.job import ASK_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Job
 from consumers.progress import Progress, ProgressWriter
 from consumers.state.base import (
@@ -117,9 +118,9 @@ class Claiming:
         submission = Submission.of(decoded.request, job.fingerprint.body_hash)
         job.progress = Progress(self._writer, held, submission, is_takeover=granted.deaths > 0)
 
-    async def release(self, job: Job, *, due_ms: int | None = None) -> None:
+    async def release(self, job: Job, *, due_ms: int | None = None, step: str = "") -> None:
         """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
-        delivery; None if unknown.
+        delivery; None if unknown. `step`: where its pipeline stands, for those who ask.
 
         If that takes long, or the caller is cancelled, the release continues in the background, because the store
         counts a worker as dead if its claim ends without a release.
@@ -127,24 +128,26 @@ class Claiming:
         if job.claim is None:
             return
         held, job.claim = job.claim, None
-        releasing = self._begin_release(job, held, due_ms)
+        releasing = self._begin_release(job, held, due_ms, step)
         await ended(releasing, within_s=RELEASE_AWAITED_S)
         if self._releasing > RELEASES_AT_MOST:
             releasing.cancel()
 
-    def _begin_release(self, job: Job, held: Held, due_ms: int | None = None) -> "asyncio.Task[None]":
-        return self._background.begin(self._release(job, held, due_ms), name=f"let go {job.id}")
+    def _begin_release(self, job: Job, held: Held, due_ms: int | None = None, step: str = "") -> "asyncio.Task[None]":
+        return self._background.begin(self._release(job, held, due_ms, step), name=f"let go {job.id}")
 
-    async def _release(self, job: Job, held: Held, due_ms: int | None) -> None:
+    async def _release(self, job: Job, held: Held, due_ms: int | None, step: str = "") -> None:
         self._releasing += 1
-        is_survived = job.attempted is not None
+        is_survived = job.attempted is not None or step != ""
         try:
             if job.progress is not None:
                 await job.progress.flushed()  # only the holder of the claim may write it
             self._held.pop(held, None)
             async with asyncio.timeout(RELEASE_WITHIN_S):
                 await _until_stored(
-                    lambda: self._store.release(held, attempts=job.attempts, due_ms=due_ms, is_survived=is_survived),
+                    lambda: self._store.release(
+                        held, attempts=job.attempts, due_ms=due_ms, is_survived=is_survived, step=step
+                    ),
                     within_s=RELEASE_WITHIN_S,
                 )
         except (StoreUnavailable, TimeoutError) as error:
@@ -258,6 +261,19 @@ class Claiming:
 
     async def finish(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
+
+    async def step_ended(self, job: Job, completion: Completion) -> Completion | None:
+        """Store how a step of the job's pipeline ended, under the step's own id; see `complete`."""
+        assert job.standing is not None
+        identity, fingerprint = job.standing.identity(job.identity), job.fingerprint
+        storing = _until_stored(lambda: self._store.complete(identity, fingerprint, completion, token=None))
+        return await self._background.sheltered(storing, name=f"step {identity.id}", if_left=_log_lost_completion)
+
+    async def expect(self, identity: Identity, *, deadline_ms: int) -> None:
+        """Note a request that a worker is about to publish, so that the store knows it from then on. Raises
+        StoreUnavailable."""
+        keep_until_ms = deadline_ms + DEFERRED_KEPT_MS
+        await _answered(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
 
     async def note(self, job: Job, completion: Completion) -> None:
         await _until_stored(lambda: self._store.note(job.identity, completion))

@@ -39,15 +39,18 @@ class Decoding:
         *,
         max_values: int = bounds.VALUES,
         handlers: Collection[str] = (),
+        pipelines: Collection[str] = (),
     ) -> None:
         self._parsing = parsing
         self._chain_of = chain_of
         self._max_values = max_values
         self._handlers = handlers
+        self._pipelines = pipelines
 
     async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
         rank = (lane.rank, decoding.weight(job.message))
-        if rank[1] <= bounds.SMALL_BYTES:
+        is_state = job.hop.flow is not None and job.hop.flow.input_bytes > 0
+        if is_state or rank[1] <= bounds.SMALL_BYTES:
             return await self._parsing.run(partial(self._decode, job, lane), rank=rank)
         raw = await self._parsing.run(partial(decoding.unpacked, job.message), rank=rank)
         return await self.decode_body(raw, job, lane)
@@ -70,8 +73,9 @@ class Decoding:
             raw=raw,
             max_values=self._max_values,
             handlers=self._handlers,
+            pipelines=self._pipelines,
         )
-        if request.handler:
+        if request.handler or request.pipeline:
             return Decoded(request, lane, Chain())
         return Decoded(request, lane, self._chain_of(lane.name, job.identity.tenant, request.model))
 

@@ -27,6 +27,7 @@ from consumers.outcomes import (
     Refused,
     Replayed,
     Retried,
+    Stepped,
     ended,
     ended_by,
     stopped_by,
@@ -276,6 +277,11 @@ class ClaimGate:
         match outcome:
             case Answered() | Refused() | Buried() | Dropped() | Replayed():
                 return
+            case Stepped(answer=answer, delay_ms=delay_ms):
+                if job.progress is not None:
+                    job.progress.tell("step", step=outcome.flow.step, done=outcome.done, of=outcome.of)
+                if answer is None:  # else its step's outcome must be stored first
+                    await self._claiming.release(job, due_ms=self._now_ms() + delay_ms, step=outcome.told)
             case Retried(delay_ms=delay_ms) | Deferred(delay_ms=delay_ms):
                 await self._claiming.release(job, due_ms=self._now_ms() + delay_ms)
             case None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from consumers.attempt import Attempts
 from consumers.decoding import Decoding
+from consumers.flows.pipelines import Pipelines
 from consumers.flows.webhooks import Webhooks
 from consumers.gates import Gate, Leave
 from consumers.job import Decoded, Job, user_id_missing
@@ -27,6 +28,7 @@ class Handler:
     decoding: Decoding
     exchange: str
     """The exchange for requests: what requesters published to another one is refused."""
+    pipelines: Pipelines | None = None
     needs_user_id: bool = False
     """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
@@ -50,16 +52,20 @@ class Handler:
                     continue
                 outcome = await gate.enter(job, decoded)
                 if outcome is not None:
+                    outcome = self._of_pipeline(job, outcome)
                     return outcome
                 if gate.leave is not None:
                     passed.append(gate.leave)
                 decoded = job.decoded or decoded  # the body gate replaces it by one with the fetched body
             self.failpoints.reach("after_claim")
-            outcome = await self.attempts.make(job, decoded)
+            outcome = self._of_pipeline(job, await self.attempts.make(job, decoded))
             self.failpoints.reach("after_call")
             return outcome
         finally:
             await _leave(passed, job, decoded, outcome)
+
+    def _of_pipeline(self, job: Job, outcome: Outcome) -> Outcome:
+        return outcome if self.pipelines is None else self.pipelines.after(job, outcome)
 
     def _refused(self, job: Job) -> Outcome | None:
         if not job.trusted and job.message.exchange != self.exchange:

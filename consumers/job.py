@@ -25,7 +25,7 @@ from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
 from topology.codec.decoding import Published, Request, app_of, published
-from topology.codec.headers import read_hop, read_replay
+from topology.codec.headers import FlowHop, read_hop, read_replay
 from topology.lanes import LaneSpec
 
 CONSUMER_TIMEOUT_S = 1800.0
@@ -77,6 +77,20 @@ class Decoded:
     request: Request
     lane: LaneSpec
     chain: Chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where the pipeline of a job stands: its step, the one that follows (None: it is the last), and its state."""
+
+    step: str
+    following: str | None
+    flow: FlowHop
+    state: bytes
+
+    def identity(self, request: Identity) -> Identity:
+        """Under which the outcome of the step is stored."""
+        return Identity(request.tenant, f"{request.id}#{self.step}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +169,7 @@ class Job:
         self.completion: Completion | None = None
         """How the request ended, as it is stored and sent; None until it has ended."""
         self.span: Span = INVALID_SPAN
+        self.standing: Standing | None = None
         self.died = False
         """Whether the process of its handler died under this attempt."""
         self.stopped: Stop | None = None
@@ -186,6 +201,18 @@ class Job:
         return self.source is not Source.REQUESTER
 
     @property
+    def is_item(self) -> bool:
+        """Whether it is an item of a pipeline's fan-out. It has no reply, and is no dead letter."""
+        return self.hop.flow is not None and self.hop.flow.item_of != ""
+
+    @property
+    def step(self) -> str:
+        """The step of its pipeline; empty if it has none."""
+        if self.standing is not None:
+            return self.standing.step
+        return "" if self.hop.flow is None else self.hop.flow.step
+
+    @property
     def redelivered(self) -> bool:
         """True if this message was delivered before and not acknowledged. This is known from AMQP's `redelivered` flag
         or from a header that a worker wrote."""
@@ -207,8 +234,13 @@ class Job:
             message.reply_to, message.correlation_id, message.routing_key, message.timestamp_s, message.priority,
             message.app_id, message.headers.get(n.SENT_MS), message.headers.get(n.TRACEPARENT),
         )  # fmt: skip
+        flow = self.hop.flow
+        if flow is not None:  # the message of a step is another one than that of the step before
+            compared += (flow,)  # type: ignore[assignment]
         return Fingerprint(
-            body_hash=content_hash(sha256 if isinstance(sha256, str) else message.body),
+            body_hash=bytes.fromhex(flow.body_hash)
+            if flow is not None and flow.body_hash
+            else content_hash(sha256 if isinstance(sha256, str) else message.body),
             mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
             # a message in a side queue that was not delivered before has no claim; only its original may have one
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, assert_never
 
 from consumers.clock import NowMs, moment_ms, now_ms
 from consumers.job import Job
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, Stepped
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import shown
@@ -52,6 +52,7 @@ class Lifecycle:
             lane=job.lane_name,
             app=_ascii(job.app, APP_LENGTH),
             attempt=job.attempts,
+            **({"step": job.step} if job.step else {}),
             **detail,
         )
 
@@ -79,6 +80,9 @@ class Lifecycle:
                     self.publish(job, "dead", code=problem.code)
                 else:
                     log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
+            case Stepped(flow=flow, done=done, of=of):
+                log.debug(signals.REQUEST_STEPPED, step=flow.step, done=done, of=of)
+                self.publish(job, "step", next=flow.step, **({"done": done, "of": of} if of else {}))
             case Dropped(problem):
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
                 self.publish(job, problem.code)
@@ -142,10 +146,11 @@ def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> No
         attempt=job.attempts,
         wait_ms=job.wait_ms,
         redelivered=job.delivery.redelivered,
+        step=job.step,
     )
     name = type(outcome).__name__.lower()
     match outcome:
-        case Deferred(delay_ms=delay_ms):
+        case Deferred(delay_ms=delay_ms) | Stepped(delay_ms=delay_ms):
             record_outcome(job.span, name, delay_ms=delay_ms)
         case Retried(delay_ms=delay_ms):
             record_outcome(job.span, name, delay_ms=delay_ms, error="attempt_failed")

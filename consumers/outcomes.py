@@ -7,6 +7,7 @@ from typing import assert_never
 from consumers.state.base import Completion, Stop
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
+from topology.codec.headers import FlowHop
 
 LATER_MS = 1000
 """If a request cannot be worked on now, because another worker works on it or this worker is paused, it is deferred by
@@ -81,7 +82,30 @@ class Replayed:
     """True if only the reply remains to be sent, because the reply queue was full when the request ended."""
 
 
-Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """A step of a pipeline has ended, or waits for its items: the pipeline's message goes on (`flows/pipelines.py`)."""
+
+    flow: FlowHop
+    """Where it goes on."""
+    state: bytes
+    lane: str
+    step: str
+    """The step at which it stood."""
+    answer: Answered | None = None
+    """Of the attempt that was made for the step; None if none was made."""
+    delay_ms: int = 0
+    done: int = 0
+    of: int = 0
+    """So many of the step's items have ended, of so many; 0 of 0 if it has none."""
+
+    @property
+    def told(self) -> str:
+        """The step at which the pipeline stands now, for its requester."""
+        return f"{self.flow.step}, {self.done} of {self.of}" if self.of else self.flow.step
+
+
+Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed | Stepped
 
 
 def ended_by(problem: RequestProblem) -> Refused | Buried:

@@ -8,6 +8,7 @@ gets the outcome that was stored first.
 """
 
 import asyncio
+import gzip
 import json
 import os
 import random
@@ -22,7 +23,18 @@ from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
 from consumers.job import SETTLE_WITHIN_S, Job, side_priority
 from consumers.lifecycle import Lifecycle
-from consumers.outcomes import LATER_MS, Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import (
+    LATER_MS,
+    Answered,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    Stepped,
+)
 from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries
 from consumers.state.base import Completion, StoreUnavailable
@@ -34,6 +46,7 @@ from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge,
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery, Session
+from topology.codec.decoding import PACKED_BYTES, input_of
 from topology.codec.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
 from topology.delays import MAX_DELAY_MS, Hop, hop
 
@@ -73,6 +86,8 @@ class Settler:
         """Settle a delivery, and return the outcome that was carried out: the given one, or another if the request had
         ended already, if another worker has taken the request over, or if the given one could not be stored or sent as
         it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
+        if job.is_item and isinstance(outcome, Buried):
+            outcome = Refused(outcome.problem)
         try:
             async with asyncio.timeout(SETTLE_WITHIN_S):
                 if self.large_answers.is_slow(outcome):
@@ -177,6 +192,16 @@ class Settler:
         match outcome:
             case Deferred() | Retried() | Replayed() | Refused(is_repeat=True):
                 return outcome
+            case Stepped(answer=answer):
+                if answer is None:
+                    return outcome
+                completion = self._completion(job, answer)
+                valid = await self.claiming.step_ended(job, completion)
+                job.completion = None
+                await self.claiming.release(job, step=outcome.told)
+                if valid != completion:  # another worker has stored an outcome of the step first: go on with that one
+                    return Deferred(delay_ms=0, reason="running elsewhere")
+                return outcome
             case Answered() | Refused() | Buried() | Dropped():
                 completion = self._completion(job, outcome)
             case _:
@@ -184,7 +209,7 @@ class Settler:
         if completion.code in NEVER_KEPT:
             return outcome
         is_parked = bool(completion.code) and PROBLEMS[completion.code].parked
-        if completion.code in NOTED and job.claim is None and (job.hop.is_fresh or not is_parked):
+        if completion.code in NOTED and job.claim is None and not job.is_item and (job.hop.is_fresh or not is_parked):
             if job.redelivered and (before := await self.claiming.find(job.identity)) and before.completion:
                 # an earlier delivery of the message has stored an outcome, which stays the valid one
                 return Replayed(completion=before.completion, buries=True)
@@ -215,6 +240,8 @@ class Settler:
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
                 await self._delay(job, delay_ms, past)
+            case Stepped():
+                await self._go_on(job, outcome)
             case Refused(is_repeat=True):
                 pass
             case Answered() | Refused() | Dropped():
@@ -292,20 +319,45 @@ class Settler:
         self.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
-    async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
-        letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
+    async def _go_on(self, job: Job, outcome: Stepped) -> None:
+        """Publish a pipeline's message to the lane in which it goes on, through the delay exchanges, because nobody may
+        publish to the due queues directly."""
+        at_ms, first_hop = self.now_ms(), hop(outcome.delay_ms, self.names)
+        past = HopHeaders(
+            attempts=0 if outcome.of == 0 else 1,  # what a fan-out's items answer is the first attempt
+            due_ms=at_ms,
+            hop_ms=at_ms,
+            back_ms=at_ms + first_hop.delay_ms,
+            flow=outcome.flow,
+        )
+        message = _copy(job, {**_hop_headers(job, past), **first_hop.headers}, names=self.names)
+        message.body, message.content_encoding = outcome.state, None
+        key = ".".join((outcome.lane, *job.routing_key.split(".")[1:]))
         self.failpoints.reach_soon("after_publish")
         try:
-            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=job.routing_key)
+            await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=key)
+        except MessageTooLarge as error:
+            detail = f"step {outcome.step}: the state has {error.size} bytes, the broker takes {error.limit}"
+            job.completion = None
+            await self._carry_out(job, await self._stored(job, Buried(RequestProblem("too_large", detail))))
+
+    async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
+        if job.is_item:
+            return  # the request of its pipeline is kept
+        letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
+        key = letter.headers[n.ROUTING_KEY]
+        self.failpoints.reach_soon("after_publish")
+        try:
+            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=key)
         except MessageTooLarge as error:  # the broker's limit was lowered since: keep the request without its body
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
-            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=job.routing_key)
+            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=key)
 
 
 def _is_needed_again(outcome: Outcome) -> bool:
     match outcome:
-        case Deferred() | Retried() | Buried() | Refused(is_repeat=True):
+        case Deferred() | Retried() | Buried() | Refused(is_repeat=True) | Stepped():
             return True
         case Replayed(completion=completion):
             return bool(completion.code) and PROBLEMS[completion.code].parked
@@ -341,13 +393,14 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
 
 
 def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:
-    """The copy of a failed request that is published to `lane.dead`."""
+    """The copy of a failed request that is published to `lane.dead`: of a pipeline's, what its requester published."""
+    flow = job.hop.flow
     headers: dict[str, Any] = {
         n.DEAD_CODE: code,
         n.DEAD_DETAIL: detail,
         n.DEAD_AT: moment_text(ended_ms),
         n.ATTEMPT: job.attempts,
-        n.ROUTING_KEY: job.routing_key,
+        n.ROUTING_KEY: job.routing_key if flow is None or not flow.routing_key else flow.routing_key,
         n.ERRORS: [f"{code}: {detail}", *job.hop.errors][:ERRORS_KEPT],
     }
     if job.hop.user_id:
@@ -359,7 +412,12 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
     if n.TENANT in job.message.headers or job.identity.tenant != (job.hop.user_id or ""):
         # whoever publishes it again may speak for others, so a tenant that the requester only claimed must not stay
         headers[n.TENANT] = job.identity.tenant
-    return _copy(job, headers, names=names)
+    letter = _copy(job, headers, names=names)
+    if flow is not None and flow.input_bytes:
+        letter.body = input_of(letter.body, flow.input_bytes)
+        if len(letter.body) > PACKED_BYTES:  # it was packed when it was published
+            letter.body, letter.content_encoding = gzip.compress(letter.body), "gzip"
+    return letter
 
 
 def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
@@ -369,10 +427,11 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         user_id=job.hop.user_id,
         expiration=job.hop.expiration,
         dead_at=job.hop.dead_at,
+        flow=hop.flow or job.hop.flow,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,
-        ran_ms=job.ran_ms,
-        deaths=job.deaths,
+        ran_ms=0 if hop.flow is not None else job.ran_ms,
+        deaths=0 if hop.flow is not None else job.deaths,
     )
     headers = hop_headers(hop)
     if job.identity.tenant != (job.hop.user_id or ""):

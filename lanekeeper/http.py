@@ -471,7 +471,9 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
         raise Problem(problem)
     named = str(document.get("status"))
     attempts = int(document.get("attempts", 0))
-    raise NotEnded(id, _STATUS.get(named, named), attempts=attempts, due_at=document.get("due_at"))
+    raise NotEnded(
+        id, _STATUS.get(named, named), attempts=attempts, due_at=document.get("due_at"), step=document.get("step")
+    )
 
 
 def _member_bytes(body: bytes, name: str) -> bytes:

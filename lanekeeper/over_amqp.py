@@ -289,7 +289,9 @@ def result_of(reply: Message) -> Final:
         return final_of(reply)
     found = json.loads(reply.body)
     attempts = int(found.get("attempts", 0))
-    raise NotEnded(str(found["id"]), str(found["status"]), attempts=attempts, due_at=found.get("due_at"))
+    raise NotEnded(
+        str(found["id"]), str(found["status"]), attempts=attempts, due_at=found.get("due_at"), step=found.get("step")
+    )
 
 
 def _control_message(key: str, id: str, *, tenant: str | None, user: str) -> Message:

@@ -119,9 +119,13 @@ class ControlRefused(LanekeeperError):
 class NotEnded(LanekeeperError):
     """The request has no result yet: it is `running`, `waiting` or `unknown` to the workers."""
 
-    def __init__(self, id: str, status: str, *, attempts: int = 0, due_at: str | None = None) -> None:
+    def __init__(
+        self, id: str, status: str, *, attempts: int = 0, due_at: str | None = None, step: str | None = None
+    ) -> None:
         self.id = id
         self.status = status
+        self.step = step
+        """Where its pipeline stands, such as `summaries, 37 of 100`."""
         self.attempts = attempts
         self.due_at = None if due_at is None else datetime.fromisoformat(due_at)
         super().__init__(
@@ -129,6 +133,8 @@ class NotEnded(LanekeeperError):
         )
 
     def _hint(self) -> str:
+        if self.step is not None:
+            return f"at step {self.step}"
         match self.status:
             case "running":
                 return "a worker is at it"

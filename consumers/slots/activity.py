@@ -14,7 +14,7 @@ from typing import Any, Final
 from ddsketch import DDSketch
 from ddsketch.ddsketch import BaseDDSketch
 
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, Stepped
 from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper.telemetry.figures import Histogram, timings
 
@@ -90,6 +90,10 @@ class LaneActivity:
                 self.ended_by[problem.code] += 1
                 if isinstance(outcome, Buried):
                     self.buried_by[problem.code] += 1
+            case Stepped(answer=None):
+                return  # a pipeline that goes on without an attempt
+            case Stepped():
+                self.answered += 1
             case Retried(delay_ms=delay_ms):
                 self.retried += 1
                 self.retried_for[cause] += 1

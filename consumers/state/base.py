@@ -178,6 +178,8 @@ class Found:
     running: bool
     attempts: int = 0
     due_ms: int | None = None
+    step: str = ""
+    """Where its pipeline stands, such as `summarise, 37 of 100`."""
 
 
 class WaitingLimit(StrEnum):
@@ -429,7 +431,7 @@ class Store(Allowances, Leases, StoredPauses, Protocol):
         answer that was paid for, and storing it may take longer than the delivery lasts."""
 
     async def release(
-        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""
     ) -> None:
         """Give up a claim although the request has not ended, because the request waits for its next attempt, which may
         begin at `due_ms`. `is_survived`: whether the worker has worked on the request and lives, so that earlier deaths

@@ -118,7 +118,8 @@ NO_BATCH = "x-lane-no-batch"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC_BETA = "anthropic-beta"
 PUBLIC = frozenset({
-    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, TENANT, NO_BATCH, SENT_MS, BODY, BODY_SHA256,
+    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, SENT_MS, BODY,
+    BODY_SHA256,
 })  # fmt: skip
 
 STATUS = "x-lane-status"
@@ -160,6 +161,7 @@ BACK_MS = "x-lane-back-ms"
 FRESH = "x-lane-fresh"
 RAN_MS = "x-lane-ran-ms"
 DEATHS = "x-lane-deaths"
+FLOW = "x-lane-flow"
 REPLY_TRY = "x-lane-reply-try"
 REPLY_ERROR = "x-lane-reply-error"
 
@@ -169,7 +171,7 @@ OURS = frozenset(
         REPLAYED, CONTROL,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS, REPLAYS, REPLAYED_AT,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH, RAN_MS,
-        DEATHS, REPLY_TRY, REPLY_ERROR,
+        FLOW, DEATHS, REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
 """Only workers set these; a requester's are removed."""

@@ -261,7 +261,9 @@ def _is_sampled_out(span: Span) -> bool:
 # ---- what a span says of a request -----------------------------------------------------------------------------------
 
 
-def record_request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False) -> None:
+def record_request(
+    span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False, step: str = ""
+) -> None:
     """`attempt` counts from 1."""
     if not span.is_recording():
         return
@@ -273,6 +275,8 @@ def record_request(span: Span, *, lane: str, app: str, attempt: int, wait_ms: in
     }
     if redelivered:
         attributes[signals.LANE_REDELIVERED] = True
+    if step:
+        attributes[signals.LANE_STEP] = step
     span.set_attributes(attributes)
 
 

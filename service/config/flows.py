@@ -1,12 +1,15 @@
 """The settings of handlers and pipelines."""
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator
+import jiter
+from pydantic import AfterValidator, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
+from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
 from service.config.value_types import Disagreement, Section, wrong
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
@@ -42,6 +45,101 @@ class HandlerSettings(Section):
 
     def spec(self, name: str) -> HandlerSpec:
         return HandlerSpec(name=name, run=self.run or "", kind=self.kind)
+
+
+def _steps(value: Any) -> Any:
+    if isinstance(value, str):  # in the environment as JSON
+        value = jiter.from_json(value.encode())
+    found = []
+    for given in value:
+        unknown = given.keys() - {field.name for field in fields(StepSpec)}
+        if unknown or not all(isinstance(given.get(name, ""), str) for name in _TEXTS):
+            raise ValueError
+        tokens = given.get("max_tokens")
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= 10**6):
+            raise ValueError
+        found.append(StepSpec(**given))
+    if not found or any(step.on_failure not in get_args(OnFailure) for step in found):
+        raise ValueError
+    return tuple(found)
+
+
+def _read_steps(value: Any) -> tuple[StepSpec, ...]:
+    try:
+        steps: tuple[StepSpec, ...] = _steps(value)
+        return steps
+    except (AttributeError, TypeError, ValueError):
+        raise wrong(
+            "one table for each step: name, prompt or handler, and perhaps lane, model, max_tokens, each, and "
+            f"on_failure ({', '.join(get_args(OnFailure))}); in the environment as JSON"
+        ) from None
+
+
+_TEXTS = ("name", "prompt", "handler", "lane", "model", "each", "on_failure")
+_STEP = re.compile(r"[a-z][a-z0-9_]{0,31}")
+Steps = Annotated[tuple[StepSpec, ...], PlainValidator(_read_steps)]
+
+
+class PipelineSettings(Section):
+    """Steps that are run one after the other for a request with the header `x-lane-pipeline` (docs/pipelines.md)."""
+
+    steps: Steps = ()
+    """The steps, in order: in TOML a `[[pipelines.NAME.steps]]` each. Example: [{"name": "summary", "prompt": "Sum up:
+    {{ input.text }}"}]"""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if not self.steps:
+            yield Disagreement("has no steps", at=(("steps",),))
+        known = [INPUT]
+        later = [step.name for step in self.steps]
+        for step in self.steps:
+            later = later[1:]
+            for text in _wrong_in(step, known, later):
+                yield Disagreement(f"step {step.name[:40]!r}: {text}", at=(("steps",),))
+            known.append(step.name)
+
+    def spec(self, name: str) -> PipelineSpec:
+        return PipelineSpec(name, self.steps)
+
+
+def _wrong_in(step: StepSpec, known: Sequence[str], later: Sequence[str]) -> Iterator[str]:
+    """What is wrong with a step, whose templates may name `known`. `later`: the steps after it."""
+    from consumers.flows.templates import Expression, Template, Unrendered
+
+    if _STEP.fullmatch(step.name) is None or step.name in (INPUT, ITEM, NUMBER):
+        yield f"is no name: a to z, 0 to 9 and _, up to 32, a letter first, not {INPUT}, {ITEM} or {NUMBER}"
+    if step.name in known:
+        yield "there are two steps of this name"
+    if bool(step.prompt) == bool(step.handler):
+        yield "give it a prompt or a handler"
+    if step.on_failure != "fail" and not step.each:
+        yield "on_failure is for the items of `each`"
+    if step.handler and (step.model or step.max_tokens):
+        yield "model and max_tokens are for a prompt"
+    items = [ITEM, NUMBER] if step.each else []
+    for source, kind, names in ((step.prompt, Template, [*known, *items]), (step.each, Expression, known)):
+        try:
+            used = kind(source).names if source else frozenset[str]()
+        except Unrendered as error:
+            yield f"its template cannot be read: {error}"
+            continue
+        for name in sorted(used - set(names)):
+            if name == step.name or name in later:
+                yield f"it uses {name!r}, which has not run then: steps run in order, and not in a cycle"
+            else:
+                yield f"it uses {name[:40]!r}, and there are only {', '.join(names)}"
+
+
+def wrong_references(
+    pipelines: Mapping[str, PipelineSettings], *, handlers: Collection[str], lanes: Collection[str]
+) -> Iterator[Disagreement]:
+    """Find handlers and lanes that steps name, and that are not declared."""
+    for name, pipeline in pipelines.items():
+        for step in pipeline.steps:
+            for kind, word, known in (("handler", step.handler, handlers), ("lane", step.lane, lanes)):
+                if word and word not in known:
+                    text = f"step {step.name[:40]!r}: {kind} {word[:40]!r} is not declared"
+                    yield Disagreement(text, at=(("pipelines", name, "steps"),), by=((f"{kind}s",),))
 
 
 def wrong_names(kind: str, names: Iterable[str]) -> Iterator[Disagreement]:

@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from consumers.providers.routes import unknown
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.problems import SettingsError
-from service.config.flows import wrong_names
+from service.config.flows import wrong_names, wrong_references
 from service.config.settings import (
     ANTHROPIC_URL,
     FIRST,
@@ -271,6 +271,9 @@ def contradictions(settings: Settings) -> Iterator[Disagreement]:
     yield from _speakers(settings)
     yield from _provider_names(settings.providers)
     yield from wrong_names("handlers", settings.handlers)
+    yield from wrong_names("pipelines", settings.pipelines)
+    lanes = [lane.name for lane in settings.lane_specs()]
+    yield from wrong_references(settings.pipelines, handlers=settings.handlers, lanes=lanes)
     yield from _models(settings)
     yield from _output_limits(settings)
 

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from consumers.failures import RetryPolicy
 from consumers.flows.handlers import HandlerSpec
+from consumers.flows.pipelines import PipelineSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.limits.base import LEAST_LIMITS, AccountCaps, BudgetSpec, shares_of
@@ -28,7 +29,7 @@ from consumers.state.base import SEEN_LATE_S, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.names import Names
-from service.config.flows import HandlerSettings
+from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.hooks import WebhooksSettings
 from service.config.value_types import (
     AmqpUrl,
@@ -681,6 +682,7 @@ class Settings(BaseSettings):
     caps: CapsSettings = CapsSettings()
     fair: FairSettings = FairSettings()
     handlers: dict[str, HandlerSettings] = {}
+    pipelines: dict[str, PipelineSettings] = {}
     metrics: MetricsSettings = MetricsSettings()
     budget: BudgetSettings = BudgetSettings()
     lanes: Annotated[dict[str, LaneSettings], BeforeValidator(_with_defaults)] = Field(
@@ -788,6 +790,9 @@ class Settings(BaseSettings):
 
     def handler_specs(self) -> tuple[HandlerSpec, ...]:
         return tuple(section.spec(name) for name, section in sorted(self.handlers.items()))
+
+    def pipeline_specs(self) -> tuple[PipelineSpec, ...]:
+        return tuple(section.spec(name) for name, section in sorted(self.pipelines.items()))
 
     def retry_policy(self) -> RetryPolicy:
         return RetryPolicy(**self.retry.model_dump())

@@ -95,6 +95,7 @@ class Gateway:
             max_values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
             handlers=settings.handlers.keys(),
+            pipelines=settings.pipelines.keys(),
         )
         bodies = Bodies(
             call_reader,

@@ -126,6 +126,7 @@ class CallReader:
     max_values: int
     cancel_abandoned: bool
     handlers: Collection[str] = ()
+    pipelines: Collection[str] = ()
 
     def read(
         self,
@@ -145,24 +146,34 @@ class CallReader:
             del headers[n.TYPE]
         if n.TYPE in headers:
             raise invalid_request(f"header {n.TYPE}: a handler is called by POST /v1/requests")
+        pipeline = headers.get(n.PIPELINE)
+        if task == MESSAGES and pipeline is not None:
+            raise invalid_request(f"header {n.PIPELINE}: a pipeline is run by POST /v1/requests")
         if task == MESSAGES:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
             headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
             headers[n.LONG_CALL] = True
         key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)
-        stream = handler is None and _streams(body)
+        stream = handler is None and pipeline is None and _streams(body)
         now_ms = int(time.time() * 1000)
         message = Message(body=body, routing_key=key, headers={**headers, n.STREAM: "true"} if stream else headers)
         message.type = handler
         request = decode(
-            message, lane=lane, request_id=request_id, hop=None, now_ms=now_ms, raw=body, handlers=self.handlers
+            message,
+            lane=lane,
+            request_id=request_id,
+            hop=None,
+            now_ms=now_ms,
+            raw=body,
+            handlers=self.handlers,
+            pipelines=self.pipelines,
         )
         options = Options(message_id=request_id, headers=headers)
-        if handler is None:
-            require_allowed_model(caller.models, request.model)
-        else:
+        if handler is not None:
             options["handler"] = handler
+        elif pipeline is None:
+            require_allowed_model(caller.models, request.model)
         if caller.tenant is not None:
             options["tenant"] = caller.tenant
         if IDEMPOTENCY_KEY in call_headers or not self.cancel_abandoned:

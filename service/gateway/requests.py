@@ -361,6 +361,8 @@ def status_of(
         fields["submitted_at"] = moment_text(submission.submitted_ms)
         fields["deadline_at"] = moment_text(submission.deadline_ms)
     if ended is None:
+        if found.step:
+            fields["step"] = found.step
         if due_ms is not None and due_ms > now_ms:
             fields["due_at"] = moment_text(due_ms)
         if pause is not None:
@@ -391,7 +393,7 @@ def word_of(known: Known, now_ms: int) -> str:
     found = known.found
     if found.completion is not None:
         return end_of(found.completion)
-    if found.running:
+    if found.running or found.step:
         return "running"
     if found.attempts:
         return "retrying"

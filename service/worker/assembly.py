@@ -18,6 +18,7 @@ from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
+from consumers.flows.pipelines import Pipelines
 from consumers.flows.webhooks import SLOTS as POSTS
 from consumers.flows.webhooks import Posting, Webhooks
 from consumers.gates import (
@@ -603,10 +604,20 @@ async def assemble(
                 "brake": lambda: brake.behind,
             }
         )
+        heads: dict[str, Heads] = {}
+        pipelines = _pipelines(settings, settler, broker, parsing=parsing, heads=heads)
         handler = _handler(
-            settings, settler, budgeting, brake=brake, pausing=pausing, parsing=parsing, handlers=handlers
+            settings,
+            settler,
+            budgeting,
+            brake=brake,
+            pausing=pausing,
+            parsing=parsing,
+            handlers=handlers,
+            pipelines=pipelines,
         )
         pools = Pools(
+            heads=heads,
             broker=broker,
             settler=settler,
             tracing=tracing,
@@ -718,6 +729,27 @@ def _control(
     )
 
 
+def _pipelines(
+    settings: Settings, settler: Settler, broker: BrokerParts, *, parsing: Parsing, heads: Mapping[str, Heads]
+) -> Pipelines:
+    names = broker.names
+
+    def seen(lane: str, number: int) -> None:
+        if (found := heads.get(names.intake(lane))) is not None:
+            found.publish_seen(names.side(lane, number))
+
+    return Pipelines(
+        specs=settings.pipeline_specs(),
+        lanes={lane.name: lane for lane in settings.lane_specs()},
+        claiming=settler.claiming,
+        publisher=broker.publisher,
+        names=names,
+        parsing=parsing,
+        chain_of=Routes(settings.routes_spec()).of,
+        seen=seen,
+    )
+
+
 def _handler(
     settings: Settings,
     settler: Settler,
@@ -727,11 +759,16 @@ def _handler(
     pausing: Pausing,
     parsing: Parsing,
     handlers: Handlers,
+    pipelines: Pipelines,
 ) -> Handler:
     """What finds the outcome of a delivery: the gates, in order, and the attempt."""
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
     decoding = Decoding(
-        parsing, Routes(settings.routes_spec()).of, max_values=settings.json_values, handlers=settings.handlers.keys()
+        parsing,
+        Routes(settings.routes_spec()).of,
+        max_values=settings.json_values,
+        handlers=settings.handlers.keys(),
+        pipelines=settings.pipelines.keys(),
     )
     brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
     claim_gate = ClaimGate(claiming)
@@ -742,6 +779,7 @@ def _handler(
             Gate(brake_gate.enter),
             Gate(claim_gate.enter, claim_gate.leave),
             Gate(partial(fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
+            Gate(pipelines.enter),
             Gate(partial(await_route, breakers=breakers, now_ms=now_ms, rng=rng), is_for_models=True),
             Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave, is_for_models=True),
             Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave, is_for_models=True),
@@ -761,5 +799,6 @@ def _handler(
         exchange=settler.names.requests,
         failpoints=settler.failpoints,
         decoding=decoding,
+        pipelines=pipelines,
         needs_user_id=settings.needs_user_id,
     )

@@ -65,3 +65,7 @@ def is_large(given: Any) -> Any:
 def sleeps(given: Any) -> Any:
     time.sleep(float(given))
     return os.getpid()
+
+
+async def words(given: Any) -> Any:
+    return given.split()

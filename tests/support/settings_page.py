@@ -41,6 +41,7 @@ TITLES = {
     "caps": "Caps of a day",
     "fair": "Shares of tenants",
     "handlers": "Handlers",
+    "pipelines": "Pipelines",
     "metrics": "Metrics",
     "budget": "Budget",
     "lanes": "Lanes",

@@ -21,6 +21,7 @@ from lanekeeper.contract.names import (
     DEAD_AT,
     DEADLINE_MS,
     DEATH,
+    PIPELINE,
     SENT_MS,
     STREAM,
 )
@@ -75,6 +76,8 @@ class Request:
     media: Media = NO_MEDIA
     handler: str = ""
     """The handler that is called in place of a model; `body` is then any JSON."""
+    pipeline: str = ""
+    """The pipeline whose steps are run; `body` is then its input, or its state (`state_of`)."""
 
     @property
     def text_bytes(self) -> int:
@@ -151,6 +154,7 @@ def decode(
     raw: bytes | None = None,
     max_values: int = bounds.VALUES,
     handlers: Collection[str] = (),
+    pipelines: Collection[str] = (),
 ) -> Request:
     """Check a message of `lane`, and convert it to a `Request`.
 
@@ -158,14 +162,20 @@ def decode(
     unpacked it, and checked it with `bounds`. If the message has only the body's address, and `raw` is None, the result
     has no body, but the address in `Request.kept`.
 
-    `handlers`: the names that the property `type` may have besides `messages`.
+    `handlers`: the names that the property `type` may have besides `messages`; `pipelines`: those that the header
+    `x-lane-pipeline` may have.
 
     Raises RequestProblem (invalid_request, unsupported_media, too_large, forbidden_model).
     """
     _check_properties(message, lane=lane, fresh=hop is None)
     headers = header_rules.read(message.headers)
+    history = hop or HopHeaders()
+    flow = history.flow
     handler = _handler_of(message, headers, handlers)
-    if headers.kept is not None:
+    pipeline = _pipeline_of(message, headers, pipelines)
+    if flow is not None and flow.input_bytes:
+        raw = message.body
+    elif headers.kept is not None:
         _check_unpublished(message)
     elif raw is None:
         raw = unpacked(message)
@@ -173,15 +183,15 @@ def decode(
             raise too_large(excess)
     if raw is None:
         content = _Content(b"", handler or lane.model, lane.max_tokens)
-    elif handler:
-        _parsed(raw)
-        content = _Content(raw, handler, lane.max_tokens)
+    elif handler or pipeline:
+        if flow is None:
+            _parsed(raw)
+        content = _Content(raw, handler or lane.model, lane.max_tokens)
     else:
         content = _content(raw, headers, lane)
-    history = hop or HopHeaders()
     sent = published(message, history, now_ms=now_ms)
     due_ms = _due_ms(headers, history, sent_ms=sent.ms)
-    allowed_ms = _allowed_ms(headers, lane)
+    allowed_ms = _allowed_ms(headers, lane) if flow is None else int(lane.deadline_max_s * 1000)
     return Request(
         id=request_id,
         lane=lane.name,
@@ -194,12 +204,13 @@ def decode(
         beta=headers.beta,
         published=sent,
         due_ms=due_ms,
-        debounce=headers.debounce,
-        deadline_ms=(due_ms or sent.ms) + allowed_ms,
+        debounce=headers.debounce if flow is None else None,
+        deadline_ms=(due_ms or sent.ms) + allowed_ms if flow is None else flow.deadline_ms,
         call_s=allowed_ms / 1000 if headers.long_call else lane.call_timeout_s,
         kept=headers.kept if raw is None else None,
         media=content.media,
         handler=handler,
+        pipeline=pipeline,
     )
 
 
@@ -293,7 +304,7 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
             )
         if DEATH in message.headers:
             raise invalid_request(f"header {DEATH}: not allowed on a fresh request")
-    if message.message_id and not is_request_id(message.message_id):
+    if fresh and message.message_id and not is_request_id(message.message_id):
         raise invalid_request(f"message_id: {REQUEST_ID}; found something else")
     if message.priority is not None and message.priority > PRIORITY_AT_MOST:
         raise invalid_request(f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}")
@@ -315,6 +326,35 @@ def _handler_of(message: Message, headers: RequestHeaders, known: Collection[str
     if headers.stream:
         raise invalid_request(f"header {STREAM}: a handler's answer is not streamed")
     return message.type
+
+
+def _pipeline_of(message: Message, headers: RequestHeaders, known: Collection[str]) -> str:
+    if headers.pipeline is None:
+        return ""
+    if headers.pipeline not in known:
+        named = ", ".join(sorted(known)) or "none"
+        raise invalid_request(f"header {PIPELINE}: {headers.pipeline[:40]!r} is no pipeline (declared: {named})")
+    if message.type not in (None, "", "messages"):
+        raise invalid_request(f"type {message.type[:40]!r} and header {PIPELINE}: give one of them")
+    if headers.stream:
+        raise invalid_request(f"header {STREAM}: a pipeline's answer is not streamed")
+    if headers.kept is not None:
+        raise invalid_request(f"header {BODY}: a pipeline's input is the message's body")
+    return headers.pipeline
+
+
+_STATE = b'{"input":'
+_OUTPUTS = b',"outputs":{}}'
+
+
+def state_of(body: bytes) -> bytes:
+    """The state with which a pipeline begins: its input, as it was published, and no outputs."""
+    return _STATE + body + _OUTPUTS
+
+
+def input_of(state: bytes, length: int) -> bytes:
+    """The body that the requester published, from the state of its pipeline."""
+    return state[len(_STATE) : len(_STATE) + length]
 
 
 def _check_unpublished(message: Message) -> None:

@@ -1,9 +1,10 @@
 """Reads and writes the headers of a request: those that a requester may set, and those that only workers write when
 they publish the request again (a hop)."""
 
+import json
 import re
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from difflib import get_close_matches
 from functools import cache
@@ -16,7 +17,6 @@ from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.delays import LEVELS, MAX_DELAY_MS, UNIT_MS
 
 UNSUPPORTED = {
-    names.PIPELINE: "pipelines are",
     names.ORDER: "ordering by key is",
 }
 """Reserved by the contract: refused, so that none is silently ignored."""
@@ -50,8 +50,32 @@ class RequestHeaders:
     delay_ms: int | None
     at_ms: int | None
     debounce: str | None
+    pipeline: str | None
     beta: str | None
     kept: BodyAddress | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowHop:
+    """Where a pipeline's request stands, or an item of its fan-out."""
+
+    step: str
+    deadline_ms: int
+    """Of the pipeline's request, whatever the lane of the step; ms since 1970."""
+    item_of: str = ""
+    """Of an item: the id of the pipeline's request. Empty: the message is that request's own."""
+    body_hash: str = ""
+    """Of the body that the requester published (`Fingerprint.body_hash`), in hex; the message's body is the state."""
+    input_bytes: int = 0
+    """The length of the requester's body, with which the state begins (`decoding.state_of`)."""
+    routing_key: str = ""
+    """The one that the requester published with."""
+    items: int = 0
+    """How many items of the step's fan-out were published."""
+    done: int = 0
+    """How many of them, from the first on, are known to have ended."""
+    since_ms: int = 0
+    """When the first of them was published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +111,7 @@ class HopHeaders:
     again."""
     reply_error: str | None = None
     """The problem document to send; None: the reply is in the store of results."""
+    flow: FlowHop | None = None
 
 
 _NUMBERS = {
@@ -134,6 +159,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         delay_ms=_ms(headers, names.DELAY_MS),
         at_ms=_time(headers, names.AT),
         debounce=_debounce(headers),
+        pipeline=_pipeline(headers),
         beta=_beta(headers),
         kept=_kept(headers),
     )
@@ -155,7 +181,7 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
     found |= {field: headers.get(name) is True for field, name in _FLAGS.items()}
     if isinstance(errors := headers.get(names.ERRORS), list):
         found["errors"] = tuple(map(str, errors[:ERRORS_KEPT]))
-    return HopHeaders(**found)
+    return HopHeaders(**found, flow=_flow(headers))
 
 
 def read_replay(headers: Mapping[str, Any]) -> HopHeaders:
@@ -187,11 +213,22 @@ def _delay_bits(of: Names) -> frozenset[str]:
     return frozenset(of.delay_bit(level) for level in range(LEVELS))
 
 
+def _flow(headers: Mapping[str, Any]) -> FlowHop | None:
+    if not isinstance(text := headers.get(names.FLOW), str):
+        return None
+    try:
+        return FlowHop(**json.loads(text))
+    except (TypeError, ValueError):  # of another version
+        return None
+
+
 def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     """Encode `hop` for `read_hop`."""
     found = {name: getattr(hop, field) for field, name in (_NUMBERS | _TEXTS).items()}
     found |= {name: getattr(hop, field) or None for field, name in _FLAGS.items()}
     found |= {names.ERRORS: list(hop.errors) or None}
+    if hop.flow is not None:
+        found[names.FLOW] = json.dumps({name: value for name, value in asdict(hop.flow).items() if value})
     found |= {name: found[name] or None for name in (names.REPLY_TRY, names.REPLAYS, names.DEATHS)}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -270,6 +307,13 @@ def _beta(headers: Mapping[str, Any]) -> str | None:
         return None
     if not isinstance(value, str) or len(value) > BETA_LENGTH or not BETA.fullmatch(value):
         raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
+    return value
+
+
+def _pipeline(headers: Mapping[str, Any]) -> str | None:
+    value = headers.get(names.PIPELINE)
+    if value is not None and not isinstance(value, str):
+        raise _wrong(names.PIPELINE, value, "a pipeline's name")
     return value
 
 

@@ -81,8 +81,10 @@ function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dea
     end
     attempts, deaths = row.attempts, row.deaths + (row.lease > 0 and 1 or 0)
   end
+  -- of a request that has not ended, the field `headers` says where its pipeline stands
+  local step = row and row.status == '' and redis.call('HGET', request, 'headers') or ''
   write_new(row, 'hash', hash, 'mark', mark, 'nonce', nonce, 'deaths', deaths, 'lease', now + lease_ms,
-    'claimed', now, 'attempts', attempts)
+    'claimed', now, 'attempts', attempts, 'headers', step)
   redis.call('PEXPIRE', request, keep_ms + lease_ms)
   if row and row.ended then restart_entries(keep_ms) end
   return {'granted', next_token(row), deaths, row and redis.call('EXISTS', followed) or 0}
@@ -114,7 +116,7 @@ function run.shelter(token)
   end
 end
 
-function run.release(keep_ms, cancelled_ms, token, attempts, due, is_survived)
+function run.release(keep_ms, cancelled_ms, token, attempts, due, is_survived, step)
   local row = read(request)
   if not row or row.ended then return end
   if row.token ~= tonumber(token) then
@@ -123,7 +125,8 @@ function run.release(keep_ms, cancelled_ms, token, attempts, due, is_survived)
     end_as_cancelled(cancelled_ms)
   else
     local deaths = is_survived == '1' and 0 or row.deaths
-    redis.call('HSET', request, 'lease', 0, 'attempts', attempts, 'due', due, 'deaths', deaths)
+    redis.call('HSET', request, 'lease', 0, 'attempts', attempts, 'due', due, 'deaths', deaths,
+      'headers', step)
     redis.call('PEXPIRE', request, keep_ms)
   end
 end
@@ -200,8 +203,9 @@ function run.find()
   local row = read(request)
   if not row then return nil end
   if row.ended then return {'ended', row.attempts, ending()} end
-  if row.lease > now then return {'running', row.attempts, ''} end
-  return {'waiting', row.attempts, row.due}
+  local step = row.status == '' and redis.call('HGET', request, 'headers') or ''
+  if row.lease > now then return {'running', row.attempts, '', step} end
+  return {'waiting', row.attempts, row.due, step}
 end
 
 -- The functions that keep the progress of requests that clients follow. They decide like

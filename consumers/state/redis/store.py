@@ -98,9 +98,9 @@ class RedisStore:
         await self._run("shelter", self._keys(held.identity), held.token)
 
     async def release(
-        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""
     ) -> None:
-        values = (self._keep_ms, self._cancelled_ms, held.token, attempts, _or_empty(due_ms), int(is_survived))
+        values = (self._keep_ms, self._cancelled_ms, held.token, attempts, _or_empty(due_ms), int(is_survived), step)
         await self._run("release", self._keys(held.identity), *values)
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
@@ -163,9 +163,14 @@ class RedisStore:
         match await self._run("find", self._keys(identity)):
             case [b"ended", attempts, ending]:
                 return base.Found(completion=_completion(ending), running=False, attempts=int(attempts))
-            case [state, attempts, due]:
-                due_ms = int(due) if due else None
-                return base.Found(completion=None, running=state == b"running", attempts=int(attempts), due_ms=due_ms)
+            case [state, attempts, due, step]:
+                return base.Found(
+                    completion=None,
+                    running=state == b"running",
+                    attempts=int(attempts),
+                    due_ms=int(due) if due else None,
+                    step=step.decode(),
+                )
             case _:
                 return None
 

@@ -68,6 +68,11 @@ class Row(NamedTuple):
         return self.status is not None and not self.cancelling
 
     @property
+    def step(self) -> str:
+        """Where the pipeline of a request that has not ended stands. (Its column has the headers of one that has.)"""
+        return self.headers or "" if self.status is None else ""
+
+    @property
     def is_deferred(self) -> bool:
         """True if the request was deferred or submitted (`follow`), and no worker has claimed it yet."""
         return bool(self.noted) and self.status is None
@@ -270,7 +275,14 @@ class Tables:
             self._write(held.identity, row._replace(nonce=None))
 
     def release(
-        self, at: Times, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True
+        self,
+        at: Times,
+        held: Held,
+        *,
+        attempts: int = 0,
+        due_ms: int | None = None,
+        is_survived: bool = True,
+        step: str = "",
     ) -> None:
         row = self.read(at, held.identity)
         if row is None or row.ended:
@@ -283,7 +295,7 @@ class Tables:
             keep_ms = at.today + self._keep_ms
             deaths = 0 if is_survived else row.deaths
             released = row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms, deaths=deaths)
-            self._write(held.identity, released)
+            self._write(held.identity, released._replace(headers=step or None))
 
     def defer(self, at: Times, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
         """Implements `Store.defer`. `due_ms` is None if the request was only submitted (`follow`)."""
@@ -361,7 +373,11 @@ class Tables:
             return base.Found(completion=row.completion(), running=False, attempts=row.attempts)
         is_running = row.lease_ms > at.now
         return base.Found(
-            completion=None, running=is_running, attempts=row.attempts, due_ms=None if is_running else row.due_ms
+            completion=None,
+            running=is_running,
+            attempts=row.attempts,
+            due_ms=None if is_running else row.due_ms,
+            step=row.step,
         )
 
     # ---- progress of requests that clients follow --------------------------------------------------------------------
@@ -647,6 +663,7 @@ class Tables:
             keep_ms=at.today + self._keep_ms,
             nonce=message.nonce,
             deaths=deaths,
+            headers=None if row is None else row.step or None,
         )
         self._write(identity, held)
         return Granted(token=held.token, deaths=deaths, followed=row is not None and self._is_followed(identity))

@@ -34,7 +34,7 @@ class FakeClaiming(Claiming):
         return self.answer
 
     @override
-    async def release(self, job: Job, *, due_ms: int | None = None) -> None:
+    async def release(self, job: Job, *, due_ms: int | None = None, step: str = "") -> None:
         self.released.append(due_ms)
 
 

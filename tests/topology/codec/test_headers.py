@@ -15,7 +15,15 @@ from topology.codec.headers import HopHeaders, RequestHeaders, carried, hop_head
 from topology.delays import MAX_DELAY_MS
 
 NOTHING = RequestHeaders(
-    deadline_ms=None, long_call=False, stream=False, delay_ms=None, at_ms=None, debounce=None, beta=None, kept=None
+    deadline_ms=None,
+    long_call=False,
+    stream=False,
+    delay_ms=None,
+    at_ms=None,
+    debounce=None,
+    pipeline=None,
+    beta=None,
+    kept=None,
 )
 
 
@@ -69,7 +77,7 @@ def test_headers_that_a_requester_may_send_are_read(headers: dict[str, Any], exp
         ({"x-lane-webhook": "a.example/hook"}, "x-lane-webhook: found "),
         ({"x-lane-webhook": 7}, "x-lane-webhook: found "),
         ({"x-lane-webhook": "https://a.example/" + "x" * 2048}, "allowed is a URL of at most 2048 characters"),
-        ({"x-lane-pipeline": "p"}, "x-lane-pipeline: pipelines are not available in this version"),
+        ({"x-lane-pipeline": 1}, "x-lane-pipeline: found 1, allowed is a pipeline's name"),
         ({"x-lane-order": "k"}, "x-lane-order: ordering by key is not available in this version"),
         ({"x-lane-body": "https://a.example/"}, "x-lane-body-sha256: found NoneType, allowed is the body's SHA-256"),
         ({"x-lane-body-sha256": "0" * 64}, "x-lane-body: found NoneType, allowed is the URL"),

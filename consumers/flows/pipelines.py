@@ -1,0 +1,514 @@
+"""Pipelines: requests that run several steps, one after the other, as a routing slip.
+
+The request's message carries the state: its input, and the outputs of the steps that have ended. Each step is worked on
+as an attempt of the request, under the request's claim, and its outcome is stored under an id of its own,
+`<id>#<step>`, before the message goes on to the next step (`settle.py`). So a crash repeats a publish, and never a call
+whose outcome is stored: a step that ran before is answered from the store.
+
+A step with `each` publishes a message for each item of a list, `<id>#<step>.<number>`, to a side queue of its lane, so
+that the items use the slots of the lane's intake. The request's own message then goes round the delay cascade, and each
+time looks in the store for the items' outcomes, until it has all.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import jiter
+
+from consumers.claiming import Claiming
+from consumers.clock import NowMs, moment_ms, moment_text, now_ms
+from consumers.decoding import Parsing
+from consumers.flows.handlers import PROVIDER as HANDLER
+from consumers.job import Chain, Decoded, Job, Standing
+from consumers.outcomes import Answered, Buried, Outcome, Refused, Stepped, ended, ended_by, stopped_by
+from consumers.state.base import Completion, Found, Identity
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import PROBLEMS, PublishRefused, RequestProblem
+from topology.codec.decoding import UNPACKED_BYTES, Request, state_of
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers
+from topology.delays import hop
+from topology.lanes import LaneSpec
+
+if TYPE_CHECKING:  # Jinja takes 4 MiB of memory, which a worker without pipelines can save
+    from consumers.flows.templates import Expression, Template
+
+INPUT: Final = "input"
+ITEM: Final = "item"
+NUMBER: Final = "number"
+ITEMS_AT_MOST: Final = 10_000
+AT_ONCE: Final = 64
+"""How many items are published, or looked for, at the same time; and after how many that have no outcome yet the others
+are not looked for, because the items of a list begin in order."""
+LEAST_WAIT_MS: Final = 100
+LONGEST_WAIT_MS: Final = 3000
+PUBLISH_WITHIN_S: Final = 60.0
+"""For so long one delivery publishes items; the next one goes on."""
+FULL_MS: Final = 1000
+"""After how long the items that found their queue full are published."""
+PROVIDER: Final = "pipeline"
+"""The header `x-lane-provider` if the last step is a list of answers."""
+
+
+OnFailure = Literal["fail", "skip", "keep"]
+"""What becomes of a fan-out of which an item failed: it fails; the item is left out; its problem document stands for
+its output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpec:
+    """The settings of one step: a prompt for a model, or a handler. Empty values stand for the lane's."""
+
+    name: str
+    prompt: str = ""
+    handler: str = ""
+    lane: str = ""
+    model: str = ""
+    max_tokens: int | None = None
+    each: str = ""
+    on_failure: OnFailure = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """The settings of one pipeline."""
+
+    name: str
+    steps: tuple[StepSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    spec: StepSpec
+    number: int
+    before: str
+    """The name of the step before; the input for the first one."""
+    prompt: "Template | None"
+    each: "Expression | None"
+
+
+class _Look(NamedTuple):
+    """What the store knows of a fan-out's items from the first one without an outcome on."""
+
+    done: int
+    """So many items from the first on have an outcome."""
+    ended: int
+    """So many have one in all, as far as it was looked."""
+    again: list[int]
+    """Those that must be published again."""
+    failed: tuple[int, Completion] | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Pipelines:
+    """The pipelines of a worker. `lanes`: all, also those that this worker does not consume. `seen`: called with the
+    lane and number of a side queue to which an item was published."""
+
+    specs: Sequence[PipelineSpec]
+    lanes: Mapping[str, LaneSpec]
+    claiming: Claiming
+    publisher: Publisher
+    names: Names
+    parsing: Parsing
+    chain_of: Callable[[str, str, str], Chain]
+    seen: Callable[[str, int], None]
+    now_ms: NowMs = now_ms
+    _steps: dict[str, dict[str, _Step]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._steps = {spec.name: steps_of(spec) for spec in self.specs}
+
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """The gate of pipelines: makes the request of the step at which a pipeline stands; or, without an attempt, goes
+        on to another lane, publishes a fan-out's items or joins their outcomes. Raises StoreUnavailable, BrokerError.
+        """
+        flow = job.hop.flow
+        if flow is not None and flow.item_of:
+            return await self._enter_item(job, flow)
+        if not decoded.request.pipeline:
+            return None
+        steps = self._steps[decoded.request.pipeline]
+        name = next(iter(steps)) if flow is None else flow.step
+        if (step := steps.get(name)) is None:
+            return ended("internal", f"pipeline {decoded.request.pipeline} has no step {name[:80]!r} any more")
+        try:
+            return await self._enter_step(job, decoded, steps, step)
+        except RequestProblem as problem:
+            return ended_by(problem)
+
+    async def _enter_item(self, job: Job, flow: FlowHop) -> Outcome | None:
+        found = await self.claiming.find(Identity(job.identity.tenant, flow.item_of))
+        if found is not None and found.completion is not None:
+            return Refused(RequestProblem("cancelled", "its pipeline has ended"))
+        return None
+
+    async def _enter_step(self, job: Job, decoded: Decoded, steps: Mapping[str, _Step], step: _Step) -> Outcome | None:
+        flow, body = job.hop.flow, decoded.request.body
+        state = state_of(body) if flow is None or not flow.input_bytes else body
+        first = flow or FlowHop(
+            step=step.spec.name,
+            deadline_ms=decoded.request.deadline_ms,
+            body_hash=job.fingerprint.body_hash.hex(),
+            input_bytes=len(body),
+            routing_key=job.routing_key,
+        )
+        job.standing = Standing(step=step.spec.name, flow=first, state=state, following=_name_after(steps, step))
+        lane = step.spec.lane or first.routing_key.partition(".")[0]
+        if lane != job.lane_name and step.each is None:
+            return self._moved(job, lane)
+        if (before := await self._before(job)) is not None:
+            if job.standing.following is not None:
+                return self._stepped(job, output_of(before.body, step.spec), None)
+            return Answered(
+                body=before.body,
+                model=str(before.headers.get(n.MODEL, "")),
+                provider=str(before.headers.get(n.PROVIDER, "")),
+            )
+        found = await self.parsing.run(partial(jiter.from_json, state, cache_mode="none"), rank=(0, len(state)))
+        values = {INPUT: found["input"], **found["outputs"]}
+        if step.each is not None:
+            return await self._fan_out(job, step, lane, values)
+        request = self._request(decoded.request, step, decoded.lane, values)
+        chain = Chain() if request.handler else self.chain_of(lane, job.identity.tenant, request.model)
+        job.decoded = Decoded(request, decoded.lane, chain)
+        return None
+
+    async def _before(self, job: Job) -> Completion | None:
+        """The stored outcome of the step, if it ran before."""
+        assert job.standing is not None
+        found = await self.claiming.find(job.standing.identity(job.identity))
+        return (
+            None if found is None or found.completion is None or found.completion.status != "ok" else found.completion
+        )
+
+    def _request(self, request: Request, step: _Step, lane: LaneSpec, values: Mapping[str, Any]) -> Request:
+        """The request of a step, or of an item. Raises RequestProblem."""
+        spec = step.spec
+        if spec.handler:
+            given = values[ITEM] if step.each is not None else values[step.before]
+            body = json.dumps(given, separators=(",", ":")).encode()
+            return replace(request, body=body, handler=spec.handler, model=spec.handler, states_stream=False)
+        assert step.prompt is not None
+        prompt = _filled_in(partial(step.prompt.render, values))
+        model, max_tokens = spec.model or lane.model, spec.max_tokens or lane.max_tokens
+        asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
+        body = json.dumps(asked, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+        return replace(request, body=body, model=model, max_tokens=max_tokens, states_stream=False)
+
+    # ---- a step that has ended ---------------------------------------------------------------------------------------
+
+    def after(self, job: Job, outcome: Outcome) -> Outcome:
+        """The outcome of a delivery: that of its step, if it is the last one; else the pipeline goes on. An error names
+        its step."""
+        flow = job.hop.flow
+        step = job.standing.step if job.standing is not None else "" if flow is None or flow.item_of else flow.step
+        if not step:
+            return outcome
+        if isinstance(outcome, (Refused, Buried)) and not (isinstance(outcome, Refused) and outcome.is_repeat):
+            problem = outcome.problem
+            if not problem.detail.startswith("step "):
+                named = RequestProblem(
+                    problem.code,
+                    f"step {step}: {problem.detail}",
+                    status=problem.status,
+                    brief=f"step {step}: {problem.brief}",
+                )
+                return replace(outcome, problem=named)
+        if not isinstance(outcome, Answered) or job.standing is None or job.standing.following is None:
+            return outcome
+        try:
+            return self._stepped(job, output_of(outcome.body, None, is_handler=outcome.provider == HANDLER), outcome)
+        except RequestProblem as problem:
+            return ended_by(problem)
+
+    def _stepped(self, job: Job, output: bytes, answer: Answered | None) -> Stepped:
+        """The pipeline goes on to its next step. Raises RequestProblem if its state grows too large."""
+        standing = job.standing
+        assert standing is not None
+        assert standing.following is not None
+        state = with_output(standing.state, standing.step, output)
+        following = self._lane_of(job, standing.following)
+        flow = replace(standing.flow, step=standing.following, items=0, done=0, since_ms=0)
+        return Stepped(flow=flow, state=state, lane=following, step=standing.step, answer=answer)
+
+    def _moved(self, job: Job, lane: str, *, flow: FlowHop | None = None, delay_ms: int = 0, of: int = 0) -> Stepped:
+        standing = job.standing
+        assert standing is not None
+        flow = flow or standing.flow
+        return Stepped(
+            flow=flow, state=standing.state, lane=lane, step=standing.step, delay_ms=delay_ms, done=flow.done, of=of
+        )
+
+    def _lane_of(self, job: Job, step: str) -> str:
+        assert job.decoded is not None
+        assert job.standing is not None
+        spec = self._steps[job.decoded.request.pipeline][step].spec
+        return spec.lane or job.standing.flow.routing_key.partition(".")[0]
+
+    # ---- fan-out and join --------------------------------------------------------------------------------------------
+
+    async def _fan_out(self, job: Job, step: _Step, lane: str, values: Mapping[str, Any]) -> Outcome:
+        assert job.standing is not None
+        assert step.each is not None
+        items = _filled_in(partial(step.each.value, values))
+        if not isinstance(items, list):
+            raise RequestProblem("invalid_request", f"each: found {type(items).__name__}, allowed is a list")
+        if len(items) > ITEMS_AT_MOST:
+            raise RequestProblem("too_large", f"each: {len(items)} items, allowed are {ITEMS_AT_MOST}")
+        flow = job.standing.flow
+        flow = replace(flow, since_ms=flow.since_ms or self.now_ms())
+        number = _side_of(job.identity.tenant, self.lanes[lane])
+        item_of = partial(self._item, job, step, lane, values, items)
+        if flow.items < len(items):
+            clock = asyncio.get_running_loop().time
+            until_s = clock() + PUBLISH_WITHIN_S
+            asks = job.redelivered or job.hop.dead_at is not None
+            while flow.items < len(items):
+                if job.stopped is not None:
+                    return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
+                some = range(flow.items, min(flow.items + AT_ONCE, len(items)))
+                if asks:
+                    found = await self._find(job, step, some)
+                    some_new = [k for k in some if self._is_missing(job, found[k - some.start])]
+                else:
+                    found, some_new = [], list(some)
+                stale = {k: found[k - some.start] for k in some_new} if asks else {}
+                if not await self._publish(job, lane, number, [item_of(k, stale.get(k)) for k in some_new]):
+                    return self._moved(job, job.lane_name, flow=flow, delay_ms=FULL_MS, of=len(items))
+                flow = replace(flow, items=some.stop)
+                if clock() >= until_s:
+                    break
+            return self._moved(job, job.lane_name, flow=flow, delay_ms=LEAST_WAIT_MS, of=len(items))
+        look = await self._look(job, step, flow, len(items))
+        if look.failed is not None and step.spec.on_failure == "fail":
+            raise _item_failed(*look.failed)
+        if look.done == len(items):
+            return await self._join(job, step, items)
+        if look.again:
+            found = await self._find(job, step, look.again)
+            again = [item_of(k, one) for k, one in zip(look.again, found, strict=True)]
+            await self._publish(job, lane, number, again)
+        delay_ms = _pause_ms(self.now_ms() - flow.since_ms, look.ended, len(items))
+        moved = self._moved(job, job.lane_name, flow=replace(flow, done=look.done), delay_ms=delay_ms, of=len(items))
+        return replace(moved, done=look.ended)
+
+    def _item(
+        self,
+        job: Job,
+        step: _Step,
+        lane: str,
+        values: Mapping[str, Any],
+        items: Sequence[Any],
+        k: int,
+        was: Found | None,
+    ) -> Message:
+        """The message of one item. Raises RequestProblem."""
+        assert job.decoded is not None
+        assert job.standing is not None
+        request = self._request(job.decoded.request, step, self.lanes[lane], {**values, ITEM: items[k], NUMBER: k + 1})
+        at_ms = self.now_ms()
+        past = None if was is None or was.completion is None else moment_text(was.completion.ended_ms)
+        here = HopHeaders(
+            first_seen_ms=at_ms,
+            user_id=job.hop.user_id,
+            dead_at=past,
+            hop_ms=at_ms,
+            back_ms=at_ms,
+            is_fresh=True,
+            flow=FlowHop(step=step.spec.name, deadline_ms=job.standing.flow.deadline_ms, item_of=job.id),
+        )
+        headers = hop_headers(here) | {
+            name: value
+            for name, value in job.message.headers.items()
+            if name in n.TRACE_CONTEXT or name in (n.TENANT, n.ANTHROPIC_BETA)
+        }
+        if job.identity.tenant != (job.hop.user_id or ""):
+            headers[n.TENANT] = job.identity.tenant
+        return Message(
+            body=request.body,
+            headers=headers,
+            content_type="application/json",
+            message_id=f"{job.standing.identity(job.identity).id}.{k + 1}",
+            priority=job.message.priority,
+            type=request.handler or None,
+            app_id=job.message.app_id,
+        )
+
+    async def _publish(self, job: Job, lane: str, number: int | None, items: Sequence[Message]) -> bool:
+        """Note these items in the store, which must know what it is asked for later, and publish them. Returns whether
+        their queue had room for all."""
+        key = ".".join((lane, *job.routing_key.split(".")[1:]))
+        assert job.standing is not None
+        deadline_ms = job.standing.flow.deadline_ms
+
+        async def one(item: Message) -> None:
+            identity = Identity(job.identity.tenant, item.message_id or "")
+            await self.claiming.expect(identity, deadline_ms=deadline_ms)
+            if number is None:
+                first = hop(0, self.names)
+                item.headers = {**item.headers, **first.headers}
+                await self.publisher.publish_surely(item, exchange=first.exchange, routing_key=key)
+                return
+            exchange = self.names.side_exchange(number)
+            await self.publisher.publish_surely(item, exchange=exchange, routing_key=key, refused_within_s=0)
+            self.seen(lane, number)
+
+        ended_all = await asyncio.gather(*map(one, items), return_exceptions=True)
+        errors = [error for error in ended_all if isinstance(error, BaseException)]
+        for error in errors:
+            if not isinstance(error, PublishRefused):
+                raise error
+        return not errors
+
+    async def _find(self, job: Job, step: _Step, numbers: Sequence[int]) -> list[Found | None]:
+        prefix = f"{job.id}#{step.spec.name}."
+        identities = [Identity(job.identity.tenant, f"{prefix}{k + 1}") for k in numbers]
+        return list(await asyncio.gather(*map(self.claiming.find, identities)))
+
+    def _is_missing(self, job: Job, found: Found | None) -> bool:
+        """Whether an item must be published (again): the store does not know it (any more); or it ended with an error
+        in a run of the pipeline before this one, or because that one had ended."""
+        if found is None:
+            return True
+        end = found.completion
+        if end is None or end.status == "ok":
+            return False
+        dead_ms = moment_ms(job.hop.dead_at)
+        return end.code == "cancelled" or (dead_ms is not None and end.ended_ms <= dead_ms)
+
+    async def _look(self, job: Job, step: _Step, flow: FlowHop, count: int) -> _Look:
+        done, ended_count, again, failed = flow.done, flow.done, list[int](), None
+        waiting = 0
+        for begin in range(flow.done, count, AT_ONCE):
+            some = range(begin, min(begin + AT_ONCE, count))
+            for k, found in zip(some, await self._find(job, step, some), strict=True):
+                if found is None or (found.completion and _is_left(found.completion, flow)):
+                    again.append(k)
+                    waiting += 1
+                elif found.completion is None or self._is_missing(job, found):
+                    waiting += 1
+                else:
+                    done += done == k
+                    ended_count += 1
+                    if found.completion.status == "error" and failed is None:
+                        failed = k, found.completion
+            if waiting >= AT_ONCE:
+                break
+        return _Look(done, ended_count, again, failed)
+
+    async def _join(self, job: Job, step: _Step, items: Sequence[Any]) -> Outcome:
+        """All items have ended: their outputs, in order, are the step's."""
+        pieces, size = list[bytes](), 0
+        last = job.standing is not None and job.standing.following is None
+        for begin in range(0, len(items), AT_ONCE):
+            some = range(begin, min(begin + AT_ONCE, len(items)))
+            for found in await self._find(job, step, some):
+                if found is None or found.completion is None:  # the store has lost it since
+                    assert job.standing is not None
+                    flow = replace(job.standing.flow, done=0)
+                    return self._moved(job, job.lane_name, flow=flow, delay_ms=LEAST_WAIT_MS, of=len(items))
+                end = found.completion
+                if end.status == "error" and step.spec.on_failure == "skip":
+                    continue
+                pieces.append(end.body if end.status == "error" else output_of(end.body, step.spec))
+                size += len(pieces[-1]) + 1
+                if size > UNPACKED_BYTES:
+                    raise _too_large(size)
+        output = b"[" + b",".join(pieces) + b"]"
+        if last:
+            model = step.spec.handler or step.spec.model or self.lanes[self._lane_of(job, step.spec.name)].model
+            return Answered(body=output, model=model, provider=PROVIDER)
+        return self._stepped(job, output, None)
+
+
+def steps_of(spec: PipelineSpec) -> dict[str, _Step]:
+    """The steps of a pipeline by name, in order, with their templates. Raises Unrendered."""
+    from consumers.flows.templates import Expression, Template
+
+    found: dict[str, _Step] = {}
+    before = INPUT
+    for number, step in enumerate(spec.steps):
+        found[step.name] = _Step(
+            step,
+            number,
+            before,
+            Template(step.prompt) if step.prompt else None,
+            Expression(step.each) if step.each else None,
+        )
+        before = step.name
+    return found
+
+
+def _name_after(steps: Mapping[str, _Step], step: _Step) -> str | None:
+    return next((name for name, other in steps.items() if other.number == step.number + 1), None)
+
+
+def with_output(state: bytes, step: str, output: bytes) -> bytes:
+    """The state with the output of one more step. Raises RequestProblem if it grows too large."""
+    size = len(state) + len(step) + len(output) + 8
+    if size > UNPACKED_BYTES:
+        raise _too_large(size)
+    comma = b"" if state.endswith(b":{}}") else b","
+    return state[:-2] + comma + json.dumps(step).encode() + b":" + output + b"}}"
+
+
+def output_of(body: bytes, spec: StepSpec | None, *, is_handler: bool = False) -> bytes:
+    """The output of a step as JSON: what its handler returned, or the text of a model's answer."""
+    if is_handler or (spec is not None and spec.handler):
+        return body
+    found = jiter.from_json(body, cache_mode="none")
+    blocks = found.get("content", []) if isinstance(found, dict) else []
+    text = "".join(str(block.get("text", "")) for block in blocks if isinstance(block, dict))
+    return json.dumps(text, ensure_ascii=False).encode(errors="replace")
+
+
+def _is_left(end: Completion, flow: FlowHop) -> bool:
+    """Whether an item of an earlier run of the pipeline was left because that run had ended, although this one has
+    begun."""
+    return end.code == "cancelled" and end.ended_ms >= flow.since_ms
+
+
+def _filled_in(fill_in: Callable[[], Any]) -> Any:
+    """Raises RequestProblem."""
+    from consumers.flows.templates import TooLong, Unrendered
+
+    try:
+        return fill_in()
+    except TooLong as error:
+        raise RequestProblem("too_large", str(error)) from None
+    except Unrendered as error:
+        raise RequestProblem("invalid_request", f"its template does not fit the input: {error}") from None
+
+
+def _too_large(size: int) -> RequestProblem:
+    return RequestProblem(
+        "too_large", f"the input and the outputs of the steps have {size} bytes, allowed are {UNPACKED_BYTES}"
+    )
+
+
+def _item_failed(k: int, end: Completion) -> RequestProblem:
+    document = json.loads(end.body)
+    detail = str(document.get("detail", "")).removesuffix(PROBLEMS[end.code].advice)
+    status = document.get("status")
+    return RequestProblem(
+        end.code, f"item {k + 1}: {detail}", status=status if isinstance(status, int) else None, brief=f"item {k + 1}"
+    )
+
+
+def _side_of(tenant: str, lane: LaneSpec) -> int | None:
+    """The side queue in which workers look for room for this tenant first; None if the lane has none."""
+    numbers = range(lane.side_queues)
+    return min(numbers, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest(), default=None)
+
+
+def _pause_ms(since_ms: int, done: int, count: int) -> int:
+    """A quarter of the time that the items still take at their pace, or of the time so far if none has ended."""
+    left_ms = since_ms * (count - done) / done if done else since_ms
+    return min(LONGEST_WAIT_MS, max(LEAST_WAIT_MS, round(left_ms / 4)))

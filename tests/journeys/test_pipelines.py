@@ -1,0 +1,198 @@
+"""Pipelines from the requester's side: steps, fan-out and join, partial failure, replays, cancellation."""
+
+import asyncio
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from consumers.flows.pipelines import StepSpec
+from service.config.flows import PipelineSettings
+from tests.support.brokers import Vhost
+from tests.support.gate import call, gate
+from tests.support.requester import Requester, requester
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+FUNCTIONS = "tests.support.functions"
+CHUNK = {"run": f"{FUNCTIONS}:words", "kind": "async"}
+
+
+def pipeline(*steps: StepSpec) -> PipelineSettings:
+    return PipelineSettings.model_validate({"steps": [asdict(step) for step in steps]})
+
+
+def ingest(**how: Any) -> PipelineSettings:
+    """A text is cut into words, a model is asked about each, and about all of them."""
+    return pipeline(
+        StepSpec(name="chunk", handler="words"),
+        StepSpec(name="each_word", each="chunk", prompt="about {{ item }}", lane="batch", **how),
+        StepSpec(name="combine", prompt="{% for one in each_word %}{{ one|tojson }}\n{% endfor %}", lane="critical"),
+    )
+
+
+async def run(app: Requester, name: str, given: Any, **how: Any) -> str:
+    return await app.publish(given, headers={"x-lane-pipeline": name, **how.pop("headers", {})}, **how)
+
+
+async def test_steps_run_in_order_each_in_its_lane_and_the_reply_is_the_last_ones(vhost: Vhost) -> None:
+    pipelines = {
+        "three": pipeline(
+            StepSpec(name="first", prompt="one {{ input.word }}"),
+            StepSpec(name="second", prompt="two {{ first }}", lane="batch", model="claude-haiku-5-5"),
+            StepSpec(name="third", handler="echo", lane="normal"),
+        )
+    }
+    handlers = {"echo": {"run": f"{FUNCTIONS}:echo"}}
+    async with serving(vhost.amqp_url, pipelines=pipelines, handlers=handlers) as worker:
+        async with requester(vhost.amqp_url) as app:
+            reply = await app.final(await run(app, "three", {"word": "river"}, message_id="p-1"))
+            assert reply.status == "ok", reply.json
+            assert reply.json == {"echo": "echo: two echo: one river"}
+            assert reply.headers["x-lane-name"] == "normal"
+            assert reply.headers["x-lane-provider"] == "handler"
+            assert reply.headers["x-lane-request-id"] == "p-1"
+            assert [call.prompt for call in worker.api.calls] == ["one river", "two echo: one river"]
+            again = await app.final(await run(app, "three", {"word": "river"}, message_id="p-1"))
+            assert again.headers["x-lane-replayed"] is True
+            assert again.body == reply.body
+            other = await app.final(await run(app, "three", {"word": "lake"}, message_id="p-1"))
+            assert other.code == "idempotency_conflict"
+        assert len(worker.api.calls) == 2
+
+
+async def test_a_fan_out_is_joined_in_order(vhost: Vhost) -> None:
+    async with serving(vhost.amqp_url, pipelines={"ingest": ingest()}, handlers={"words": CHUNK}) as worker:
+        async with requester(vhost.amqp_url) as app:
+            words = [f"w{n}" for n in range(100)]
+            reply = await app.final(await run(app, "ingest", " ".join(words), message_id="doc-1"), within_s=60)
+            assert reply.status == "ok", reply.json
+            assert reply.text == "echo: " + "".join(f'"echo: about {word}"\n' for word in words)
+            assert reply.headers["x-lane-name"] == "critical"
+        assert len(worker.api.calls) == 101
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip", "keep"])
+async def test_a_fan_out_of_a_hundred_with_three_failures(vhost: Vhost, policy: str) -> None:
+    pipelines = {"ingest": ingest(on_failure=policy)}
+    words = [f"w{n}" if n not in (7, 50, 99) else f"bad{n}[[fault:nope]]" for n in range(100)]
+    async with serving(vhost.amqp_url, pipelines=pipelines, handlers={"words": CHUNK}) as worker:
+        async with requester(vhost.amqp_url) as app:
+            await app.read_dead()
+            reply = await app.final(await run(app, "ingest", " ".join(words), message_id="doc-1"), within_s=60)
+            if policy == "fail":
+                assert reply.code == "provider_rejected"
+                assert reply.json["detail"].startswith("step each_word: item ")
+                letter = await app.buried("doc-1")
+                assert letter.json == " ".join(words)
+                assert letter.headers["x-lane-pipeline"] == "ingest"
+                assert letter.headers["x-lane-routing-key"] == "critical.tests.ask"
+            else:
+                assert reply.status == "ok", reply.json
+                good = [f'"echo: about {word}"' for word in words if "bad" not in word]
+                found = reply.text.removeprefix("echo: ").split("\n")[:-1]
+                assert [each for each in found if "about w" in each] == good
+                assert len(found) == (97 if policy == "skip" else 100)
+                if policy == "keep":
+                    assert "provider_rejected" in found[7]
+                assert not app.dead
+        assert not [call for call in worker.api.calls if call.prompt.count("[[fault:nope]]") > 1]
+
+
+async def test_a_pipeline_whose_middle_step_fails_is_retried_there_and_a_replay_goes_on_at_it(vhost: Vhost) -> None:
+    pipelines = {
+        "p": pipeline(
+            StepSpec(name="first", prompt="first {{ input }}"),
+            StepSpec(name="middle", handler="fails"),
+            StepSpec(name="last", prompt="last {{ middle }}"),
+        )
+    }
+    lanes = {"critical": {"max_attempts": 3}}
+    handlers = {"fails": {"run": f"{FUNCTIONS}:fails"}}
+    async with requester(vhost.amqp_url) as app:
+        async with serving(vhost.amqp_url, lanes=lanes, pipelines=pipelines, handlers=handlers) as worker:
+            await app.read_dead()
+            reply = await app.final(await run(app, "p", "x", message_id="p-1"))
+            assert reply.code == "attempts_exhausted"
+            assert reply.json["attempts"] == 3
+            assert reply.json["detail"].startswith("step middle: all 3 attempts failed")
+            assert [call.prompt for call in worker.api.calls] == ["first x"]
+            letter = await app.buried("p-1")
+            assert letter.json == "x"
+        handlers = {"fails": {"run": f"{FUNCTIONS}:echo"}}
+        async with serving(vhost.amqp_url, lanes=lanes, pipelines=pipelines, handlers=handlers) as worker:
+            replayed = await app.publish(
+                letter.body,
+                key=letter.headers["x-lane-routing-key"],
+                headers={k: v for k, v in letter.headers.items() if k.startswith("x-lane-") and k != "x-lane-sent-ms"},
+                message_id="p-1",
+            )
+            assert (await app.final(replayed)).text == "echo: last {'echo': 'echo: first x'}"
+            assert [call.prompt for call in worker.api.calls] == ["last {'echo': 'echo: first x'}"], "first is stored"
+
+
+async def test_cancelling_a_pipeline_stops_its_items(vhost: Vhost) -> None:
+    pipelines = {"ingest": ingest()}
+    lanes = {"batch": {"slots": 2}}
+    words = " ".join(f"w{n}[[held]]" for n in range(20))
+    ours = serving(vhost.amqp_url, lanes=lanes, pipelines=pipelines, handlers={"words": CHUNK})
+    async with ours as worker, requester(vhost.amqp_url) as app:
+        asked = await run(app, "ingest", words, message_id="doc-1")
+        await until(lambda: worker.api.running == 2)
+        await app.control({"cancel": "doc-1"}, key="cancel")
+        assert (await app.final(asked)).code == "cancelled"
+        worker.api.release()
+        batch = next(each for each in worker.parts.activities if each.lane == "batch")
+        await until(lambda: batch.failed == 18, within_s=30)
+        assert len(worker.api.calls) == 2, "those that ran ended; no other began"
+
+
+async def test_bad_input_of_a_pipeline_is_a_typed_problem(vhost: Vhost) -> None:
+    pipelines = {
+        "list": pipeline(StepSpec(name="all", each="input.pages", prompt="{{ item }}")),
+        "grows": pipeline(
+            StepSpec(name="all", prompt="{% for a in input %}{% for b in input %}{{ a }}{% endfor %}{% endfor %}")
+        ),
+    }
+    async with serving(vhost.amqp_url, pipelines=pipelines) as worker, requester(vhost.amqp_url) as app:
+        unknown = await app.final(await run(app, "other", 1))
+        assert unknown.code == "invalid_request"
+        assert "'other' is no pipeline (declared: grows, list)" in unknown.json["detail"]
+        missing = await app.final(await run(app, "list", {"p": 1}))
+        assert missing.code == "invalid_request"
+        assert missing.json["detail"].startswith("step all: its template does not fit the input")
+        no_list = await app.final(await run(app, "list", {"pages": "abc"}))
+        assert "allowed is a list" in no_list.json["detail"]
+        too_many = await app.final(await run(app, "list", {"pages": [0] * 50_000}))
+        assert too_many.code == "too_large"
+        empty = await app.final(await run(app, "list", {"pages": []}))
+        assert (empty.status, empty.json) == ("ok", [])
+        grows = await app.final(await run(app, "grows", ["x" * 100] * 2000))
+        assert grows.code == "too_large"
+        streamed = await app.final(await run(app, "grows", 1, headers={"x-lane-stream": True}))
+        assert streamed.code == "invalid_request"
+        assert not worker.api.calls
+        assert worker.is_well
+
+
+async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> None:
+    words = " ".join(["w0", "w1", *(f"w{n}[[held]]" for n in range(2, 6))])
+    ours = serving(vhost.amqp_url, pipelines={"ingest": ingest()}, handlers={"words": CHUNK})
+    async with ours as worker, gate(worker.settings) as url, requester(vhost.amqp_url) as app:
+        await app.read_events()
+        headers = {"x-lane-pipeline": "ingest", "content-type": "application/json"}
+        posted = await call("POST", f"{url}/v1/requests", f'"{words}"'.encode(), **headers)
+        assert posted.status == 202, posted.body
+
+        async def step() -> Any:
+            return (await call("GET", url + posted["status_url"])).body.get("step")
+
+        while await step() != "each_word, 2 of 6":  # noqa: ASYNC110  an application polls
+            await asyncio.sleep(0.05)
+        worker.api.release()
+        found = await call("GET", f"{url}{posted['status_url']}?wait=30s")
+        assert found["status"] == "completed"
+        assert "step" not in found.body
+        told = [each.json for each in app.events if each.json["event"] == "step"]
+        assert {"each_word", "combine"} <= {each["next"] for each in told}
+        assert any((each.get("done"), each.get("of")) == (2, 6) for each in told)

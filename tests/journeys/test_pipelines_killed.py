@@ -1,0 +1,111 @@
+"""A worker is killed between any two steps of a pipeline: what is stored is not paid again, and there is one answer."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from consumers.settle import FAILPOINT_EXIT_CODE
+from tests.support.brokers import Vhost
+from tests.support.processes import environment, lanekeeper
+from tests.support.requester import requester
+from tests.support.serving import HeldCalls
+
+PIPELINES = """
+[handlers.words]
+run = "tests.support.functions:words"
+kind = "async"
+
+[[pipelines.chain.steps]]
+name = "one"
+prompt = "one {{ input }}"
+
+[[pipelines.chain.steps]]
+name = "two"
+prompt = "two {{ input }} {{ one|length }}"
+lane = "batch"
+
+[[pipelines.chain.steps]]
+name = "three"
+prompt = "three {{ input }} {{ two|length }}"
+
+[[pipelines.ingest.steps]]
+name = "chunk"
+handler = "words"
+
+[[pipelines.ingest.steps]]
+name = "summaries"
+each = "chunk"
+prompt = "about {{ item }}"
+lane = "batch"
+
+[[pipelines.ingest.steps]]
+name = "combine"
+prompt = "all {{ summaries|join(' ') }}"
+"""
+
+
+@asynccontextmanager
+async def reborn(environ: dict[str, str], folder: Path) -> AsyncIterator[Counter[str]]:
+    """A worker that is started again each time a failpoint has ended it. Yields how often that was."""
+    lives: Counter[str] = Counter()
+    ready = asyncio.Event()
+
+    async def live() -> None:
+        while True:
+            async with lanekeeper("serve", environ=environ, folder=folder) as worker:
+                if not ready.is_set():
+                    await worker.ready()
+                    ready.set()
+                code = await worker.ended(within_s=120)
+                assert code == FAILPOINT_EXIT_CODE, worker.events
+                lives["killed"] += 1
+
+    living = asyncio.create_task(live())
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait({living, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        yield lives
+    finally:
+        living.cancel()
+        await asyncio.wait({living})
+        if not living.cancelled():
+            living.result()
+
+
+@pytest.mark.parametrize("place", ["after_store", "after_publish", "after_confirm", "after_ack"])
+async def test_no_stored_step_is_paid_twice(vhost: Vhost, tmp_path: Path, place: str) -> None:
+    (tmp_path / "lanekeeper.toml").write_text(PIPELINES)
+    async with HeldCalls() as api:
+        environ = environment(vhost, api, LANEKEEPER_FAILPOINTS=f"{place}:0.2")
+        async with reborn(environ, tmp_path) as lives, requester(vhost.amqp_url) as app:
+            n = 0
+            while n < 3 or not lives["killed"]:  # one pipeline at a time: no other call is cut off by a death
+                asked = await app.publish(f"p{n}", headers={"x-lane-pipeline": "chain"}, message_id=f"chain-{n}")
+                final = await app.final(asked, within_s=80)
+                assert final.text.startswith("echo: three"), final
+                n += 1
+        prompts = Counter(" ".join(call.prompt.split()[:2]) for call in api.calls)
+        assert prompts == {f"{step} p{k}": 1 for step in ("one", "two", "three") for k in range(n)}
+
+
+async def test_a_fan_out_survives_deaths_in_all_places(vhost: Vhost, tmp_path: Path) -> None:
+    (tmp_path / "lanekeeper.toml").write_text(PIPELINES)
+    places = ("after_claim", "after_call", "after_store", "after_publish", "after_confirm", "after_ack")
+    async with HeldCalls() as api:
+        failpoints = ",".join(f"{place}:0.02" for place in places)
+        environ = environment(vhost, api, LANEKEEPER_FAILPOINTS=failpoints, LANEKEEPER_LANES__BATCH__SLOTS="4")
+        async with reborn(environ, tmp_path) as lives, requester(vhost.amqp_url) as app:
+            text = " ".join(f"w{k}" for k in range(30))
+            asked = await app.publish(text, headers={"x-lane-pipeline": "ingest"}, message_id="doc-1")
+            final = await app.final(asked, within_s=85)
+            assert final.text == "echo: all " + " ".join(f"echo: about w{k}" for k in range(30))
+            assert lives["killed"]
+        counted = Counter(call.prompt for call in api.calls)
+        assert len(counted) == 31
+        repeated = counted.total() - 31
+        # a death cuts off at most what ran: four items and the pipeline's own step
+        assert repeated <= 5 * lives["killed"]
