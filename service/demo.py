@@ -463,7 +463,7 @@ async def budget(settings: Settings) -> tuple[Spending, Spending]:
         settings = simulating(settings, gated.base_url)
         settings = settings.model_copy(update={"budget": BudgetSettings(burst_s=BURST_S)})
         model = settings.lanes[BATCH.name].model  # one model for both lanes, so that they share an account
-        provider = AnthropicProvider.at(ungated.base_url, api_key="simulated", traceparent=lambda: None)
+        provider = AnthropicProvider.at(ungated.base_url, api_key="simulated")
         stack.push_async_callback(provider.aclose)
         parts, client = await stack.enter_async_context(working(settings))
         slots = {lane.name: asyncio.Semaphore(lane.slots + lane.due_slots) for lane in parts.lanes}
