@@ -107,6 +107,10 @@ class SideQueueAdmitter(QueueAdmitter):
         return await self._sides.put(job)  # to the end, so that a process with a free slot can take it
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _rank(job: Job) -> int:
     return side_priority(job.message.priority, is_fresh=job.hop.is_fresh) or 0
 
@@ -123,10 +127,9 @@ class SideQueues:
         self._now_ms = now_ms
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
-        now_s = asyncio.get_running_loop().time
-        self._places: TTLCache[str, int] = TTLCache(PLACES, PLACE_KEPT_S, timer=now_s)
+        self._places: TTLCache[str, int] = TTLCache(PLACES, PLACE_KEPT_S, timer=_now_s)
         """For each tenant: the number of the side queue that is assigned to it."""
-        self._full: TTLCache[int, bool] = TTLCache(lane.side_queues, FULL_FOR_S, timer=now_s)
+        self._full: TTLCache[int, bool] = TTLCache(lane.side_queues, FULL_FOR_S, timer=_now_s)
         """The side queues that have refused a message because they were full."""
 
     def has(self, tenant: str) -> bool:
