@@ -101,10 +101,8 @@ def _logged(pause: Pause) -> dict[str, str | None]:
     return {name: fields[name] for name in ("kind", "name", "until", "who", "why")}
 
 
-def read_pause(
-    fields: Mapping[str, object], *, now_ms: int, lanes: Collection[str], providers: Collection[str] | None
-) -> Pause:
-    """The pause that an operator asks for. Raises RequestProblem. `providers`: None if they are not known here."""
+def read_pause(fields: Mapping[str, object], *, now_ms: int, known: Mapping[PauseKind, Collection[str]]) -> Pause:
+    """The pause that an operator asks for. Raises RequestProblem. `known`: the names that exist, of these kinds."""
     if unknown := sorted(fields.keys() - {"kind", "name", "until", "who", "why"}):
         raise invalid_request(f"pause: {unknown[0][:80]!r} is unknown; known are kind, name, until, who, why")
     kind = fields.get("kind")
@@ -115,9 +113,9 @@ def read_pause(
         if not isinstance(text, str) or len(text) > LONGEST[field] or not text.isprintable():
             raise invalid_request(f"pause: {field}: allowed are up to {LONGEST[field]} printable characters")
     name, who, why = (str(text) for text in texts.values())
-    known = {"lane": lanes, "provider": providers}.get(kind)
-    if not name or (known is not None and name not in known):
-        allowed = "a name" if known is None else ", ".join(sorted(known))
+    of_kind = known.get(kind)
+    if not name or (of_kind is not None and name not in of_kind):
+        allowed = "a name" if of_kind is None else ", ".join(sorted(of_kind))
         raise invalid_request(f"pause: no {kind} {name!r}; allowed: {allowed}")
     until_ms = None
     if fields.get("until") is not None and ((until_ms := moment_ms(fields["until"])) is None or until_ms <= now_ms):

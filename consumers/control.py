@@ -41,6 +41,7 @@ from consumers.state.base import (
     Found,
     Identity,
     Pause,
+    PauseKind,
     StoredPauses,
     StoreUnavailable,
 )
@@ -262,14 +263,13 @@ def _answer(message: Message, body: bytes, content_type: str, headers: Mapping[s
 
 @dataclass(slots=True, eq=False)
 class BrakeCommands:
-    """`operators`: the broker's users that may pause. `lanes`, `providers`: those that exist."""
+    """`operators`: the broker's users that may pause. `known`: the names that exist, of some kinds."""
 
     brake: Brake
     store: StoredPauses
     _: KW_ONLY
     operators: Collection[str]
-    lanes: Collection[str]
-    providers: Collection[str]
+    known: Mapping[PauseKind, Collection[str]]
     now_ms: NowMs = now_ms
     _in_order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -304,7 +304,7 @@ class BrakeCommands:
     async def _pause(self, fields: object) -> Pause:
         if not isinstance(fields, dict):
             raise invalid_request('body: allowed is {"pause": {"kind": "…", "name": "…"}}')
-        pause = read_pause(fields, now_ms=self.now_ms(), lanes=self.lanes, providers=self.providers)
+        pause = read_pause(fields, now_ms=self.now_ms(), known=self.known)
         if not await self.store.pause(pause):
             raise too_many()
         return pause

@@ -103,6 +103,9 @@ class Status:
     waiting: tuple[str, ...] = ()
     paused: tuple[str, ...] = ()
     pauses: tuple[Mapping[str, str | None], ...] = ()
+    schedules: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """The schedules by name: `cron`, `timezone`, `key`, `missed`, `next`; `last`: the id of the last request; `paused`:
+    why."""
     breakers: tuple[str, ...] = ()
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What lanes and tenants have used since the workers started. The keys are "lane" or "tenant", then the name of a
@@ -213,6 +216,7 @@ def merge(
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
         pauses=tuple({pause["id"]: pause for answer in answers for pause in answer.get("pauses", ())}.values()),
+        schedules={name: told for answer in answers for name, told in answer.get("schedules", {}).items()},
         breakers=tuple(
             sorted(
                 {

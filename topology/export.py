@@ -7,7 +7,7 @@ FILE` in rabbitmq.conf.
 |---|---|
 | application | publish to `lane.requests` with keys `<its lanes>.<its name>.…`; read its reply queue |
 | client | all that an application may; cancel requests and fetch results: publish to `lane.control` |
-| worker | consume our queues; publish delayed requests, dead letters, events and replies; declare own queues |
+| worker | consume our queues; publish requests, delayed ones too, dead letters, events, replies; declare own queues |
 | operator | publish to any lane; cancel; pause; see events; read, import, replay dead letters; see management |
 | deployer | configure, write and read everything in our namespace: `topology apply` |
 
@@ -104,7 +104,7 @@ def rights(user: User, topology: Topology) -> Rights:
                 write=_anchored(
                     rf"{re.escape(names.delay_prefix)}\d\d",
                     rf"{re.escape(names.side_prefix)}\d\d",
-                    *map(re.escape, (names.dead, names.webhooks, names.events)),
+                    *map(re.escape, (names.requests, names.dead, names.webhooks, names.events)),
                     DEFAULT_EXCHANGE,
                     OWN_QUEUES,
                 ),

@@ -213,6 +213,11 @@ class ScaledQueue:
     def is_full(self) -> bool:
         return self.in_hand - self.ending >= self.pool.slots + self.added_slots
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it has had no request for `STEADY_S`, and has no added slots, so that nothing is to be decided."""
+        return not (any(self.used) or self.added or self.taken_back or self.in_hand or self.extra_slots.total)
+
     def wait_s(self, now_ms: int) -> float:
         """How long requests wait in the queue: the longest wait among those delivered within the last `STEADY_S`
         seconds. While messages wait, it is at least the time since the last delivery, or since messages began to wait
@@ -296,7 +301,7 @@ class Scaling:
         if asks := now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_EVERY_S
         waiting = await self._ask() if asks else {}
-        if self.is_paused or self._stopping.is_set():
+        if self.is_paused or self._stopping.is_set() or all(queue.is_at_rest for queue in self._queues):
             return
         if braked := [queue for queue in self._queues if (queue.added or queue.scout) and self._is_braked(queue.lane)]:
             await self._take_back(braked)

@@ -290,7 +290,7 @@ class Look:
 
 # ---- the brake -------------------------------------------------------------------------------------------------------
 
-PauseKind = Literal["lane", "tenant", "app", "model", "provider"]
+PauseKind = Literal["lane", "tenant", "app", "model", "provider", "schedule"]
 PAUSE_KINDS: tuple[PauseKind, ...] = get_args(PauseKind)
 PAUSES_AT_MOST = 200
 WEBHOOKS_KEPT = 10_000
@@ -299,7 +299,8 @@ WEBHOOKS_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """An operator's order that no request of a lane, tenant or application starts, or no call of a model or provider.
+    """An operator's order that no request of a lane, tenant or application starts, no call of a model or provider, or
+    that a schedule publishes nothing.
     There is at most one for each kind and name: a new one replaces it."""
 
     kind: PauseKind
@@ -396,7 +397,24 @@ class StoredPauses(Protocol):
         """Remove a pause, and return it; None if there is none with this id."""
 
 
-class Store(Allowances, Leases, StoredPauses, Protocol):
+class Firing(NamedTuple):
+    """The last time at which a schedule fired, or was seen first, and the id of the request that it published last;
+    empty: none."""
+
+    at_ms: int
+    id: str
+
+
+class StoredFirings(Protocol):
+    """Keeps when each schedule fired last."""
+
+    async def firings(self) -> Mapping[str, Firing]: ...
+
+    async def fired(self, schedule: str, firing: Firing) -> None:
+        """Changes nothing if a later firing is stored."""
+
+
+class Store(Allowances, Leases, StoredPauses, StoredFirings, Protocol):
     """Claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__` never raises an error: if the
     SQLite file or the Redis server cannot be used, every later call tries it again."""
 

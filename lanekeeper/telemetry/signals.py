@@ -60,6 +60,11 @@ BRAKE_RELEASED: Final = "brake.released"
 BRAKE_ASKED: Final = "brake.asked"
 PAUSES_UNREAD: Final = "pauses.unread"
 
+# Log events: schedules.
+SCHEDULE_FIRED: Final = "schedule.fired"
+SCHEDULE_MISSED: Final = "schedule.missed"
+SCHEDULE_UNPUBLISHED: Final = "schedule.unpublished"
+
 # Log events: control messages.
 CONTROL_REFUSED: Final = "control.refused"
 CANCELLATION_DISPLACED: Final = "cancellation.displaced"

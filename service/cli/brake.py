@@ -33,10 +33,14 @@ def of_name(
     provider: Annotated[
         str | None, typer.Option("--provider", metavar="PROVIDER", help="A provider: it is not called.")
     ] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", metavar="NAME", help="A schedule: it publishes nothing.")
+    ] = None,
 ) -> "Sequence[tuple[PauseKind, str]]":
     """The kind and the name of each that is given."""
     names: dict[PauseKind, str | None] = {
         "lane": lane, "tenant": tenant, "app": app, "model": model, "provider": provider,
+        "schedule": schedule,
     }  # fmt: skip
     return [(kind, str(name)) for kind, name in names.items() if name]
 
@@ -58,6 +62,7 @@ def pause(
     json: options.Json = False,
 ) -> None:
     """Pause a lane, tenant, application, model or provider: what it concerns waits in the broker, and deadlines go on.
+    A schedule publishes nothing meanwhile.
 
     Within a second every worker knows. Attempts that run are finished. What another provider can answer goes there. A
     second pause of the same name replaces the first.
@@ -65,6 +70,22 @@ def pause(
     Example:  lanekeeper pause --tenant crm --for 30m --why "its loop floods the lane"
     """
     kind, name = _only(named)
+    options.lane_names(settings, [name] if kind == "lane" else [])
+    begin(settings, kind, name, for_s=for_s, until=until, why=why, who=who, json=json)
+
+
+def begin(
+    settings: "Settings",
+    kind: "PauseKind",
+    name: str,
+    *,
+    for_s: float | None,
+    until: datetime | None = None,
+    why: str,
+    who: str = "",
+    json: bool,
+) -> None:
+    """Pause what has this name. Raises typer.BadParameter."""
     if for_s is not None and until is not None:
         raise typer.BadParameter("give one of them", param_hint="--for / --until")
     if for_s is not None:
@@ -72,7 +93,6 @@ def pause(
     fields = {"kind": kind, "name": name, "who": who or f"{getpass.getuser()}@{platform.node()}", "why": why}
     if until is not None:
         fields["until"] = until.isoformat()
-    options.lane_names(settings, [name] if kind == "lane" else [])
     _print(run(ask(settings, n.PAUSE_KEY, {n.PAUSE_KEY: fields}, kept="it is paused"))["pauses"], json=json)
 
 

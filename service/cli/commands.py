@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from lanekeeper import __version__
-from service.cli import brake, dead, requests, serve, simulate, status, topology, webhooks
+from service.cli import brake, dead, requests, schedules, serve, simulate, status, topology, webhooks
 
 app = typer.Typer(
     name="lanekeeper",
@@ -32,6 +32,7 @@ app.command()(brake.resume)
 app.command()(brake.pauses)
 app.add_typer(dead.app, name="dead")
 app.add_typer(webhooks.app, name="webhooks")
+app.add_typer(schedules.app, name="schedules")
 app.add_typer(topology.app, name="topology")
 app.command()(status.check)
 app.command()(status.settings)

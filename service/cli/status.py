@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lanekeeper.contract.problems import BrokerError, SettingsError
-from service.cli import brake, options
+from service.cli import brake, options, schedules
 from service.cli.process import FAILED, connected, print_json, printable, run
 
 if TYPE_CHECKING:
@@ -152,6 +152,8 @@ def _show_status(found: "Status", console: "Console") -> None:
                 say(f"{name}, tenant {tenant or '(none)'}: {text}")
     for pause in found.pauses:
         say(brake.line(pause))
+    for name, schedule in found.schedules.items():
+        say(f"schedule {schedules.line(name, schedule)}")
     for line in (*found.waiting, *found.paused, *found.breakers):
         say(line)
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:

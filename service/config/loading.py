@@ -272,8 +272,11 @@ def contradictions(settings: Settings) -> Iterator[Disagreement]:
     yield from _provider_names(settings.providers)
     yield from wrong_names("handlers", settings.handlers)
     yield from wrong_names("pipelines", settings.pipelines)
-    lanes = [lane.name for lane in settings.lane_specs()]
+    yield from wrong_names("schedules", settings.schedules)
+    lanes = {lane.name: lane for lane in settings.lane_specs()}
     yield from wrong_references(settings.pipelines, handlers=settings.handlers, lanes=lanes)
+    for name, schedule in settings.schedules.items():
+        yield from schedule.wrong(name, lanes, settings.handlers)
     yield from _models(settings)
     yield from _output_limits(settings)
 

@@ -4,7 +4,7 @@ import fnmatch
 import os
 import re
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from consumers.failures import RetryPolicy
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import PipelineSpec
+from consumers.flows.schedules import ScheduleSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.limits.base import LEAST_LIMITS, AccountCaps, BudgetSpec, shares_of
@@ -25,12 +26,13 @@ from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
 from consumers.spending import AS_OF, Cap, CapsSpec, Prices
-from consumers.state.base import SEEN_LATE_S, StoreSpec
+from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.names import Names
 from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.hooks import WebhooksSettings
+from service.config.schedules import ScheduleSettings
 from service.config.value_types import (
     AmqpUrl,
     CapTable,
@@ -683,6 +685,7 @@ class Settings(BaseSettings):
     fair: FairSettings = FairSettings()
     handlers: dict[str, HandlerSettings] = {}
     pipelines: dict[str, PipelineSettings] = {}
+    schedules: dict[str, ScheduleSettings] = {}
     metrics: MetricsSettings = MetricsSettings()
     budget: BudgetSettings = BudgetSettings()
     lanes: Annotated[dict[str, LaneSettings], BeforeValidator(_with_defaults)] = Field(
@@ -784,6 +787,13 @@ class Settings(BaseSettings):
         """The lanes, the most urgent first."""
         found = (section.spec(name) for name, section in self.lanes.items() if section.enabled)
         return tuple(sorted(found, key=lambda lane: lane.rank))
+
+    def schedule_specs(self) -> tuple[ScheduleSpec, ...]:
+        return tuple(section.spec(name) for name, section in sorted(self.schedules.items()))
+
+    def known_names(self) -> Mapping[PauseKind, Collection[str]]:
+        """What may be paused, of the kinds of which that is known."""
+        return {"lane": [lane.name for lane in self.lane_specs()], "schedule": list(self.schedules)}
 
     def names(self) -> Names:
         return Names(self.namespace)

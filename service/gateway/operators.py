@@ -90,8 +90,7 @@ class OperatorPaths:
         require_operator(caller, acts=True)
         fields = await self._object_in(request, caller)
         fields["who"] = fields.get("who") or caller.tenant or "gateway"
-        lanes = [lane.name for lane in self._settings.lane_specs()]
-        pause = read_pause(fields, now_ms=now_ms(), lanes=lanes, providers=None)
+        pause = read_pause(fields, now_ms=now_ms(), known=self._settings.known_names())
         if not await self._store.pause(pause):
             raise too_many()
         log.info(signals.BRAKE_ASKED, command="pause", user=caller.tenant, pauses=[pause.as_json()])

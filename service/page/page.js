@@ -397,7 +397,7 @@ function merged(from, to) {
 
 function brake({ kind = "lane", name = "" } = {}) {
   const [line, run] = telling();
-  const kinds = el("select", { "aria-label": "What" }, ["lane", "tenant", "app", "model", "provider"].map((each) => el("option", { selected: each === kind }, each)));
+  const kinds = el("select", { "aria-label": "What" }, ["lane", "tenant", "app", "model", "provider", "schedule"].map((each) => el("option", { selected: each === kind }, each)));
   const who = el("input", { value: name, required: true, autofocus: !name, "aria-label": "Name", list: "lane-names" });
   const time = el("input", { placeholder: "30m; empty: until let go", "aria-label": "For" });
   const why = el("input", { placeholder: "why", autofocus: Boolean(name), "aria-label": "Why", maxlength: 200 });

@@ -19,6 +19,7 @@ from consumers.decoding import Decoding, Parsing
 from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
 from consumers.flows.pipelines import Pipelines
+from consumers.flows.schedules import Schedules
 from consumers.flows.webhooks import SLOTS as POSTS
 from consumers.flows.webhooks import Posting, Webhooks
 from consumers.gates import (
@@ -152,7 +153,9 @@ async def open_broker(
         )
     watch = TopologyWatch(topology, consuming, declares=declares, find_management=partial(management_of, settings))
     publisher = Publisher(publishing, tracing=tracing, on_missing=watch.check_soon)
-    rights = await _checked_rights(publishing, names)
+    rights = await _checked_rights(
+        publishing, names, [(names.requests, each.key) for each in settings.schedule_specs()]
+    )
     await stack.enter_async_context(beside(rights.run(), name="rights"))
     notices = await stack.enter_async_context(Notices(publishing))
     direct = None
@@ -173,13 +176,13 @@ async def open_broker(
     )
 
 
-async def _checked_rights(connection: Connection, names: Names) -> WritingRights:
-    """Check that the worker's AMQP user may publish replies and events.
+async def _checked_rights(connection: Connection, names: Names, more: Sequence[tuple[str, str]]) -> WritingRights:
+    """Check that the worker's AMQP user may publish replies and events, and `more`.
 
     Without this permission a worker would take requests, fail to publish their replies, and return the requests to
     their queues, until they are dead-lettered because they were delivered too often. Raises AccessRefused."""
     rights = WritingRights(
-        connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody"), (names.webhooks, "nobody"))
+        connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody"), (names.webhooks, "nobody"), *more)
     )
     try:
         await rights.check()
@@ -370,6 +373,7 @@ class Worker:
     lengths: QueueLengths
     dead_letters: DeadLetters
     posting: Posting
+    schedules: Schedules
     simulated: bool
     """Whether a simulated provider answers the requests, so that their calls cost nothing."""
 
@@ -663,6 +667,14 @@ async def assemble(
                 settler=settler,
                 store=store,
             ),
+            schedules=Schedules(
+                settings.schedule_specs(),
+                store=store,
+                publisher=broker.publisher,
+                exchange=names.requests,
+                brake=brake,
+                user=settings.credentials[0] if settings.needs_user_id else None,
+            ),
             simulated=simulated,
         )
 
@@ -721,8 +733,7 @@ def _control(
             brake,
             store,
             operators=settings.operators,
-            lanes=[lane.name for lane in settings.lane_specs()],
-            providers=providers,
+            known={**settings.known_names(), "provider": providers},
         ),
         speakers=settings.speakers,
         needs_user_id=settings.needs_user_id,

@@ -115,6 +115,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
             for account, lanes in budgeting.budgets.waiting().items()
         },
         "paused": dict(budgeting.breakers.pauses.figures(now_s)),
+        "schedules": worker.schedules.figures(),
         "pauses": [pause.as_json() for pause in worker.brake.pauses.values()],
         "breakers": dict(budgeting.breakers.states(now_s)),
         "spent": {

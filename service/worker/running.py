@@ -54,6 +54,8 @@ async def run(
             "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.posting)),
             "topology watch": worker.broker.watch.run(),
         }
+        if worker.schedules.specs:
+            supporting["schedules"] = worker.schedules.run(owner=uuid.uuid4().hex)
         pools = [group.create_task(work, name=name) for name, work in consuming.items()]
         background = [group.create_task(work, name=name) for name, work in supporting.items()]
         announcing = group.create_task(_announce(worker, on_ready), name="announce")

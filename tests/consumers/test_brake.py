@@ -99,6 +99,6 @@ async def test_beginning_and_end_are_logged_once_with_who_and_why() -> None:
 
 def test_an_unknown_provider_is_refused_where_they_are_known() -> None:
     fields = {"kind": "provider", "name": "antropic"}
-    assert read_pause(fields, now_ms=NOW_MS, lanes=(), providers=None).name == "antropic"
+    assert read_pause(fields, now_ms=NOW_MS, known={}).name == "antropic"
     with pytest.raises(RequestProblem, match="no provider 'antropic'; allowed: anthropic"):
-        read_pause(fields, now_ms=NOW_MS, lanes=(), providers=("anthropic",))
+        read_pause(fields, now_ms=NOW_MS, known={"provider": ("anthropic",)})

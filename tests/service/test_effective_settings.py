@@ -47,7 +47,7 @@ def test_each_setting_has_its_source_and_a_later_source_wins(
         ".".join(place).replace("*", lane)
         for place in SETTINGS
         for lane in ("critical", "normal", "batch")
-        if place[0] not in ("providers", "handlers", "pipelines")
+        if place[0] not in ("providers", "handlers", "pipelines", "schedules")
     }
 
 

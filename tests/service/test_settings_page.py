@@ -33,6 +33,12 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
         "LANEKEEPER_PROVIDERS__OTHER__BASE_URL": "https://other.example.com",
         "LANEKEEPER_PRICES__MODELS": '{"anthropic.claude-sonnet-5-5": {"input": 1, "output": 5}}',
     }
+    schedule = {
+        "LANEKEEPER_SCHEDULES__OTHER__CRON": "0 7 * * *",
+        "LANEKEEPER_SCHEDULES__OTHER__KEY": "batch.reports.nightly",
+        "LANEKEEPER_SCHEDULES__OTHER__BODY": '{"prompt": "x"}',
+        "LANEKEEPER_HANDLERS__CHUNK__RUN": "documents.parts:chunk",
+    }
     if name.endswith("_FILE"):
         told = wrong(env={name: entry.example})
         assert "allowed is a file that is there" in told, "the example's file is not here, and that alone is wrong"
@@ -42,6 +48,7 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
             env={
                 **GIVEN,
                 **(others if "PROVIDERS__OTHER" in name else {}),
+                **(schedule if "SCHEDULES__OTHER" in name else {}),
                 name: entry.example,
             }
         )

@@ -408,8 +408,7 @@ def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
         Brake(),
         bench.store,
         operators=("ops",),
-        lanes=("critical", "normal", "batch"),
-        providers=("anthropic",),
+        known={"lane": ("critical", "normal", "batch"), "provider": ("anthropic",)},
         now_ms=lambda: NOW_MS,
     )
     given = {"ready": none_waits, "kept_s": 86_400, "per_tenant_s": 100, **given}

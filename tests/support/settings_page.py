@@ -45,6 +45,7 @@ TITLES = {
     "metrics": "Metrics",
     "budget": "Budget",
     "lanes": "Lanes",
+    "schedules": "Schedules",
     "gateway": "HTTP: health and the gateway",
     "tls": "TLS",
     "reply_to": "Replies",

@@ -57,7 +57,7 @@ MAY: dict[Role, tuple[str, str, str]] = {  # configure, write, read
     "client": ("", "lane.requests lane.control", REPLIES),
     "worker": (
         "amq.gen-x",
-        "lane.delay.00 lane.delay.28 lane.dead lane.events amq.default amq.gen-x",
+        "lane.requests lane.delay.00 lane.delay.28 lane.dead lane.events amq.default amq.gen-x",
         "lane.critical lane.batch.due lane.fallen lane.dead lane.control amq.gen-x",
     ),
     "operator": ("amq.gen-x", "lane.requests lane.dead lane.control amq.gen-x", "lane.dead lane.events amq.gen-x"),

@@ -35,6 +35,8 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
+READ_EMPTY_EVERY_S: Final = 5.0
+"""So that many idle lanes cost little."""
 WAITING = 1000
 log = logs.logger()
 
@@ -239,7 +241,7 @@ class Heads:
 
 class HeadsSession(Session):
     """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, passive declarations find out
-    which queues have messages; the answer to a fetch also says how many are left."""
+    which queues have messages, more seldom while all are empty; the answer to a fetch also says how many are left."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)
@@ -264,7 +266,7 @@ class HeadsSession(Session):
         self._heads.changed.set()
 
     async def __anext__(self) -> Delivery:
-        loop = asyncio.get_running_loop()
+        loop, pause_s = asyncio.get_running_loop(), READ_LENGTHS_EVERY_S / 2
         while True:
             self._heads.changed.clear()
             if self._lost is not None:
@@ -276,7 +278,8 @@ class HeadsSession(Session):
                     return delivery
             elif self._fetching and loop.time() >= self._next_reading_s:
                 await self._read_lengths()
-                self._next_reading_s = loop.time() + READ_LENGTHS_EVERY_S
+                pause_s = READ_LENGTHS_EVERY_S if self._heads.ready else min(2 * pause_s, READ_EMPTY_EVERY_S)
+                self._next_reading_s = loop.time() + pause_s
             else:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):

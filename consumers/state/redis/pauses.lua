@@ -1,4 +1,6 @@
--- The functions of the Redis store for pauses, and for the logs of webhooks. Pauses are in one hash by id, each as its end (0: none), a space and JSON.
+-- The functions of the Redis store for pauses, schedules and the logs of webhooks. Pauses are in one hash by id, each as
+-- its end (0: none), a space and JSON; the last firings in another by schedule, each as its time, a space and the
+-- request's id.
 local function body_of(row)
   local until_ms, body = row:match('^(%d+) (.*)$')
   if until_ms == '0' or tonumber(until_ms) > now then return body end
@@ -51,3 +53,11 @@ function run.webhooks(most)
   end
   return found
 end
+
+function run.fired(schedule, at_ms, id)
+  local last = redis.call('HGET', KEYS[1], schedule)
+  if last and tonumber(last:match('^%d+')) >= tonumber(at_ms) then return end
+  redis.call('HSET', KEYS[1], schedule, at_ms .. ' ' .. id)
+end
+
+function run.firings() return redis.call('HGETALL', KEYS[1]) end

@@ -306,6 +306,16 @@ class RedisStore:
         removed = await self._run("resume", self._pauses, id)
         return None if removed is None else base.pauses_in([removed])[0]
 
+    async def fired(self, schedule: str, firing: base.Firing) -> None:
+        await self._run("fired", [f"{self._namespace}:schedules"], schedule, *firing)
+
+    async def firings(self) -> Mapping[str, base.Firing]:
+        found = await self._run("firings", [f"{self._namespace}:schedules"])
+        rows = [
+            (schedule.decode(), *row.decode().split(" ")) for schedule, row in zip(found[::2], found[1::2], strict=True)
+        ]
+        return {schedule: base.Firing(int(at_ms), id) for schedule, at_ms, id in rows}
+
     async def _run(self, function: str, keys: Sequence[str], *arguments: Argument) -> Any:
         began_s = time.monotonic()
         try:

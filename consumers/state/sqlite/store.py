@@ -108,6 +108,8 @@ class SqliteStore:
     hold = _in_writer(Tables.hold)
     let_go = _in_writer(Tables.let_go)
     pause = _in_writer(Tables.pause)
+    fired = _in_writer(Tables.fired)
+    firings = _in_writer(Tables.firings, durable=False)
     resume = _in_writer(Tables.resume)
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:

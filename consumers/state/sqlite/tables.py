@@ -16,6 +16,7 @@ from consumers.state.base import (
     RESTART,
     Completion,
     Fingerprint,
+    Firing,
     Granted,
     Held,
     Identity,
@@ -171,6 +172,11 @@ _DEBOUNCE: Final = (
     "WHERE (excluded.at_ms, excluded.id) > (at_ms, id) OR until_ms <= ?"
 )
 _LAST_UPDATE: Final = "SELECT id FROM kept WHERE (kind, tenant, key) = ('debounce', ?, ?)"
+FIRINGS_KEPT_MS: Final = 10 * 365 * 86_400_000
+_FIRED: Final = (
+    "INSERT INTO kept VALUES ('schedule', '', ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
+    "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = excluded.until_ms WHERE excluded.at_ms > at_ms"
+)
 _IS_WAITING: Final = "SELECT 1 FROM share WHERE (kind, tenant, member) = ('waiting', ?, ?)"
 _ADD_WAITING: Final = "INSERT INTO share VALUES ('waiting', ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 _WAITING: Final = "SELECT weight FROM share_sum WHERE kind = 'waiting' AND tenant IS ?"
@@ -569,6 +575,13 @@ class Tables:
     def pauses(self, today: int) -> list[Pause]:
         rows = self._execute("SELECT body FROM pause WHERE until_ms IS NULL OR until_ms > ?", (today,))
         return base.pauses_in(body for (body,) in rows)
+
+    def fired(self, _: Times, schedule: str, firing: Firing) -> None:
+        self._execute(_FIRED, (schedule, *firing, firing.at_ms + FIRINGS_KEPT_MS))
+
+    def firings(self, _: Times) -> dict[str, Firing]:
+        rows = self._execute("SELECT key, at_ms, id FROM kept WHERE kind = 'schedule'")
+        return {schedule: Firing(at_ms, id) for schedule, at_ms, id in rows}
 
     # ---- what is removed ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,168 @@
+"""Recurring requests: at the times of a cron expression, one worker publishes a request to `lane.requests`.
+
+The worker that has the lease does it. The id of a request is made of the schedule's name and the time, so that two
+workers, or one that died before it had recorded a firing, publish one request. The store keeps when each schedule fired
+last; what fell due since then while nobody could publish is missed.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import takewhile
+from math import inf
+from typing import Any, Final, Literal
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim
+
+from consumers.brake import Brake
+from consumers.clock import NowMs, moment_text
+from consumers.clock import now_ms as system_ms
+from consumers.state.base import Firing, Pause, Store, StoreUnavailable
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError
+from lanekeeper.telemetry import logs, signals
+
+LOOK_EVERY_S: Final = 1.0
+LEASE: Final = "schedules"
+LEASE_S: Final = 10.0
+LATE_MS: Final = 60_000
+"""A firing that could not be published for longer than this is missed."""
+log = logs.logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec:
+    """The settings of one schedule."""
+
+    name: str
+    cron: str
+    timezone: str = "UTC"
+    key: str
+    """The request's routing key."""
+    body: bytes
+    type: str | None = None
+    headers: Mapping[str, Any] = field(default_factory=dict)
+    missed: Literal["skip", "once"] = "skip"
+
+    def after(self, at_ms: int) -> Iterator[int]:
+        """The times after `at_ms` at which it fires, in ms since 1970. Around a change of summer time it does as
+        Debian's cron: what falls into the skipped hour runs after it, what falls into the repeated one runs once."""
+        for at in CronSim(self.cron, datetime.fromtimestamp(at_ms / 1000, ZoneInfo(self.timezone))):
+            yield round(1000 * at.timestamp())
+
+    def due(self, last_ms: int, now_ms: int) -> list[int]:
+        """The times after `last_ms` and up to `now_ms`; of many only the last ones."""
+        for back_ms in (1e5, 1e7, 1e9, 1e11, inf):
+            since_ms = max(last_ms, now_ms - back_ms)
+            found = list(takewhile(lambda at_ms: at_ms <= now_ms, self.after(round(since_ms))))
+            if found or since_ms == last_ms:
+                break
+        return found
+
+    def request_id(self, at_ms: int) -> str:
+        return f"schedule-{self.name}-{datetime.fromtimestamp(at_ms // 1000, UTC):%Y%m%dT%H%M%SZ}"
+
+    def message(self, at_ms: int, *, now_ms: int, user: str | None) -> Message:
+        """The request of this time. `user`: the AMQP user that publishes it; None: it belongs to no tenant."""
+        return Message(
+            body=self.body,
+            content_type="application/json",
+            type=self.type,
+            message_id=self.request_id(at_ms),
+            user_id=user,
+            headers={**self.headers, n.SENT_MS: now_ms},
+        )
+
+    def figures(self, now_ms: int, last: Firing | None, pause: Pause | None = None) -> dict[str, str | None]:
+        """What the status tells. `last`: the id of the request that was published last."""
+        return {
+            "cron": self.cron,
+            "timezone": self.timezone,
+            "key": self.key,
+            "missed": self.missed,
+            "next": moment_text(next(self.after(now_ms))),
+            "last": (last and last.id) or None,
+            "paused": None if pause is None else pause.told,
+        }
+
+
+class Schedules:
+    """The schedules of the settings. `user`: as in `ScheduleSpec.message`."""
+
+    def __init__(
+        self,
+        specs: Sequence[ScheduleSpec],
+        *,
+        store: Store,
+        publisher: Publisher,
+        exchange: str,
+        brake: Brake,
+        user: str | None,
+        now_ms: NowMs = system_ms,
+    ) -> None:
+        self.specs = specs
+        self._store = store
+        self._publisher = publisher
+        self._exchange = exchange
+        self._brake = brake
+        self._user = user
+        self._now_ms = now_ms
+        self._firings: Mapping[str, Firing] = {}
+
+    async def run(self, *, owner: str) -> None:
+        """Publish what is due, whenever this process has the lease, until cancelled. `owner`: this process's unique
+        name."""
+        try:
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                with suppress(StoreUnavailable):  # `probing` logs it; what falls due meanwhile waits
+                    await self.look(owner=owner)
+        finally:
+            with suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await self._store.let_go(LEASE, owner)
+
+    async def look(self, *, owner: str) -> None:
+        """Publish what is due, if this process has the lease. Raises StoreUnavailable."""
+        is_leader = await self._store.hold(LEASE, owner, for_s=LEASE_S)
+        self._firings = await self._store.firings()
+        if is_leader:
+            for spec in self.specs:
+                await self._fire(spec)
+
+    async def _fire(self, spec: ScheduleSpec) -> None:
+        now_ms = self._now_ms()
+        last = self._firings.get(spec.name)
+        if last is None:  # it is new, or the store was lost: what fell due before is not known
+            await self._store.fired(spec.name, Firing(now_ms, ""))
+            return
+        due = spec.due(last.at_ms, now_ms)
+        if not due or self._brake.of("schedule", spec.name) is not None:
+            return
+        at_ms = due[-1]
+        runs = now_ms - at_ms <= LATE_MS or spec.missed == "once"
+        if runs:
+            message = spec.message(at_ms, now_ms=now_ms, user=self._user)
+            try:
+                await self._publisher.publish(message, exchange=self._exchange, routing_key=spec.key)
+            except BrokerError as error:  # tried again at the next look
+                log.warning(signals.SCHEDULE_UNPUBLISHED, schedule=spec.name, error=str(error))
+                return
+            log.info(signals.SCHEDULE_FIRED, schedule=spec.name, id=message.message_id, late_s=(now_ms - at_ms) // 1000)
+        if missed := [moment_text(each) for each in (due[:-1] if runs else due)]:
+            log.warning(signals.SCHEDULE_MISSED, schedule=spec.name, count=len(missed), last=missed[-1], runs_once=runs)
+        firing = Firing(at_ms, spec.request_id(at_ms) if runs else last.id)
+        await self._store.fired(spec.name, firing)
+        self._firings = {**self._firings, spec.name: firing}
+
+    def figures(self) -> dict[str, dict[str, str | None]]:
+        now_ms = self._now_ms()
+        return {
+            spec.name: spec.figures(now_ms, self._firings.get(spec.name), self._brake.of("schedule", spec.name))
+            for spec in self.specs
+        }

@@ -1,0 +1,169 @@
+"""Schedules: when they fire, by the clock that is passed in, and what becomes of times at which nobody published."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from tests.support.pauses import HeldPauses, a_pause
+
+from consumers.brake import Brake
+from consumers.flows.schedules import LATE_MS, Schedules, ScheduleSpec
+from consumers.state.base import StoreUnavailable
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerUnreachable
+from tests.support.memory_store import MemoryStore
+
+NIGHTLY = ScheduleSpec(name="nightly", cron="30 2 * * *", timezone="Europe/Berlin", key="batch.reports.x", body=b"{}")
+
+
+def ms(text: str) -> int:
+    return round(1000 * datetime.fromisoformat(text).timestamp())
+
+
+def texts(spec: ScheduleSpec, after: str, count: int) -> list[str]:
+    times = spec.after(ms(after))
+    return [f"{datetime.fromtimestamp(next(times) / 1000, UTC):%m-%d %H:%M}" for _ in range(count)]
+
+
+class FakePublisher:
+    """Notes what is published; raises `failure` if it is set."""
+
+    def __init__(self) -> None:
+        self.published: list[Message] = []
+        self.failure: Exception | None = None
+        self.then: Callable[[], None] | None = None
+
+    async def publish(self, message: Message, *, exchange: str, routing_key: str) -> None:
+        if self.failure is not None:
+            raise self.failure
+        assert (exchange, routing_key) == ("lane.requests", "batch.reports.x")
+        self.published.append(message)
+        if self.then is not None:
+            self.then()
+
+
+class World:
+    """A store, and processes that share it; `now` is the time of all."""
+
+    def __init__(self, spec: ScheduleSpec, now: str) -> None:
+        self.spec = spec
+        self.store = MemoryStore()
+        self.publisher = FakePublisher()
+        self.now_ms = ms(now)
+        self.pauses = HeldPauses()
+        self.brake = Brake(self.pauses, now_ms=lambda: self.now_ms)
+
+    def process(self) -> Schedules:
+        more: Mapping[str, Any] = {"publisher": self.publisher, "exchange": "lane.requests", "user": None}
+        return Schedules([self.spec], store=self.store, brake=self.brake, now_ms=lambda: self.now_ms, **more)
+
+    async def at(self, now: str, process: Schedules, *, owner: str = "one") -> list[str | None]:
+        """The ids of the requests that the process publishes when it looks at this time."""
+        self.now_ms = self.store.now_ms = ms(now)
+        before = len(self.publisher.published)
+        await process.look(owner=owner)
+        return [message.message_id for message in self.publisher.published[before:]]
+
+
+def test_a_schedule_keeps_its_local_time_through_changes_of_summer_time() -> None:
+    daily = ScheduleSpec(name="d", cron="0 7 * * *", timezone="Europe/Berlin", key="k", body=b"")
+
+    assert texts(daily, "2026-10-24T00:00Z", 3) == ["10-24 05:00", "10-25 06:00", "10-26 06:00"]
+    assert texts(daily, "2026-03-28T00:00Z", 3) == ["03-28 06:00", "03-29 05:00", "03-30 05:00"]
+
+
+def test_what_falls_into_the_skipped_hour_runs_after_it_and_what_falls_into_the_repeated_one_runs_once() -> None:
+    assert texts(NIGHTLY, "2026-03-28T12:00Z", 2) == ["03-29 01:00", "03-30 00:30"]
+    assert texts(NIGHTLY, "2026-10-24T12:00Z", 3) == ["10-25 00:30", "10-26 01:30", "10-27 01:30"]
+
+
+async def test_it_fires_once_a_time_across_a_change_of_summer_time() -> None:
+    world = World(NIGHTLY, "2026-10-24T20:00Z")
+    process = world.process()
+    assert await world.at("2026-10-24T20:00Z", process) == []
+    found = [
+        await world.at(f"2026-10-25T{hour:02}:{minute:02}:02Z", process) for hour in range(3) for minute in (29, 30)
+    ]
+    assert [each for each in found if each] == [["schedule-nightly-20261025T003000Z"]]
+
+
+async def test_a_process_that_died_before_it_recorded_a_firing_is_followed_by_one_with_the_same_id() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    await world.process().look(owner="one")
+    world.publisher.then = lambda: setattr(world.store, "failing", StoreUnavailable("died"))
+    with pytest.raises(StoreUnavailable):
+        await world.at("2026-11-26T01:30:05Z", world.process())
+    world.publisher.then, world.store.failing = None, None
+
+    assert await world.at("2026-11-26T01:30:06Z", world.process(), owner="two") == [], "the lease still holds"
+    ids = await world.at("2026-11-26T01:30:20Z", world.process(), owner="two")
+
+    assert ids == ["schedule-nightly-20261126T013000Z"] == [world.publisher.published[0].message_id]
+    assert world.publisher.published[0].body == world.publisher.published[1].body
+    assert await world.at("2026-11-26T01:30:21Z", world.process(), owner="two") == []
+
+
+async def test_another_process_goes_on_when_the_leader_has_died() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    first, second = world.process(), world.process()
+    await first.look(owner="one")
+    assert await world.at("2026-11-26T01:30:01Z", second, owner="two") == ["schedule-nightly-20261126T013000Z"]
+    assert second.figures()["nightly"]["last"] == "schedule-nightly-20261126T013000Z"
+    assert second.figures()["nightly"]["next"] == "2026-11-27T01:30:00.000Z"
+
+
+@pytest.mark.parametrize(
+    ("missed", "published"), [("skip", []), ("once", ["schedule-nightly-20261126T013000Z"])], ids=["skip", "once"]
+)
+async def test_missed_times_are_told_and_run_once_or_not(missed: Any, published: list[str]) -> None:
+    world = World(replace(NIGHTLY, missed=missed), "2026-11-20T12:00Z")
+    await world.process().look(owner="one")
+
+    with capture_logs() as logs:
+        assert await world.at("2026-11-26T09:00Z", world.process(), owner="one") == published
+
+    (told,) = [each for each in logs if each["event"] == "schedule.missed"]
+    assert (told["schedule"], told["count"], told["runs_once"]) == ("nightly", 6 - len(published), missed == "once")
+    assert await world.at("2026-11-26T09:01Z", world.process(), owner="one") == []
+
+
+async def test_a_broker_that_is_away_delays_a_firing() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    process = world.process()
+    await process.look(owner="one")
+    world.publisher.failure = BrokerUnreachable("away")
+    assert await world.at("2026-11-26T01:30:01Z", process) == []
+    world.publisher.failure = None
+    assert await world.at("2026-11-26T01:30:50Z", process) == ["schedule-nightly-20261126T013000Z"]
+
+
+async def test_a_paused_schedule_publishes_nothing_and_its_times_are_missed() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    process = world.process()
+    await process.look(owner="one")
+    pause = a_pause("schedule", "nightly", why="no data")
+    await world.pauses.pause(pause)
+    await world.brake.read()
+    assert await world.at("2026-11-26T01:30:01Z", process) == []
+    assert "no data" in str(process.figures()["nightly"]["paused"])
+    await world.pauses.resume(pause.id)
+    await world.brake.read()
+    assert await world.at("2026-11-26T09:00Z", process) == []
+    assert await world.at("2026-11-27T01:30:01Z", process) == ["schedule-nightly-20261127T013000Z"]
+
+
+async def test_a_schedule_of_every_second_that_was_away_for_a_year_is_not_counted_through() -> None:
+    spec = ScheduleSpec(name="s", cron="* * * * * *", key="k", body=b"")
+    now_ms = ms("2026-11-26T09:00Z")
+
+    due = spec.due(ms("2025-11-26T09:00Z"), now_ms)
+
+    assert due[-1] == now_ms
+    assert len(due) <= 101
+
+
+def test_a_firing_counts_as_missed_after_a_minute() -> None:
+    assert LATE_MS == 60_000

@@ -1,0 +1,75 @@
+"""Schedules in the settings, and which of them are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.settings import load, wrong
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_schedule_is_set_in_a_file_or_in_the_environment() -> None:
+    settings = load(
+        """
+        [schedules.nightly]
+        cron = "0 7 * * 1-5"
+        timezone = "Europe/Berlin"
+        key = "batch.reports.nightly"
+        missed = "once"
+        [schedules.nightly.body]
+        prompt = "Summarise the night."
+        """,
+        env={
+            "LANEKEEPER_SCHEDULES__HOURLY__CRON": "@hourly".replace("@hourly", "0 * * * *"),
+            "LANEKEEPER_SCHEDULES__HOURLY__KEY": "normal.reports.hourly",
+            "LANEKEEPER_SCHEDULES__HOURLY__BODY": '{"prompt": "x"}',
+            "LANEKEEPER_SCHEDULES__HOURLY__HEADERS": '{"x-lane-deadline-ms": 1000}',
+        },
+    )
+
+    hourly, nightly = settings.schedule_specs()
+    assert (nightly.timezone, nightly.missed, json.loads(nightly.body)) == (
+        "Europe/Berlin",
+        "once",
+        {"prompt": "Summarise the night."},
+    )
+    assert (hourly.timezone, hourly.missed, hourly.headers) == ("UTC", "skip", {"x-lane-deadline-ms": 1000})
+
+
+def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
+    def one(name: str, **given: str) -> dict[str, str]:
+        good = {"CRON": "0 7 * * *", "KEY": "batch.reports.x", "BODY": '{"prompt": "x"}', **given}
+        return {f"LANEKEEPER_SCHEDULES__{name}__{field}": value for field, value in good.items()}
+
+    told = wrong(
+        "[schedules.Big]\ncron = '0 7 * * *'\nkey = 'batch.a.b'\nbody = {prompt = 'x'}",
+        env={
+            **one("NEVER", CRON="0 0 30 2 *"),
+            **one("ODD", CRON="soon"),
+            **one("ZONE", TIMEZONE="Europe/Atlantis"),
+            **one("LANE", KEY="urgent.reports.x"),
+            **one("WORD", KEY="batch.reports"),
+            **one("BODY", BODY='{"promt": "x"}'),
+            **one("HEADER", HEADERS='{"x-lane-deadlin-ms": 5}'),
+            **one("TYPE", TYPE="chunk"),
+            "LANEKEEPER_SCHEDULES__BARE__KEY": "batch.reports.x",
+        },
+    )
+
+    assert "LANEKEEPER_SCHEDULES__NEVER__CRON: found '0 0 30 2 *', allowed is a cron expression that fires" in told
+    assert "LANEKEEPER_SCHEDULES__ODD__CRON: found 'soon', allowed is a cron expression" in told
+    assert "LANEKEEPER_SCHEDULES__ZONE__TIMEZONE: found 'Europe/Atlantis', allowed is a time zone" in told
+    lanes = "allowed is LANE.APP.TASK with a lane of critical, normal, batch"
+    assert f"LANEKEEPER_SCHEDULES__LANE__KEY: found 'urgent.reports.x', {lanes}" in told
+    assert f"LANEKEEPER_SCHEDULES__WORD__KEY: found 'batch.reports', {lanes}" in told
+    assert "LANEKEEPER_SCHEDULES__BODY__BODY: " in told
+    assert "x-lane-deadlin-ms" in told
+    assert "LANEKEEPER_SCHEDULES__TYPE__BODY, LANEKEEPER_SCHEDULES__TYPE__TYPE: " in told
+    assert "LANEKEEPER_SCHEDULES__BARE__CRON: is not set" in told
+    assert "schedules.Big.cron in given.toml" in told
+    assert "'Big' is no name" in told
