@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from tests.support.pauses import HeldPauses, a_pause
 
 from consumers.brake import Brake
 from consumers.flows.schedules import LATE_MS, Schedules, ScheduleSpec
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
+from tests.support.jobs import HeldPauses, a_pause
 from tests.support.memory_store import MemoryStore
 
 NIGHTLY = ScheduleSpec(name="nightly", cron="30 2 * * *", timezone="Europe/Berlin", key="batch.reports.x", body=b"{}")
