@@ -67,6 +67,7 @@ def parts(*pools: FakePool, watchdog: object = None) -> Worker:
     fakes: dict[str, Any] = {
         name: FakePool(name) for name in ("lengths", "control", "dead_letters", "scaling", "watchdog", "posting")
     }
+    fakes["schedules"] = SimpleNamespace(specs=())
     if watchdog is not None:
         fakes["watchdog"] = watchdog
     return Worker(
