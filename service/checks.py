@@ -409,6 +409,11 @@ def of_settings(settings: Settings) -> Iterator[Finding]:
         yield Finding("log content", None, "the log may hold prompts and answers: leave LANEKEEPER_LOG_CONTENT out")
     if settings.failpoints:
         yield Finding("failpoints", None, "the worker dies on purpose: leave LANEKEEPER_FAILPOINTS out")
+    if settings.webhooks.allow_private or settings.webhooks.allow_http:
+        what = (
+            "webhooks may call private addresses, or are not encrypted: leave LANEKEEPER_WEBHOOKS__ALLOW_PRIVATE and "
+        )
+        yield Finding("webhooks", None, f"{what}LANEKEEPER_WEBHOOKS__ALLOW_HTTP out")
 
 
 def of_file(settings: Settings) -> Iterator[Finding]:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from consumers.job import Job
     from consumers.settle import Settler
 
-SLOTS: Final = 128
+SLOTS: Final = 64
 """How many posts a process makes at a time."""
 AT_ONCE: Final = 4
 """How many of them may go to one endpoint (scheme, host and port)."""

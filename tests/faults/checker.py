@@ -35,6 +35,8 @@ class Asked:
     """False if no reply is possible: its outcome is fetched at the end."""
     due_s: float = 0.0
     """If delayed: not to be answered before this time."""
+    posted: bool = False
+    """Whether its outcome is posted to a webhook."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,15 @@ class Replied:
     text: str
     """The beginning of an `ok` answer's text."""
     replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posted:
+    """An outcome was posted to a webhook, which accepted it; its signature was right."""
+
+    at_s: float
+    identity: str
+    digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +108,7 @@ class Disturbed:
     """Requests that were confirmed and not answered when it began."""
 
 
-Event = Asked | Published | Replied | Parked | Called | Disturbed
+Event = Asked | Published | Replied | Posted | Parked | Called | Disturbed
 
 
 class History:
@@ -165,6 +176,7 @@ UNEXPECTED = "unexpected outcome"
 CALLED_AFTER_END = "called after it had ended"
 NOT_PARKED = "not parked"
 SLOTS_LOST = "slots lost"
+NOT_POSTED = "not posted"
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
 """Errors whose requests are also in `lane.dead`."""
 
@@ -252,6 +264,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
     strangers: list[Replied] = []
     calls: dict[str, list[Called]] = defaultdict(list)
     parked: dict[str, list[Parked]] = defaultdict(list)
+    posted: dict[str, set[str]] = defaultdict(set)
     faults: list[Disturbed] = []
     for event in sorted(events, key=lambda each: each.at_s):
         match event:
@@ -266,6 +279,8 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
                     found.replies.append(event)
             case Called():
                 calls[event.identity].append(event)
+            case Posted():
+                posted[event.identity].add(event.digest)
             case Parked():
                 parked[event.identity].append(event)
             case Disturbed():
@@ -278,6 +293,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
     for identity, theirs in by_identity.items():
         violations += _of_identity(identity, theirs, calls[identity], store_was_lost=store_was_lost)
         violations += _of_dead_letters(identity, theirs, parked[identity])
+        violations += _of_webhook(identity, theirs, posted[identity], store_was_lost=store_was_lost)
     for identity in calls.keys() - by_identity.keys():
         violations.append(Violation(NEVER_ASKED, identity, "the provider was called"))
     every = list(questions.values())
@@ -334,6 +350,18 @@ def _of_dead_letters(identity: str, questions: Sequence[_Question], parked: Sequ
     kept = {each.code for each in parked}
     told = {reply.code for each in questions for reply in each.replies} & KEPT_IN_LANE_DEAD
     return [Violation(NOT_PARKED, identity, code) for code in sorted(told - kept)]
+
+
+def _of_webhook(
+    identity: str, questions: Sequence[_Question], posted: set[str], *, store_was_lost: bool
+) -> list[Violation]:
+    if not any(each.asked.posted and each.confirmed_s is not None for each in questions):
+        return []
+    if not posted:
+        return [Violation(NOT_POSTED, identity, "its webhook got nothing")]
+    if not store_was_lost and not posted <= {reply.digest for each in questions for reply in each.replies}:
+        return [Violation(TWO_BODIES, identity, "its webhook got something else than its requester")]
+    return []
 
 
 def _repeats(calls: Sequence[Called]) -> list[Called]:

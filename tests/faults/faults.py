@@ -324,6 +324,7 @@ ANSWERED_WITHIN_S = 90.0
 AROUND_S = 3.0
 """Before and after each fault."""
 FETCHED_WITHIN_S = 10.0
+POSTED_WITHIN_S = 60.0
 HELD_S = 3.0
 """How long each request takes that shows whether all slots work; less than `CALL_TIMEOUT_S` in `ground.PATIENT`."""
 TRIES = 3
@@ -370,6 +371,7 @@ async def judged(
     """After the last request: wait for answers, fetch the results that could not be sent, and judge."""
     await ground.load.answered(within_s=answered_within_s)
     await ground.load.fetched(within_s=FETCHED_WITHIN_S)
+    await ground.posted(within_s=POSTED_WITHIN_S)
     return ground.verdict(store_was_lost=store_was_lost)
 
 

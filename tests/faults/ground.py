@@ -16,16 +16,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, Self
 from urllib.parse import urlsplit, urlunsplit
 
+from aiohttp import web
+
 from service.simulated.app import SimulatedAPI, SimulatedOptions
-from tests.faults.checker import Called, Disturbed, History, Verdict, as_line, check
+from tests.faults.checker import NOT_POSTED, Called, Disturbed, History, Posted, Verdict, as_line, check
 from tests.faults.load import EVERYTHING, Load, Mix
 from tests.faults.nodes import Cluster, Node, cluster, single
 from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.defaults import stores
+from tests.support.endpoint import Posted as Post
+from tests.support.endpoint import endpoint
 from tests.support.processes import Running, environment, interpreter
 from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
@@ -334,6 +340,13 @@ class Ground:
             if call.prompt != "1"  # a worker's own call, which finds out whether the provider answers at all
         ]
 
+    async def posted(self, *, within_s: float) -> None:
+        """Wait until every confirmed request with a webhook is posted, as far as that happens within this time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while self.verdict().of(NOT_POSTED):  # noqa: ASYNC110  each look reads the whole history
+                    await asyncio.sleep(0.5)
+
     def verdict(self, *, store_was_lost: bool = False) -> Verdict:
         return check([*self.history.events, *self.calls()], store_was_lost=store_was_lost)
 
@@ -371,6 +384,7 @@ async def ground(
         lines = [
             [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)
         ]
+        hook = await stack.enter_async_context(endpoint())
         environs = []
         for own in lines:
             urls = [_through(url, line) for url, line in zip(broker.amqp_urls, own, strict=True)]
@@ -379,12 +393,23 @@ async def ground(
                 "ANTHROPIC_BASE_URL": f"http://{LOOPBACK}:{provider_line.port}",
                 "LANEKEEPER_STORE_URL": store.url,
             }
-            environs.append(environment(",".join(urls), **{**found, **SETTINGS, **settings}))
+            environs.append(environment(",".join(urls), **{**found, **SETTINGS, **hook.environment(), **settings}))
         crew = await stack.enter_async_context(Crew(environs, folder=folder, module=module))
         await crew.ready()
-        load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}")
+        hook.answer = partial(_answered, random.Random(seed), written)
+        load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}", webhook=hook.url())
         await stack.enter_async_context(load)
         yield Ground(on, broker, api, provider_line, lines, store, crew, load, written, rng)
+
+
+def _answered(rng: random.Random, written: History, posted: Post) -> web.Response | float:
+    """What the endpoint of webhooks answers: sometimes an error, sometimes late. A wrong signature is an error too."""
+    posted.verify()
+    if (roll := rng.random()) < 0.1:
+        return web.Response(status=500)
+    digest = blake2b(posted.body, digest_size=8).hexdigest()
+    written.add(Posted(at_s=time.monotonic(), identity=posted.id, digest=digest))
+    return rng.uniform(0, 1) if roll < 0.2 else web.Response(status=204)
 
 
 def _line_to(url: str, rng: random.Random) -> Proxy:

@@ -45,6 +45,8 @@ class Mix:
     twice: float = 0.05
     conflicting: float = 0.01
     """The same id with another body, after the first was answered."""
+    posted: float = 0.1
+    """Its outcome is posted to a webhook as well."""
     tenants: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
     """Their shares of the requests; without a name, the connection's user."""
 
@@ -77,8 +79,8 @@ class Wish:
         return self.reply_to == REPLY_QUEUE
 
 
-def draw(rng: random.Random, mix: Mix, *, identity: str) -> Wish:
-    """The next request."""
+def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> Wish:
+    """The next request. `webhook`: where outcomes can be posted."""
     prompt = f"{identity} [[latency: {round(1000 * rng.uniform(*mix.latency_s))}ms]]"
     headers: dict[str, Any] = {}
     is_refused = rng.random() < mix.refused
@@ -93,6 +95,8 @@ def draw(rng: random.Random, mix: Mix, *, identity: str) -> Wish:
     tenant = rng.choices(list(mix.tenants), weights=list(mix.tenants.values()))[0]
     if tenant:
         headers["x-lane-tenant"] = tenant
+    if webhook and rng.random() < mix.posted:
+        headers["x-lane-webhook"] = webhook
     return Wish(
         identity=identity,
         tenant=tenant,
@@ -235,6 +239,7 @@ class Load:
         rate: float,
         mix: Mix = EVERYTHING,
         name: str = "r",
+        webhook: str = "",
     ) -> None:
         self._urls = urls
         self._user = urlsplit(urls[0]).username or "guest"
@@ -243,6 +248,7 @@ class Load:
         self._rate = rate
         self._mix = mix
         self._name = name
+        self._webhook = webhook
         self._publishers = [Publisher(urls, n) for n in range(PUBLISHERS)]
         self._waiting: dict[str, asyncio.Event] = {}
         """Asked and not answered; set when it is."""
@@ -325,7 +331,8 @@ class Load:
         while True:
             due_s = max(due_s + 1 / self._rate, time.monotonic() - 1)
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            self._spawn(self._one(draw(self._rng, self._mix, identity=self._next_id())), "one request")
+            wish = draw(self._rng, self._mix, identity=self._next_id(), webhook=self._webhook)
+            self._spawn(self._one(wish), "one request")
 
     async def _one(self, wish: Wish) -> None:
         question = self._ask_for(wish, question=wish.identity)
@@ -359,6 +366,7 @@ class Load:
                 expects=wish.expects,
                 heard=wish.is_heard,
                 due_s=now_s + wish.delay_s if wish.delay_s else 0.0,
+                posted="x-lane-webhook" in wish.headers,
             )
         )
         if wish.is_heard:

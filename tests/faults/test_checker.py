@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults import checker
 from tests.faults import run as report
-from tests.faults.checker import OK, Asked, Called, Disturbed, Event, Published, Replied, Told, check
+from tests.faults.checker import OK, Asked, Called, Disturbed, Event, Posted, Published, Replied, Told, check
 from tests.faults.faults import FAULTS, plan
 from tests.faults.ground import Ending
 from tests.faults.run import Run
@@ -75,6 +75,11 @@ def test_a_correct_history_passes() -> None:
         (checker.OF_ANOTHER, (asked(), published(), replied(text="echo: other"))),
         (checker.UNEXPECTED, (asked(), published(), replied(code="internal"))),
         (checker.CALLED_AFTER_END, (*GOOD, called(at_s=1.5))),
+        (checker.NOT_POSTED, (asked(posted=True), published(), called(), replied())),
+        (
+            checker.TWO_BODIES,
+            (asked(posted=True), published(), replied(), Posted(at_s=2, identity="q", digest="another")),
+        ),
         (checker.NOT_PARKED, (asked(expects=("provider_rejected",)), published(), replied(code="provider_rejected"))),
     ],
 )

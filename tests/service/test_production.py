@@ -46,6 +46,8 @@ def test_correct_settings_have_no_findings() -> None:
         ("replies", "LANEKEEPER_REPLY_TO__BOUND_TO_USER", "false"),
         ("log content", "LANEKEEPER_LOG_CONTENT", "true"),
         ("failpoints", "LANEKEEPER_FAILPOINTS", "after_store:0.5"),
+        ("webhooks", "LANEKEEPER_WEBHOOKS__ALLOW_PRIVATE", "true"),
+        ("webhooks", "LANEKEEPER_WEBHOOKS__ALLOW_HTTP", "true"),
     ],
 )
 def test_each_unacceptable_setting_is_found_by_name(what: str, setting: str, value: str) -> None:
