@@ -1,11 +1,12 @@
 """`lanekeeper demo`: acts, each of which shows one promise and tells whether it was kept. A flood of batch jobs that
-chats overtake; a worker that is killed, and requests that are sent twice; Anthropic's SDK through the gateway; a small
-budget; a provider that fails. START HERE: `tell_story`."""
+chats overtake; a worker that is killed, and requests that are sent twice; a document that is cut, summarised and put
+together; Anthropic's SDK through the gateway; a small budget; a provider that fails. START HERE: `tell_story`."""
 
 import asyncio
 import io
 import json
 import random
+import re
 import secrets
 import signal
 import sys
@@ -25,14 +26,16 @@ from rich.live import Live
 from rich.table import Table
 
 from consumers.failures import RateLimitedError
+from consumers.flows.pipelines import StepSpec
 from consumers.providers.anthropic import AnthropicProvider
 from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.contract.names import LANE_NAME
+from lanekeeper.contract.names import LANE_NAME, PIPELINE
 from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Final
 from lanekeeper.requests import Options
 from lanekeeper.telemetry import signals
+from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.loading import simulating, with_broker, with_store
 from service.config.settings import BudgetSettings, CapsSettings, LaneSettings, Settings
 from service.private_broker import private_broker
@@ -91,6 +94,8 @@ async def tell_story(settings: Settings) -> bool:
                 lanes_s = await flood(client, lanes)
             act("a second worker, which is killed in the middle of its work")
             show("nothing lost", *await unbroken(settings, client, api, folder=Path(folder)))
+            act(f"a pipeline: a document of {PARTS} parts is cut, each part summarised, all put together")
+            show("the pipeline", *await ingested(client, api))
             act("Anthropic's SDK, through the gateway, among batch jobs")
             show("the SDK", *await by_sdk(settings, client, api, folder=Path(folder)))
         act("two providers, of which the first goes down and comes back")
@@ -165,6 +170,8 @@ def _for_demo(settings: Settings) -> Settings:
             "lanes": settings.lanes if has_slots else _with_batch_slots(settings, BATCH_SLOTS),
             "retry": settings.retry.model_copy(update={"base_s": 0.2, "span_s": 6.0}),
             "budget": BudgetSettings(),
+            "handlers": {"cut": HandlerSettings(run=f"{__name__}:{cut.__name__}")},
+            "pipelines": {"ingest": PipelineSettings(steps=INGEST)},
             "caps": CapsSettings(),
         }
     )
@@ -311,6 +318,52 @@ async def unbroken(settings: Settings, client: Client, api: SimulatedAPI, *, fol
         f"cancelled in a delay: {cancelled}"
     )
     return text, (lost, replayed, calls_again) == (0, TWICE, 0) and cancelled.endswith("cancelled")
+
+
+# ---- a document is cut, summarised in parts, and put together --------------------------------------------------------
+
+PARTS = 40
+INGEST = (
+    StepSpec(name="cut", handler="cut"),
+    StepSpec(name="summaries", each="cut", prompt="Summarise: {{ item }}", lane=BATCH.name),
+    StepSpec(name="combine", prompt="Put together: {{ summaries|join('; ') }}", lane=NORMAL.name),
+)
+
+
+async def cut(document: str) -> list[str]:
+    """The handler of the pipeline's first step."""
+    return document.split("\n\n")
+
+
+async def ingested(client: Client, api: SimulatedAPI) -> tuple[str, bool]:
+    """Run the pipeline for a document of which one summary and the whole fail at first, and send it again. Returns what
+    happened, and whether all parts are in the answer, in order, and nothing was paid twice."""
+    before, began_s = len(api.calls), asyncio.get_running_loop().time()
+    parts = [f"part-{number} of the document" for number in range(PARTS)]
+    document = json.dumps("\n\n".join([*parts[:-1], f"{parts[-1]} [[fault: overloaded x1]]"])).encode()
+
+    async def ask() -> Final | None:
+        with suppress(LanekeeperError):
+            return await client.request(
+                document,
+                key=f"{NORMAL.name}.demo.ingest",
+                message_id="document",
+                headers={PIPELINE: "ingest"},
+                timeout_s=ANSWER_WITHIN_S,
+            )
+        return None
+
+    final = await ask()
+    took_s, calls = asyncio.get_running_loop().time() - began_s, len(api.calls) - before
+    found = [] if final is None else re.findall(r"part-(\d+)", final.text)
+    again = await ask()
+    calls_again = len(api.calls) - before - calls
+    text = (
+        f"a document in {len(found)} of {PARTS} parts: {took_s:.1f} s, {calls} calls made, two of them again after "
+        f"an error; sent again: {calls_again} calls made"
+    )
+    is_right = found == [str(number) for number in range(PARTS)] and again is not None and again.replayed
+    return text, is_right and calls == PARTS + 3 and calls_again == 0
 
 
 @asynccontextmanager

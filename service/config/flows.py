@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal, get_args
 
 import jiter
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
-from service.config.value_types import Disagreement, Section, wrong
+from service.config.value_types import Disagreement, Section, mask, wrong
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _RUN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -47,31 +47,32 @@ class HandlerSettings(Section):
         return HandlerSpec(name=name, run=self.run or "", kind=self.kind)
 
 
-def _steps(value: Any) -> Any:
-    if isinstance(value, str):  # in the environment as JSON
-        value = jiter.from_json(value.encode())
-    found = []
-    for given in value:
-        unknown = given.keys() - {field.name for field in fields(StepSpec)}
-        if unknown or not all(isinstance(given.get(name, ""), str) for name in _TEXTS):
-            raise ValueError
-        tokens = given.get("max_tokens")
-        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= 10**6):
-            raise ValueError
-        found.append(StepSpec(**given))
-    if not found or any(step.on_failure not in get_args(OnFailure) for step in found):
-        raise ValueError
-    return tuple(found)
+def _step(given: Any) -> StepSpec:
+    """Raises TypeError or ValueError; its text, if it has one, says what is wrong."""
+    if isinstance(given, StepSpec):
+        given = asdict(given)
+    if unknown := sorted(given.keys() - {field.name for field in fields(StepSpec)}):
+        raise ValueError(f"there is no {mask(unknown[0])}")
+    if wrong_texts := [name for name in _TEXTS if not isinstance(given.get(name, ""), str)]:
+        raise ValueError(f"{wrong_texts[0]} is no text")
+    tokens = given.get("max_tokens")
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or not 0 < tokens <= 10**6):
+        raise ValueError("max_tokens is no number from 1")
+    if given.get("on_failure", "fail") not in get_args(OnFailure):
+        raise ValueError("on_failure is none of these")
+    return StepSpec(**given)
 
 
 def _read_steps(value: Any) -> tuple[StepSpec, ...]:
     try:
-        steps: tuple[StepSpec, ...] = _steps(value)
-        return steps
-    except (AttributeError, TypeError, ValueError):
+        if isinstance(value, str):  # in the environment as JSON
+            value = jiter.from_json(value.encode())
+        return tuple(_step(given) for given in value)
+    except (AttributeError, TypeError, ValueError) as error:
+        why = f"; {error}" if isinstance(error, ValueError) else ""
         raise wrong(
             "one table for each step: name, prompt or handler, and perhaps lane, model, max_tokens, each, and "
-            f"on_failure ({', '.join(get_args(OnFailure))}); in the environment as JSON"
+            f"on_failure ({', '.join(get_args(OnFailure))}); in the environment as JSON{why}"
         ) from None
 
 
@@ -139,7 +140,7 @@ def wrong_references(
             for kind, word, known in (("handler", step.handler, handlers), ("lane", step.lane, lanes)):
                 if word and word not in known:
                     text = f"step {step.name[:40]!r}: {kind} {word[:40]!r} is not declared"
-                    yield Disagreement(text, at=(("pipelines", name, "steps"),), by=((f"{kind}s",),))
+                    yield Disagreement(text, at=(("pipelines", name, "steps"),))
 
 
 def wrong_names(kind: str, names: Iterable[str]) -> Iterator[Disagreement]:

@@ -41,6 +41,7 @@ async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost: Vhost,
     assert re.search(r"[1-9]\d* calls broken off, 0 of 60 requests lost", told)
     assert "20 of 20 answered from the store, 0 calls made" in told
     assert "cancelled in a delay: recorded, cancelled" in told
+    assert re.search(r"a document in 40 of 40 parts: [\d.]+ s, 43 calls made", told)
     first_token = (
         r"time to the first token: critical \d+ ms \(p95 [^)]+, 10 of 10 answered\), batch [^)]+, 10 of 10 answered"
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from consumers.flows.pipelines import StepSpec
 from service.config.flows import PipelineSettings
 from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
+from tests.support.processes import environment, lanekeeper
 from tests.support.requester import Requester, requester
-from tests.support.serving import serving
+from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import until
 
+EXAMPLES = Path(__file__).parents[2] / "examples/python"
 FUNCTIONS = "tests.support.functions"
 CHUNK = {"run": f"{FUNCTIONS}:words", "kind": "async"}
 
@@ -196,3 +199,19 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> Non
         told = [each.json for each in app.events if each.json["event"] == "step"]
         assert {"each_word", "combine"} <= {each["next"] for each in told}
         assert any((each.get("done"), each.get("of")) == (2, 6) for each in told)
+
+
+async def test_the_example_ingests_a_document(vhost: Vhost) -> None:
+    async with HeldCalls() as api:
+        ours = ("serve", "--config", "documents/lanekeeper.toml")
+        environ = environment(vhost, api)
+        async with lanekeeper(*ours, environ=environ, folder=EXAMPLES) as worker, requester(vhost.amqp_url) as app:
+            await worker.ready()
+            document = {"text": "one river\n\ntwo lakes\n\nthree seas", "characters": 12}
+            reply = await app.final(await run(app, "ingest", document))
+            assert [word in reply.text for word in ("one river", "two lakes", "three seas")] == [True] * 3
+            assert len(api.calls) == 4
+            embedded = await app.ask({"text": "one river"}, message_type="embed")
+            assert len(embedded.json["embedding"]) == 16
+            wrong = await app.ask({"text": 1}, message_type="embed")
+            assert wrong.code == "provider_rejected"

@@ -1,0 +1,121 @@
+"""Handlers and pipelines in the settings: what is wrong is refused at start, all at once, by name."""
+
+from pathlib import Path
+
+import pytest
+
+from consumers.flows.handlers import HandlerSpec
+from lanekeeper.contract.problems import SettingsError
+from service.config.loading import load_settings
+
+GOOD = """
+[handlers.chunk]
+run = "documents.parts:chunk"
+kind = "cpu"
+
+[[pipelines.ingest.steps]]
+name = "chunk"
+handler = "chunk"
+
+[[pipelines.ingest.steps]]
+name = "summaries"
+each = "chunk"
+prompt = "{{ number }}: {{ item }}"
+lane = "batch"
+on_failure = "keep"
+"""
+WRONG = """
+[handlers.messages]
+run = "a:b"
+
+[handlers.Upper]
+run = "a:b"
+
+[handlers.nowhere]
+kind = "cpu"
+
+[handlers.badly]
+run = "no function"
+
+[handlers.takes_many]
+run = "a:b"
+many = true
+
+[[pipelines.p.steps]]
+name = "first"
+prompt = "{{ second }} {{ inptu }}"
+lane = "nowhere"
+
+[[pipelines.p.steps]]
+name = "second"
+prompt = "{% for %}"
+on_failure = "skip"
+
+[[pipelines.p.steps]]
+name = "second"
+handler = "absent"
+model = "m"
+
+[[pipelines.p.steps]]
+name = "itself"
+prompt = "{{ itself }}"
+each = "item"
+
+[[pipelines.p.steps]]
+name = "input"
+prompt = "x"
+handler = "badly"
+
+[[pipelines.q.steps]]
+name = "one"
+promt = "x"
+"""
+
+
+def told(toml: str, folder: Path) -> str:
+    file = folder / "lanekeeper.toml"
+    file.write_text(toml)
+    with pytest.raises(SettingsError) as refused:
+        load_settings(file, environ={})
+    return str(refused.value)
+
+
+def test_handlers_and_pipelines_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "lanekeeper.toml"
+    file.write_text(GOOD)
+    settings = load_settings(file, environ={"LANEKEEPER_HANDLERS__EMBED__RUN": "documents.vectors:embed"})
+    assert settings.handler_specs() == (
+        HandlerSpec(name="chunk", run="documents.parts:chunk", kind="cpu"),
+        HandlerSpec(name="embed", run="documents.vectors:embed", kind="async"),
+    )
+    (ingest,) = settings.pipeline_specs()
+    assert [(step.name, step.each, step.lane, step.on_failure) for step in ingest.steps] == [
+        ("chunk", "", "", "fail"),
+        ("summaries", "chunk", "batch", "keep"),
+    ]
+
+
+def test_what_is_wrong_is_told_by_name_all_at_once(tmp_path: Path) -> None:
+    text = told(WRONG, tmp_path)
+    for line in (
+        "handlers.messages.run in {file}: 'messages' is no name",
+        "handlers.Upper.run in {file}: 'Upper' is no name",
+        "handlers.nowhere.run in {file}: is not set",
+        "handlers.badly.run in {file}: found 'no function', allowed is module:function",
+        "handlers.takes_many.many in {file}: a handler that takes many requests at a time is not available",
+        "pipelines.p.steps in {file}: step 'first': it uses 'second', which has not run then: steps run in order",
+        "pipelines.p.steps in {file}: step 'first': it uses 'inptu', and there are only input",
+        "pipelines.p.steps in {file}: step 'first': lane 'nowhere' is not declared",
+        "pipelines.p.steps in {file}: step 'second': its template cannot be read: line 1",
+        "pipelines.p.steps in {file}: step 'second': on_failure is for the items of `each`",
+        "pipelines.p.steps in {file}: step 'second': there are two steps of this name",
+        "pipelines.p.steps in {file}: step 'second': handler 'absent' is not declared",
+        "pipelines.p.steps in {file}: step 'second': model and max_tokens are for a prompt",
+        "pipelines.p.steps in {file}: step 'itself': it uses 'itself', which has not run then",
+        "pipelines.p.steps in {file}: step 'itself': it uses 'item'",
+        "pipelines.p.steps in {file}: step 'input': is no name",
+        "pipelines.p.steps in {file}: step 'input': give it a prompt or a handler",
+        "pipelines.q.steps in {file}: found",
+        "in the environment as JSON; there is no 'promt'",
+    ):
+        assert line.replace("{file}", str(tmp_path / "lanekeeper.toml")) in text, text
