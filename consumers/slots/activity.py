@@ -90,8 +90,10 @@ class LaneActivity:
                 self.ended_by[problem.code] += 1
                 if isinstance(outcome, Buried):
                     self.buried_by[problem.code] += 1
-            case Stepped(answer=None):
-                return  # a pipeline that goes on without an attempt
+            case Stepped(answer=None, delay_ms=delay_ms, of=of):
+                if of:
+                    self._delay("pipeline", delay_ms)
+                return  # it goes on without an attempt
             case Stepped():
                 self.answered += 1
             case Retried(delay_ms=delay_ms):

@@ -192,6 +192,8 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> Non
 
         while await step() != "each_word, 2 of 6":  # noqa: ASYNC110  an application polls
             await asyncio.sleep(0.05)
+        pending = await app.control({"result": posted["id"]}, key="result")
+        assert pending.json["step"] == "each_word, 2 of 6"
         worker.api.release()
         found = await call("GET", f"{url}{posted['status_url']}?wait=30s")
         assert found["status"] == "completed"

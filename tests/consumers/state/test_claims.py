@@ -112,6 +112,23 @@ async def test_a_running_claim_says_how_long_it_lasts(store: Store) -> None:
     await until(longer)
 
 
+async def test_where_a_pipeline_stands_is_known_while_it_waits_and_while_its_next_step_runs(store: Store) -> None:
+    held = Held(ME, await granted(store))
+    await store.release(held, step="summaries, 37 of 100")
+    waiting = await store.find(ME)
+    assert waiting is not None
+    assert (waiting.running, waiting.step) == (False, "summaries, 37 of 100")
+    token = await granted(store)
+    running = await store.find(ME)
+    assert running is not None
+    assert (running.running, running.step) == (True, "summaries, 37 of 100")
+    answer = answered()
+    await store.complete(ME, fingerprint(), answer, token=token)
+    ended = await store.find(ME)
+    assert ended is not None
+    assert (ended.completion, ended.step) == (answer, "")
+
+
 async def test_a_renewal_reports_lost_claims_and_cancellations(store: Store) -> None:
     others = [Identity("tenant", f"id-{each}") for each in (2, 3)]
     tokens = [await granted(store)]

@@ -1,4 +1,4 @@
-"""A worker is killed between any two steps of a pipeline: what is stored is not paid again, and there is one answer."""
+"""Pipelines in processes of their own: killed between any two steps, and traced."""
 
 import asyncio
 from collections import Counter
@@ -10,6 +10,7 @@ import pytest
 
 from consumers.settle import FAILPOINT_EXIT_CODE
 from tests.support.brokers import Vhost
+from tests.support.otlp import OtlpReceiver, ReceivedSpan
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
 from tests.support.serving import HeldCalls
@@ -109,3 +110,25 @@ async def test_a_fan_out_survives_deaths_in_all_places(vhost: Vhost, tmp_path: P
         repeated = counted.total() - 31
         # a death cuts off at most what ran: four items and the pipeline's own step
         assert repeated <= 5 * lives["killed"]
+
+
+async def test_a_pipeline_and_its_items_are_one_trace_that_names_the_steps(vhost: Vhost, tmp_path: Path) -> None:
+    (tmp_path / "lanekeeper.toml").write_text(PIPELINES)
+    trace_id = "5b0c" * 8
+    async with OtlpReceiver() as otlp, HeldCalls() as api:
+        exported = {"OTEL_EXPORTER_OTLP_ENDPOINT": otlp.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "50"}
+        environ = environment(vhost, api, **exported)
+        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker, requester(vhost.amqp_url) as app:
+            await worker.ready()
+            headers = {"x-lane-pipeline": "ingest", "traceparent": f"00-{trace_id}-00000000000000aa-01"}
+            asked = await app.publish("one two three", headers=headers)
+            assert (await app.final(asked)).status == "ok"
+
+            def steps(spans: list[ReceivedSpan]) -> Counter[str]:
+                ours = (span for span in spans if span.trace_id == trace_id and span.name.startswith("process"))
+                return Counter(span.attributes.get("lane.step", "") for span in ours)
+
+            spans = await otlp.wait_for(lambda spans: steps(spans).keys() >= {"chunk", "summaries", "combine"})
+            assert steps(spans)["summaries"] >= 4, "three items, and the fan-out itself"
+            calls = [span for span in spans if span.trace_id == trace_id and span.name.startswith("chat")]
+            assert len(calls) == 4
