@@ -72,6 +72,8 @@ PRIVATE: Final = "its host has a private address"
 KEPT_MS: Final = 86_400_000
 """For how long the log of a webhook is kept after its end."""
 GONE: Final = 410
+FAULTS_AT_MOST: Final = 5
+"""A message that causes a fault of ours at each of this many deliveries becomes a dead letter."""
 UNDELIVERED: Final = "webhook_undelivered"
 _ENTRY = re.compile(r"(?P<host>\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
 log = logs.logger()
@@ -358,8 +360,13 @@ class Posting:
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="webhook", error=str(error))
             await self.settler.nack_later(delivery)
-        except Exception:
+        except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="webhook")
+            if (delivery.times_delivered or 1) >= FAULTS_AT_MOST:
+                with suppress(BrokerError):  # then it is delivered once more
+                    await self._bury(delivery.message, UNDELIVERED, f"a fault of Lanekeeper: {type(error).__name__}")
+                    await self.settler.ack(delivery)
+                    return
             await self.settler.reject_later(delivery)
 
     async def _handle(self, delivery: Delivery) -> None:

@@ -63,6 +63,7 @@ async def test_secrets_rotate_each_signs(vhost: Vhost) -> None:
             hook.posts[0].verify(OTHER_SECRET)
 
 
+@pytest.mark.every_version
 async def test_500_slow_and_redirect_are_tried_again_and_then_delivered(vhost: Vhost) -> None:
     async with endpoint() as hook:
         bad: Iterator[web.Response | float] = iter(
@@ -221,3 +222,19 @@ async def test_the_command_lists_posts_and_posts_again(vhost: Vhost, tmp_path: P
         assert (await does("redeliver", "unknown"))[0] == 1
         (listed,) = json.loads((await does("list", "--json"))[1])
         assert listed["state"] == "delivered"
+
+
+async def test_a_large_answer_is_posted_as_its_address(vhost: Vhost, tmp_path: Path) -> None:
+    bodies = {"url": f"file://{tmp_path}/bodies", "answers_over_bytes": 4096}
+    async with (
+        endpoint() as hook,
+        serving(vhost.amqp_url, webhooks=hook.settings(), bodies=bodies),
+        requester(vhost.amqp_url) as app,
+    ):
+        body = {"prompt": "a long one [[tokens: 20000]]", "max_tokens": 20_000}
+        reply = await app.ask(body, message_id="w-large", headers={"x-lane-webhook": hook.url()})
+        assert reply.json["type"] == "urn:lanekeeper:body"
+        await until(lambda: hook.posts)
+        hook.posts[0].verify()
+        assert hook.posts[0].body == reply.body
+        assert hook.posts[0].headers["x-lane-status"] == "ok"

@@ -2,11 +2,11 @@
 
 import pytest
 
-from consumers.flows.webhooks import Post, WebhookSpec, is_host, redelivered
+from consumers.flows.webhooks import FAULTS_AT_MOST, Post, Posting, WebhookSpec, is_host, redelivered
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
-from tests.support.jobs import NOW_MS, Bench
+from tests.support.jobs import NOW_MS, Bench, FakeDeliveries, FakeSession
 
 ANY = WebhookSpec(hosts=("*",))
 SOME = WebhookSpec(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:4700::1111]"))
@@ -128,3 +128,38 @@ def test_a_dead_letter_that_lacks_what_a_post_needs_is_refused() -> None:
     message.headers = {name: value for name, value in message.headers.items() if name != n.STATUS}
     with pytest.raises(RequestProblem, match="not complete"):
         redelivered(message)
+
+
+POST = Post(
+    url="https://a.example/h", id="m-1", status="ok", tenant="", routing_key="a.b", content_type="application/json"
+)
+
+
+class Faulty(Posting):
+    """Has a fault."""
+
+    async def _attempt(self, post: Post, message: object, endpoint: str) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("times", "steps"), [(1, ["reject"]), (FAULTS_AT_MOST, ["confirmed: lane.dead", "ack"])])
+async def test_what_causes_a_fault_of_ours_again_and_again_becomes_a_dead_letter(
+    times: int, steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+    bench = Bench(spec=SPEC)
+    posting = Faulty(
+        FakeDeliveries(FakeSession(bench.log, [])),
+        spec=SPEC,
+        publisher=bench.publisher,
+        settler=bench.settler,
+        store=bench.store,
+    )
+    delivery = bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=POST.headers())
+    delivery.times_delivered = times
+    await posting._take(delivery)
+    assert bench.log == steps
+    if times > 1:
+        letter = bench.to("lane.dead")
+        assert (letter.headers[n.DEAD_CODE], letter.message_id) == ("webhook_undelivered", "m-1")
+        assert Post.of(redelivered(letter), now_ms=NOW_MS).id == "m-1"
