@@ -155,6 +155,8 @@ NOT_FOR_APPLICATIONS = [
     *(publish(exchange, "critical.a.b") for exchange in ("lane.due", "lane.dead", "lane.events", "lane.fallen")),
     publish("lane.delay.00", "critical.a.b", {"lane-d00": False}),
     publish("lane.control", "cancel"),
+    publish("lane.webhooks", "webhooks.normal"),
+    get("lane.webhooks"),
     publish("", "lane.critical"),
     own_queue(),
     declare_queue("mine"),
@@ -215,6 +217,8 @@ FOR_WORKERS = [
     publish("lane.delay.28", "normal.a.b", {}),
     publish("lane.dead", "normal.a.b"),
     get("lane.dead"),
+    publish("lane.webhooks", "webhooks.normal"),
+    consume("lane.webhooks"),
     publish("lane.events", "normal.a.started.m1"),
     publish("", "some.reply.queue"),
     own_queue("lane.control", "status"),
@@ -246,6 +250,7 @@ NOT_FOR_OPERATORS = [
     publish("lane.requests", "nowhere.somebody.chat"),
     publish("", "lane.critical"),
     get("lane.critical"),
+    get("lane.webhooks"),
     own_queue("lane.requests"),
     declare_queue("lane.gold"),
     delete_queue("lane.dead"),
@@ -263,6 +268,7 @@ async def test_an_operator_may_publish_to_any_lane_cancel_watch_read_dead_letter
     assert await it.may("operator", own_queue("lane.events"))
     assert await it.may("operator", get("lane.dead"))
     assert await it.may("operator", publish("lane.dead", "normal.a.b")), "dead letters that were exported"
+    assert await it.may("operator", publish("lane.webhooks", "webhooks.normal")), "outcomes that were dead letters"
     assert compare(it.topology, await (await management_of(it, "operator")).topology()) == []
     assert [act.what for act in NOT_FOR_OPERATORS if await it.may("operator", act)] == []
 
