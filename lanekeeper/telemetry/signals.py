@@ -11,7 +11,7 @@ Attribute names are our own constants, because OpenTelemetry's packages lag behi
 
 from typing import Final
 
-# Log events; docs/logs.md lists the fields of each and when it is written. First the service as a whole.
+# Log events; docs/logs.md explains those that need it. First the service as a whole.
 SERVICE_READY: Final = "service.ready"
 SERVICE_STOPPING: Final = "service.stopping"
 SERVICE_STOPPED: Final = "service.stopped"
