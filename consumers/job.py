@@ -89,8 +89,9 @@ class Standing:
     state: bytes
 
     def identity(self, request: Identity) -> Identity:
-        """Under which the outcome of the step is stored."""
-        return Identity(request.tenant, f"{request.id}#{self.step}")
+        """Under which the outcome of the step is stored. With the input in it, because a dead letter may be edited
+        before it is replayed."""
+        return Identity(request.tenant, f"{request.id}#{self.step}~{self.flow.body_hash[:8]}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Pipelines: requests that run several steps, one after the other, as a routing slip.
 
 The request's message carries the state: its input, and the outputs of the steps that have ended. Each step is worked on
-as an attempt of the request, under the request's claim, and its outcome is stored under an id of its own,
-`<id>#<step>`, before the message goes on to the next step (`settle.py`). So a crash repeats a publish, and never a call
-whose outcome is stored: a step that ran before is answered from the store.
+as an attempt of the request, under the request's claim, and its outcome is stored under an id of its own (`Standing`)
+before the message goes on to the next step (`settle.py`). So a crash repeats a publish, and never a call whose outcome
+is stored: a step that ran before is answered from the store.
 
-A step with `each` publishes a message for each item of a list, `<id>#<step>.<number>`, to a side queue of its lane, so
-that the items use the slots of the lane's intake. The request's own message then goes round the delay cascade, and each
-time looks in the store for the items' outcomes, until it has all.
+A step with `each` publishes a message for each item of a list to a side queue of its lane, so that the items use the
+slots of the lane's intake. The request's own message then goes round the delay cascade, and each time looks in the
+store for the items' outcomes, until it has all.
 """
 
 import asyncio
@@ -342,23 +342,23 @@ class Pipelines:
         )
 
     async def _publish(self, job: Job, lane: str, number: int | None, items: Sequence[Message]) -> bool:
-        """Note these items in the store, which must know what it is asked for later, and publish them. Returns whether
-        their queue had room for all."""
+        """Publish these items, and note each in the store: what the store does not know was not published, or the store
+        has lost it. Returns whether their queue had room for all."""
         key = ".".join((lane, *job.routing_key.split(".")[1:]))
         assert job.standing is not None
         deadline_ms = job.standing.flow.deadline_ms
 
         async def one(item: Message) -> None:
-            identity = Identity(job.identity.tenant, item.message_id or "")
-            await self.claiming.expect(identity, deadline_ms=deadline_ms)
             if number is None:
                 first = hop(0, self.names)
                 item.headers = {**item.headers, **first.headers}
                 await self.publisher.publish_surely(item, exchange=first.exchange, routing_key=key)
-                return
-            exchange = self.names.side_exchange(number)
-            await self.publisher.publish_surely(item, exchange=exchange, routing_key=key, refused_within_s=0)
-            self.seen(lane, number)
+            else:
+                exchange = self.names.side_exchange(number)
+                await self.publisher.publish_surely(item, exchange=exchange, routing_key=key, refused_within_s=0)
+                self.seen(lane, number)
+            identity = Identity(job.identity.tenant, item.message_id or "")
+            await self.claiming.expect(identity, deadline_ms=deadline_ms)
 
         ended_all = await asyncio.gather(*map(one, items), return_exceptions=True)
         errors = [error for error in ended_all if isinstance(error, BaseException)]
@@ -368,8 +368,9 @@ class Pipelines:
         return not errors
 
     async def _find(self, job: Job, step: _Step, numbers: Sequence[int]) -> list[Found | None]:
-        prefix = f"{job.id}#{step.spec.name}."
-        identities = [Identity(job.identity.tenant, f"{prefix}{k + 1}") for k in numbers]
+        assert job.standing is not None
+        prefix = job.standing.identity(job.identity)
+        identities = [Identity(prefix.tenant, f"{prefix.id}.{k + 1}") for k in numbers]
         return list(await asyncio.gather(*map(self.claiming.find, identities)))
 
     def _is_missing(self, job: Job, found: Found | None) -> bool:

@@ -1,6 +1,7 @@
 """Pipelines from the requester's side: steps, fan-out and join, partial failure, replays, cancellation."""
 
 import asyncio
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,39 @@ async def test_a_pipeline_whose_middle_step_fails_is_retried_there_and_a_replay_
             )
             assert (await app.final(replayed)).text == "echo: last {'echo': 'echo: first x'}"
             assert [call.prompt for call in worker.api.calls] == ["last {'echo': 'echo: first x'}"], "first is stored"
+
+
+@pytest.mark.parametrize("side_queues", [1, 0])
+async def test_a_replayed_fan_out_asks_only_for_the_items_that_failed_unless_it_was_edited(
+    vhost: Vhost, side_queues: int
+) -> None:
+    lanes = {"batch": {"max_attempts": 1, "slots": 2, "side_queues": side_queues}}
+    words = [f"w{n}" for n in range(8)] + ["bad [[fault: overloaded x1]]"] + [f"w{n}" for n in range(8, 20)]
+    ours = serving(vhost.amqp_url, lanes=lanes, pipelines={"ingest": ingest()}, handlers={"words": CHUNK})
+    async with ours as worker, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        failed = await app.final(await run(app, "ingest", "\n".join(words), message_id="doc-1"))
+        assert failed.code == "attempts_exhausted"
+        assert "item 9: " in failed.json["detail"]
+        letter = await app.buried("doc-1")
+
+        async def replayed(body: bytes) -> str:
+            headers = {name: value for name, value in letter.headers.items() if name.startswith("x-lane-")}
+            return await app.publish(body, key=headers["x-lane-routing-key"], headers=headers, message_id="doc-1")
+
+        reply = await app.final(await replayed(letter.body))
+        assert reply.status == "ok", reply.json
+        found = [each for each in reply.text.removeprefix("echo: ").split("\n") if each]
+        assert found == [f'"echo: about {word}"' for word in words]
+        items = Counter(call.prompt for call in worker.calls("about") if '"' not in call.prompt)
+        assert items == {f"about {word}": 2 if "bad" in word else 1 for word in words}
+
+        second = await run(app, "ingest", "\n".join([*words, "bad2 [[fault: overloaded x1]]"]), message_id="doc-2")
+        assert (await app.final(second)).status == "error"
+        letter = await app.buried("doc-2")
+        headers = {name: value for name, value in letter.headers.items() if name.startswith("x-lane-")}
+        edited = await app.publish("a\nb", key="critical.tests.ask", headers=headers, message_id="doc-2")
+        assert (await app.final(edited)).text == 'echo: "echo: about a"\n"echo: about b"\n'
 
 
 async def test_cancelling_a_pipeline_stops_its_items(vhost: Vhost) -> None:

@@ -68,4 +68,4 @@ def sleeps(given: Any) -> Any:
 
 
 async def words(given: Any) -> Any:
-    return given.split()
+    return given.split("\n" if "\n" in given else None)
