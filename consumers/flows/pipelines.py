@@ -119,6 +119,8 @@ class Pipelines:
     parsing: Parsing
     chain_of: Callable[[str, str, str], Chain]
     seen: Callable[[str, int], None]
+    reach_soon: Callable[[str], None]
+    """`Failpoints.reach_soon`"""
     now_ms: NowMs = now_ms
     _steps: dict[str, dict[str, _Step]] = field(init=False)
 
@@ -349,6 +351,7 @@ class Pipelines:
         deadline_ms = job.standing.flow.deadline_ms
 
         async def one(item: Message) -> None:
+            self.reach_soon("after_publish")
             if number is None:
                 first = hop(0, self.names)
                 item.headers = {**item.headers, **first.headers}

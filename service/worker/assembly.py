@@ -758,6 +758,7 @@ def _pipelines(
         parsing=parsing,
         chain_of=Routes(settings.routes_spec()).of,
         seen=seen,
+        reach_soon=settler.failpoints.reach_soon,
     )
 
 
