@@ -178,31 +178,33 @@ async def test_what_cannot_be_read_is_shown_exported_and_dropped(vhost: Vhost) -
 
 async def test_a_tenants_dead_letter_is_only_replayed_by_those_who_may_speak_for_it(vhost: Vhost) -> None:
     async with (
-        serving(vhost, speakers=(USER,)) as worker,
+        serving(vhost, speakers=(vhost.user,)) as worker,
         requester(vhost) as app,
         operator(vhost) as mute,
         Connection(vhost.amqp_url, name="speaker") as connection,
     ):
-        speaker = DeadLetters(Settings(amqp_url=SecretStr(vhost.amqp_url), speakers=(USER,)), connection)
+        speaker = DeadLetters(Settings(amqp_url=SecretStr(vhost.amqp_url), speakers=(vhost.user,)), connection)
         headers = {"x-lane-tenant": "crm"}
-        await app.ask(request(1, temperature=1), message_id="x", user_id=USER, headers=headers)
+        await app.ask(request(1, temperature=1), message_id="x", user_id=vhost.user, headers=headers)
         await until(lambda: app.holds(1, "lane.dead"))
         wanted = Filter(tenants=frozenset({"crm"}))
         refused = await mute.replay(wanted, COOLER)
         assert "LANEKEEPER_SPEAKERS" in refused.refused[0]["reason"]
         assert (await speaker.replay(wanted, COOLER)).replayed == 1
         await until(lambda: [call for call in worker.api.calls if call.outcome == "ok"])
-        found = await app.control({"result": "x", "tenant": "crm"}, key="result", user_id=USER)
+        found = await app.control({"result": "x", "tenant": "crm"}, key="result", user_id=vhost.user)
         assert found.status in (None, "ok")
 
 
 async def test_a_tenant_that_a_requester_only_claims_is_not_in_its_dead_letter(vhost: Vhost) -> None:
     async with serving(vhost), requester(vhost) as app, operator(vhost) as letters:
-        await app.ask(request(1, temperature=1), message_id="x", user_id=USER, headers={"x-lane-tenant": "victim"})
+        await app.ask(
+            request(1, temperature=1), message_id="x", user_id=vhost.user, headers={"x-lane-tenant": "victim"}
+        )
         await until(lambda: app.holds(1, "lane.dead"))
         letter = await letters.find(Filter())
         assert letter is not None
-        assert letter.tenant == USER
+        assert letter.tenant == vhost.user
 
 
 async def test_over_http_only_operators_see_dead_letters_and_only_some_change_them(vhost: Vhost) -> None:
