@@ -13,6 +13,7 @@ process must end.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import count
 from typing import Final, Protocol
 
 from lanekeeper.contract.problems import BrokerError
@@ -21,6 +22,8 @@ from lanekeeper.telemetry import logs, signals
 LOOK_EVERY_S: Final = 0.05
 """The time between two checks of the conditions. They are polled, because they are attributes of very different
 objects, without a common event to wait for. Reading them 20 times a second takes 0.01 % of a CPU."""
+BRAKES_EVERY: Final = 5
+"""At each fifth check also what an operator has paused: there may be a hundred pools."""
 LOGGED_AFTER_S: Final = 0.5
 WATCH_EVERY_S: Final = 2.0
 STILL_S: Final = 30.0
@@ -64,7 +67,8 @@ class Pausing:
         loop = asyncio.get_running_loop()
         since_s: float | None = None
         is_logged = False
-        while True:
+        known: str | None = None
+        for look in count():
             if reasons := self.reasons():
                 if since_s is None:
                     since_s = loop.time()
@@ -76,14 +80,16 @@ class Pausing:
                     log.info(signals.TAKING_RESUMED, paused_s=round(loop.time() - since_s, 2))
                 since_s, is_logged = None, False
             why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            # a pool that holds too many deliveries does not resume yet, and is asked again at the next check
-            await asyncio.gather(
-                *(
-                    taker.resume() if must is None else taker.pause(must)
-                    for taker in takers
-                    if ((must := why or taker.brake) is not None) is not taker.is_paused
+            # a pool that holds too many deliveries does not resume yet, and is asked again
+            if why != known or look % BRAKES_EVERY == 0:
+                known = why
+                await asyncio.gather(
+                    *(
+                        taker.resume() if must is None else taker.pause(must)
+                        for taker in takers
+                        if ((must := why or taker.brake) is not None) is not taker.is_paused
+                    )
                 )
-            )
             if not reasons:
                 self._open.set()
             await asyncio.sleep(LOOK_EVERY_S)

@@ -75,7 +75,9 @@ class ScheduleSettings(Section):
             missed=self.missed,
         )
 
-    def wrong(self, name: str, lanes: Mapping[str, LaneSpec], handlers: Collection[str]) -> Iterator[Disagreement]:
+    def wrong(
+        self, name: str, lanes: Mapping[str, LaneSpec], *, handlers: Collection[str], pipelines: Collection[str]
+    ) -> Iterator[Disagreement]:
         """Find what a worker would refuse in the request, and what is missing."""
         at = ("schedules", name)
         if self.cron is None:
@@ -90,6 +92,6 @@ class ScheduleSettings(Section):
             body=spec.body, routing_key=spec.key, type=spec.type, headers=spec.headers, content_type="application/json"
         )
         try:
-            decode(message, lane=lane, request_id=ID, hop=None, now_ms=0, handlers=handlers)
+            decode(message, lane=lane, request_id=ID, hop=None, now_ms=0, handlers=handlers, pipelines=pipelines)
         except RequestProblem as problem:
             yield Disagreement(problem.detail, at=tuple((*at, each) for each in ("body", "headers", "type")), by=(at,))

@@ -653,7 +653,7 @@ async def assemble(
                 is_braked=pools.is_braked,
             ),
             watchdog=Watchdog(pools.made, unfetched=pools.unfetched, lost_slots=pools.lost_slots),
-            lengths=QueueLengths(broker.consuming, worked_lanes, names=names),
+            lengths=QueueLengths(broker.consuming, worked_lanes, names=names, heads=pools.heads),
             dead_letters=DeadLetters(
                 partial(OldestMessages, broker.consuming, names.dead),
                 store=store,

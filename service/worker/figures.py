@@ -15,6 +15,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError
 from service.metrics import Sample, of_connection, of_publishes, of_store
 from service.status import packed
+from topology.broker.consume import Heads
 from topology.lanes import LaneSpec
 
 if TYPE_CHECKING:
@@ -33,22 +34,15 @@ def side_of(intake: str) -> str:
 
 class QueueLengths:
     """The lengths of these lanes' queues, and of that of dead letters, read from time to time. What the broker does not
-    tell is missing."""
+    tell is missing. `heads`: the side queues of each lane, by its intake, whose lengths are read for the fetching."""
 
-    def __init__(self, connection: Connection, lanes: Sequence[LaneSpec], *, names: Names) -> None:
+    def __init__(
+        self, connection: Connection, lanes: Sequence[LaneSpec], *, names: Names, heads: Mapping[str, Heads]
+    ) -> None:
         self._connection = connection
-        self._queues = {
-            lane.name: [names.intake(lane.name), names.due(lane.name)]
-            + [names.side(lane.name, number) for number in range(lane.side_queues)]
-            for lane in lanes
-        }
+        self._queues = {lane.name: [names.intake(lane.name), names.due(lane.name)] for lane in lanes}
+        self._heads = heads
         self._dead = names.dead
-        self._in_order = {
-            queue: queues
-            for intake, _, *sides in self._queues.values()
-            for queue, queues in ((intake, [intake]), (side_of(intake), sides))
-        }
-        """The queues whose requests are delivered in the order of their publishing, by the name of their pool."""
         self._depths: Mapping[str, Depth] = {}
         self._empty_ms: dict[str, int] = {}
 
@@ -65,9 +59,9 @@ class QueueLengths:
                 except BrokerError:
                     pass
             self._depths = found
-            for queue in self._in_order:
-                if self._ready_in(queue) == 0:
-                    self._empty_ms[queue] = asked_ms
+            for intake, _ in self._queues.values():
+                if intake in found and found[intake].ready == 0:
+                    self._empty_ms[intake] = asked_ms
             await asyncio.sleep(pause_s)
 
     @property
@@ -78,7 +72,9 @@ class QueueLengths:
     def waiting(self, lane: str) -> int | None:
         """How many requests wait in the lane's queues."""
         queues = self._queues[lane]
-        return sum(self._depths[queue].ready for queue in queues) if self._depths.keys() >= set(queues) else None
+        if not self._depths.keys() >= set(queues):
+            return None
+        return self._heads[queues[0]].ready + sum(self._depths[queue].ready for queue in queues)
 
     def intake(self, lane: str) -> Depth | None:
         return self._depths.get(self._queues[lane][0])
@@ -88,19 +84,19 @@ class QueueLengths:
         last (`delivered_ms`, by pool), and after its queue was empty."""
         oldest_s = 0.0
         intake = self._queues[lane][0]
-        for queue in (intake, side_of(intake)):
-            if (ready := self._ready_in(queue)) is None:
-                return None
+        if intake not in self._depths:
+            return None
+        heads = self._heads[intake]
+        for queue, ready, empty_ms in (
+            (intake, self._depths[intake].ready, self._empty_ms.get(intake, 0)),
+            (side_of(intake), heads.ready, heads.empty_ms),
+        ):
             if ready:
-                known_ms = [at_ms for times in (delivered_ms, self._empty_ms) if (at_ms := times.get(queue))]
+                known_ms = max(delivered_ms.get(queue, 0), empty_ms)
                 if not known_ms:
                     return None
-                oldest_s = max(oldest_s, time.time() - max(known_ms) / 1000)
+                oldest_s = max(oldest_s, time.time() - known_ms / 1000)
         return oldest_s
-
-    def _ready_in(self, queue: str) -> int | None:
-        queues = self._in_order[queue]
-        return sum(self._depths[name].ready for name in queues) if self._depths.keys() >= set(queues) else None
 
 
 def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on thes
 """
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
-READ_EMPTY_EVERY_S: Final = 5.0
+READ_EMPTY_EVERY_S: Final = 8.0
 """So that many idle lanes cost little."""
 WAITING = 1000
 log = logs.logger()
@@ -198,6 +199,8 @@ class Heads:
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
         self._held: set[str] = set()
+        self.empty_ms = 0
+        """When all were found empty last, ms since 1970; 0: not yet."""
         self.changed = asyncio.Event()
 
     @property
@@ -295,9 +298,12 @@ class HeadsSession(Session):
         return Delivery(found[0], queue=queue, channel=self._channel, counted=self._counted)
 
     async def _read_lengths(self) -> None:
+        asked_ms = time.time_ns() // 1_000_000
         for queue in self._heads.queues:
             with border(f"cannot look at {queue!r}", lost=ChannelLost):
                 self._heads.found(queue, (await depth(self._channel, queue)).ready)
+        if not self._heads.ready:
+            self._heads.empty_ms = asked_ms
 
     def _end(self, reason: str) -> None:
         super()._end(reason)
