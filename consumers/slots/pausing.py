@@ -26,6 +26,8 @@ BRAKES_EVERY: Final = 5
 """At each fifth check also what an operator has paused: there may be a hundred pools."""
 LOGGED_AFTER_S: Final = 0.5
 WATCH_EVERY_S: Final = 2.0
+EMPTY_FOR: Final = 4
+"""A queue that was found empty is not asked about at so many checks, so that idle lanes cost little."""
 STILL_S: Final = 30.0
 Condition = Callable[[], str | None]
 log = logs.logger()
@@ -126,6 +128,7 @@ class Watchdog:
         self._unfetched = unfetched
         self._lost_slots = lost_slots
         self._taken: dict[str, int] = {}
+        self._empty_for: dict[str, int] = {}
         self._looks: dict[str, int] = {}
         """How many checks in a row have found a queue or a lane standing still, by the text that says so."""
         self.trouble: str | None = None
@@ -159,10 +162,13 @@ class Watchdog:
             and self._taken.get(pool.queue) == pool.taken
         }
         self._taken = {pool.queue: pool.taken for pool in self._pools}
+        self._empty_for = {queue: left - 1 for queue, left in self._empty_for.items() if left > 1}
+        quiet = {queue: pool for queue, pool in quiet.items() if queue not in self._empty_for}
         if not quiet:
             return []
         try:
             waiting = await self._unfetched(list(quiet))
         except BrokerError:  # the pools report it
             return []
+        self._empty_for |= {queue: EMPTY_FOR + 1 for queue in quiet if not waiting[queue]}
         return [pool for queue, pool in quiet.items() if waiting[queue] and pool.taken == self._taken[queue]]

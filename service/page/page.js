@@ -121,6 +121,7 @@ function show(found) {
   accounts(found);
   failures(found);
   pauses(found);
+  schedules(found);
   if (found.dead !== deadShown) dead(found.dead);
 }
 
@@ -270,6 +271,16 @@ function pauses(found) {
   draw($("pauses"), found.pauses ?? [], (all) => (all.length
     ? el("table", {}, all.map((each) => el("tr", {}, el("td", {}, el("b", {}, `${each.kind} ${each.name}`), el("br"), `${each.until ? `until ${clock(each.until)}` : "until let go"}, by ${each.who}${each.why ? `: ${each.why}` : ""}`), el("td", { class: "n" }, el("button", { class: "small", onclick: () => release(each) }, "Let go")))))
     : el("p", { class: "note" }, "Nothing is braked.")));
+}
+
+function schedules(found) {
+  const all = Object.entries(found.schedules ?? {});
+  $("schedules-section").hidden = !all.length;
+  draw($("schedules"), found.schedules ?? {}, () => table(["schedule", "next", "last"], all.map(([name, each]) => [
+    el("span", { title: `${each.cron} ${each.timezone}, ${each.key}` }, name),
+    each.paused ? el("span", { class: "bad", title: each.paused }, "paused") : clock(each.next),
+    each.last ? el("button", { class: "as-link", title: each.last, onclick: () => request(each.last) }, each.last.slice(-16)) : "never",
+  ])));
 }
 
 const braked = (found, kind, name) => (found.pauses ?? []).find((each) => each.kind === kind && each.name === name) ?? null;
