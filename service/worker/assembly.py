@@ -445,6 +445,7 @@ class Pools:
         if heads.queues:
             side_queues = SideQueues(lane, heads, publisher=self.broker.publisher, names=names, now_ms=now_ms)
         lane_slots = LaneSlots(self.shares, None if side_queues is None else side_queues.has)
+        heads.begun = lambda: sum(queue.begun for queue in lane_slots.queues)
         self.activities.append(activity)
         self.lane_slots[lane.name] = lane_slots
         self.heads[names.intake(lane.name)] = heads

@@ -36,8 +36,8 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
-READ_EMPTY_EVERY_S: Final = 8.0
-"""So that many idle lanes cost little."""
+READ_IDLE_EVERY_S: Final = 15.0
+"""While the lane is idle: many idle lanes are to cost little."""
 WAITING = 1000
 log = logs.logger()
 
@@ -202,6 +202,8 @@ class Heads:
         self.empty_ms = 0
         """When all were found empty last, ms since 1970; 0: not yet."""
         self.changed = asyncio.Event()
+        self.begun: Callable[[], int] = lambda: 0
+        """How many requests of the lane have begun in this process; set by whoever knows."""
 
     @property
     def queues(self) -> tuple[str, ...]:
@@ -243,8 +245,8 @@ class Heads:
 
 
 class HeadsSession(Session):
-    """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, passive declarations find out
-    which queues have messages, more seldom while all are empty; the answer to a fetch also says how many are left."""
+    """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, more seldom while the lane is
+    idle, passive declarations find out which queues have messages; the answer to a fetch also says how many are left."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)
@@ -269,7 +271,7 @@ class HeadsSession(Session):
         self._heads.changed.set()
 
     async def __anext__(self) -> Delivery:
-        loop, pause_s = asyncio.get_running_loop(), READ_LENGTHS_EVERY_S / 2
+        loop, pause_s, begun = asyncio.get_running_loop(), READ_LENGTHS_EVERY_S, 0
         while True:
             self._heads.changed.clear()
             if self._lost is not None:
@@ -281,7 +283,8 @@ class HeadsSession(Session):
                     return delivery
             elif self._fetching and loop.time() >= self._next_reading_s:
                 await self._read_lengths()
-                pause_s = READ_LENGTHS_EVERY_S if self._heads.ready else min(2 * pause_s, READ_EMPTY_EVERY_S)
+                is_idle, begun = not self._heads.ready and self._heads.begun() == begun, self._heads.begun()
+                pause_s = min(2 * pause_s, READ_IDLE_EVERY_S) if is_idle else READ_LENGTHS_EVERY_S
                 self._next_reading_s = loop.time() + pause_s
             else:
                 with suppress(TimeoutError):
