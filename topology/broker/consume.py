@@ -246,7 +246,7 @@ class Heads:
 
 class HeadsSession(Session):
     """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, more seldom while the lane is
-    idle, passive declarations find out which queues have messages; the answer to a fetch also says how many are left."""
+    idle, passive declarations find out which queues have messages; the answer to a fetch says how many are left."""
 
     def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
         super().__init__(channel, queue=queue, counted=counted)
