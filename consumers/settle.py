@@ -330,7 +330,10 @@ class Settler:
             back_ms=at_ms + first_hop.delay_ms,
             flow=outcome.flow,
         )
-        message = _copy(job, {**_hop_headers(job, past), **first_hop.headers}, names=self.names)
+        headers = {**_hop_headers(job, past), **first_hop.headers}
+        for of_the_step in (n.RAN_MS, n.DEATHS):
+            headers.pop(of_the_step, None)
+        message = _copy(job, headers, names=self.names)
         message.body, message.content_encoding = outcome.state, None
         key = ".".join((outcome.lane, *job.routing_key.split(".")[1:]))
         self.failpoints.reach_soon("after_publish")
@@ -430,8 +433,8 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         flow=hop.flow or job.hop.flow,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,
-        ran_ms=0 if hop.flow is not None else job.ran_ms,
-        deaths=0 if hop.flow is not None else job.deaths,
+        ran_ms=job.ran_ms,
+        deaths=job.deaths,
     )
     headers = hop_headers(hop)
     if job.identity.tenant != (job.hop.user_id or ""):

@@ -74,7 +74,8 @@ class Cores:
     """Starts and kills the processes. `size`: how many run at the same time; None: one for each core."""
 
     def __init__(self, size: int | None = None) -> None:
-        self._places = asyncio.Semaphore(size or len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._places = asyncio.Semaphore(size or cores or 1)
         self._idle: list[Child] = []
         self._all: set[Child] = set()
 

@@ -173,7 +173,9 @@ class Pipelines:
                 model=str(before.headers.get(n.MODEL, "")),
                 provider=str(before.headers.get(n.PROVIDER, "")),
             )
-        found = await self.parsing.run(partial(jiter.from_json, state, cache_mode="none"), rank=(0, len(state)))
+        found = await self.parsing.run(
+            partial(jiter.from_json, state, cache_mode="none"), rank=(decoded.lane.rank, len(state))
+        )
         values = {INPUT: found["input"], **found["outputs"]}
         if step.each is not None:
             return await self._fan_out(job, step, lane, values)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from consumers.flows.pipelines import StepSpec
 from service.config.flows import PipelineSettings
 from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
 from tests.support.processes import environment, lanekeeper
+from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
 from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import until
@@ -235,6 +237,34 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> Non
         told = [each.json for each in app.events if each.json["event"] == "step"]
         assert {"each_word", "combine"} <= {each["next"] for each in told}
         assert any((each.get("done"), each.get("of")) == (2, 6) for each in told)
+
+
+async def test_items_that_the_store_has_lost_are_asked_again(vhost: Vhost, tmp_path: Path) -> None:
+    words = " ".join(["w0", "w1", *(f"w{n}[[held]]" for n in range(2, 6))])
+    with redis_server(tmp_path) as redis:
+        ours = serving(
+            vhost.amqp_url,
+            pipelines={"ingest": ingest()},
+            handlers={"words": CHUNK},
+            store_url=SecretStr(redis.url),
+        )
+        async with ours as worker, requester(vhost.amqp_url) as app:
+            asked = await run(app, "ingest", words, message_id="doc-1")
+            await until(lambda: worker.api.running == 4)
+
+            async def is_told() -> bool:
+                told = (await app.control({"result": "doc-1"}, key="result")).json
+                return bool(told.get("step") == "each_word, 2 of 6")
+
+            while not await is_told():  # noqa: ASYNC110  an application polls
+                await asyncio.sleep(0.05)
+            redis.kill()
+            redis.start()
+            worker.api.release()
+            reply = await app.final(asked, within_s=60)
+            assert reply.status == "ok", reply.json
+            found = [each for each in reply.text.removeprefix("echo: ").split("\n") if each]
+            assert found == [f'"echo: about {word}"' for word in words.split()]
 
 
 async def test_the_example_ingests_a_document(vhost: Vhost) -> None:
