@@ -151,20 +151,12 @@ COLUMNS = {
 
 
 def tables(found: Results) -> str:
-    """All tables: conditions, aims, all contestants side by side, waits under batch jobs."""
+    """All tables: conditions, aims, all contestants side by side."""
     rows = ("floor", OURS, STORELESS, TRACED, *(peer.name for peer in PEERS))
-    floods = [["batch jobs", "", "critical wait p50 ms", "p99 ms", "slots used %"]]
-    for jobs in DEPTHS:
-        for name in ("floor", OURS):
-            figures = ("critical_p50_ms", "critical_p99_ms", "slots_used")
-            medians = [found.median(f"flood {jobs}", name, figure) for figure in figures]
-            if any(medians):
-                floods.append([f"{jobs:,}", name, *map(report.cell, medians)])
     parts = (
         report.head(found, COMMAND, ABOUT),
         report.aims(found, AIMS),
         report.side_by_side(found, rows, COLUMNS),
-        report.aligned(floods) if len(floods) > 1 else "",
         report.missing(found),
     )
     return "\n\n".join(part for part in parts if part)
