@@ -458,7 +458,7 @@ def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
 
 FAILPOINTS = frozenset({
     "before_claim", "after_claim", "after_call", "after_keep", "after_store", "after_publish", "after_webhook",
-    "after_confirm", "after_ack", "after_post",
+    "after_confirm", "after_ack", "after_post", "after_repost",
 })  # fmt: skip
 """The places at which fault tests let a worker kill itself, in the order in which a request reaches them."""
 FAILPOINT_EXIT_CODE = 86

@@ -477,6 +477,7 @@ class Posting:
             pause_ms = min(round(1000 * pause_s * self.rng.uniform(1, 1 + SPREAD)), give_up_ms - now_ms)
             next_ms = now_ms + pause_ms
             post = replace(post, due_ms=next_ms)
+            self.settler.failpoints.reach_soon("after_repost")
             await self._publish_again(post, message, pause_ms)
         self.posted[state] += 1
         told: dict[str, Any] = {"state": state, "took_ms": took_ms, "status": status or None}
@@ -503,7 +504,6 @@ class Posting:
         first_hop = hop(delay_ms, names)
         again = post.message(message.body)
         again.headers = {**_trace_in(message), **again.headers, **first_hop.headers}
-        self.settler.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(
             again, exchange=first_hop.exchange, routing_key=names.webhook_key(post.lane)
         )

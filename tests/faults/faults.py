@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from signal import SIGCONT, SIGKILL, SIGSTOP, SIGTERM
 
+from consumers.settle import FAILPOINTS
 from tests.faults.checker import SLOTS_LOST, Disturbed, Verdict, Violation
 from tests.faults.ground import SETTLED_S, SLOTS, FileStore, Ground, RedisStore
 from tests.faults.nodes import Node
@@ -52,8 +53,8 @@ async def all_killed(ground: Ground, rng: random.Random, _: float) -> str:
 async def dying_between_steps(ground: Ground, rng: random.Random, lasts_s: float) -> str:
     """One worker dies again and again, between any two of: store, publish, confirm, acknowledge."""
     worker = rng.choice(ground.workers)
-    places = ("before_claim", "after_claim", "after_call", "after_store", "after_publish", "after_confirm", "after_ack")
-    worker.environ["LANEKEEPER_FAILPOINTS"] = ",".join(f"{place}:0.01" for place in places)
+    places = FAILPOINTS - {"after_keep"}
+    worker.environ["LANEKEEPER_FAILPOINTS"] = ",".join(f"{place}:0.01" for place in sorted(places))
     worker.send(signal.SIGKILL)
     await asyncio.sleep(lasts_s)
     del worker.environ["LANEKEEPER_FAILPOINTS"]

@@ -27,7 +27,7 @@ IDS = [f"killed-{at}" for at in range(5)]
         ("after_confirm", None),
         ("after_ack", None),
         ("after_post", 1),
-        ("after_publish", 1),
+        ("after_repost", 1),
     ],
 )
 async def test_nothing_is_lost_where_a_worker_dies(
@@ -35,7 +35,7 @@ async def test_nothing_is_lost_where_a_worker_dies(
 ) -> None:
     async with HeldCalls() as api, endpoint() as hook, requester(vhost.amqp_url) as app:
         environ = environment(vhost, api, **hook.environment())
-        if place == "after_publish":  # of the copy that comes back after a pause
+        if place == "after_repost":  # of the copy that comes back after a pause
             hook.answer = lambda posted: web.Response(status=500)
         dying = {**environ, "LANEKEEPER_FAILPOINTS": f"{place}:1"}
         async with lanekeeper("serve", environ=dying, folder=tmp_path) as first:
