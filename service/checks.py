@@ -227,20 +227,25 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
     else:
         try:
             yield _broker(settings, connection)
-            if (publisher := await _publisher(settings, connection)) is not None:
-                yield publisher
-                for what in ("topology", "providers", "store", "bodies"):
-                    yield Finding(
-                        what, None, "not looked at: it concerns who works lanes, and this user may only publish"
-                    )
-                return
-            yield await _topology(settings, connection)
-            for finding in await replies(connection):
-                yield finding
-            async for risk in risks(settings, connection):
-                yield _told(settings, risk)
-            if why_no_provider is None and await _is_simulated(settings, connection):
-                why_no_provider = "not asked: the workers that run answer by a simulated one"
+            try:
+                publisher = await _publisher(settings, connection)
+            except BrokerBlocked as error:  # whatever else is asked of it would only time out
+                yield Finding("alarm", False, str(error))
+            else:
+                if publisher is not None:
+                    yield publisher
+                    for what in ("topology", "providers", "store", "bodies"):
+                        yield Finding(
+                            what, None, "not looked at: it concerns who works lanes, and this user may only publish"
+                        )
+                    return
+                yield await _topology(settings, connection)
+                for finding in await replies(connection):
+                    yield finding
+                async for risk in risks(settings, connection):
+                    yield _told(settings, risk)
+                if why_no_provider is None and await _is_simulated(settings, connection):
+                    why_no_provider = "not asked: the workers that run answer by a simulated one"
         finally:
             await connection.__aexit__(None, None, None)
     if why_no_provider is not None:
@@ -255,7 +260,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
     """The result of `lanekeeper check` for an AMQP user that may only publish, as the user of an application may; it
     names the routing keys that this user may use. Returns None for a worker's user, which is recognised by its right to
-    write to reply queues, and for a user that may not publish to any lane."""
+    write to reply queues, and for a user that may not publish to any lane. Raises BrokerBlocked."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):
@@ -270,7 +275,9 @@ async def _publisher(settings: Settings, connection: Connection) -> Finding | No
 async def _may_write(connection: Connection, exchange: str, key: str) -> bool:
     try:
         await check_write_rights(connection, [(exchange, key)])
-    except BrokerError:
+    except BrokerError as error:
+        if connection.blocked is not None:
+            raise connection.blocked_error("publishers wait until it ends") from error
         return False
     return True
 

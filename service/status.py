@@ -281,13 +281,16 @@ def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for account, lanes in answer.get("waiting", {}).items():
             for lane, entry in lanes.items():
                 found.setdefault((lane, entry["reason"], account), []).append(entry)
+    limits = _accounts(answers)
     for (lane, reason, account), entries in found.items():
         oldest_s = max(entry["oldest_s"] for entry in entries)
         count = sum(entry["count"] for entry in entries)
         guessed = (
             "" if all(one.get("is_known", True) for one in entries) else " (a guess: nobody has told this limit yet)"
         )
-        yield f"{lane}: {count} wait for {reason}{guessed} of {account}, the first for {oldest_s:.1f} s"
+        known = limits.get(account, {}).get(reason)
+        of = account if known is None else f"{account}, whose limit is {known['limit']:.0f}"
+        yield f"{lane}: {count} wait for {reason}{guessed} of {of}; the first for {oldest_s:.1f} s"
 
 
 def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json as json_text
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -141,6 +142,9 @@ def _show_status(found: "Status", console: "Console") -> None:
         say(f"{unknown} more wait in the delay queues, from before these workers began, or replies to be sent again")
     if found.dead:
         say(f"{found.dead} dead letters are kept")
+    latest = Counter((failure["lane"], failure["code"]) for failure in found.failures)
+    for (name, code), times in latest.items():
+        say(f"{name}: {code} ended {times} of the last {len(found.failures)} requests that failed")
     for lane in found.lanes:
         if lane.deferred_for:
             text = ", ".join(f"{reason} {count}" for reason, count in sorted(lane.deferred_for.items()))
@@ -169,6 +173,8 @@ def _show_status(found: "Status", console: "Console") -> None:
         say(f"provider simulated by {text}: nothing is spent")
     if found.workers:
         say(f"answered by {', '.join(found.workers)}")
+    elif any(lane.consumers for lane in found.lanes):
+        say("No worker answered, but queues have consumers: a worker hangs. Restart it; its requests go to others.")
     else:
         say("No worker answered: start one with `lanekeeper serve` or `lanekeeper consume`.")
 

@@ -5,6 +5,8 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiormq.connection import Connection as Underlying
@@ -24,8 +26,10 @@ from lanekeeper.contract.problems import (
 )
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
+from service.checks import look
 from service.private_broker import PrivateBroker
 from tests.support.brokers import Vhost, close_connection, memory_alarm
+from tests.support.settings import load
 from tests.support.waiting import until
 from topology.broker import management
 from topology.broker.admin import WritingRights
@@ -212,7 +216,9 @@ def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
 
 
 @pytest.mark.every_version
-async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(own_broker: PrivateBroker) -> None:
+async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(
+    own_broker: PrivateBroker, tmp_path: Path
+) -> None:
     async with (
         Connection(own_broker.amqp_url, name="publish") as connection,
         Connection(own_broker.amqp_url, name="look") as looking,
@@ -230,13 +236,20 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
                 # the first was sent before the broker announced the alarm; its outcome is unknown
                 with pytest.raises(ConfirmUnknown, match="low on memory"):
                     await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=2)
-                alarms = connection.blocked, looking.blocked
-                assert alarms == ("low on memory", None), "who does not publish goes on"
+                assert (connection.blocked, looking.blocked) == ("low on memory", None), "who does not publish goes on"
                 began_s = time.monotonic()
                 with pytest.raises(BrokerBlocked, match="memory or disk alarm") as blocked:
                     await publisher.publish(MESSAGE, exchange="", routing_key="some", timeout_s=0.5)
                 assert time.monotonic() - began_s < 10
                 assert not blocked.value.maybe_published
+                elsewhere: dict[str, Any] = {
+                    "store_url": f"sqlite:///{tmp_path}/store.sqlite",
+                    "bodies": {"url": tmp_path.as_uri()},
+                }
+                settings = load(amqp_url=own_broker.amqp_url, **elsewhere)
+                wrong = [each async for each in look(settings, simulate=True) if each.well is False]
+                assert [each.what for each in wrong] == ["alarm"], "`lanekeeper check` does not blame the user's rights"
+                assert "low on memory" in wrong[0].text
                 surely = asyncio.create_task(publish_surely())
                 with pytest.raises(BrokerBlocked):
                     await publisher.publish_surely(
@@ -249,7 +262,8 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(o
             await publisher.publish(MESSAGE, exchange="", routing_key="some")
         assert connection.blocked is None
         assert connection.openings == 1, "the connection was kept"
-        told = [each["event"] for each in logs if each["event"] in (signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED)]
+        alarms = (signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED)
+        told = [each["event"] for each in logs if each["event"] in alarms and each["connection"] == "publish"]
         assert told == [signals.BROKER_BLOCKED, signals.BROKER_UNBLOCKED]
 
         async def is_there() -> bool:

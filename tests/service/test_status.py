@@ -1,14 +1,17 @@
 """Status: the answers of several workers and the lengths of the queues, combined."""
 
 from collections.abc import Iterable
+from io import StringIO
 from typing import Any
 
 import pytest
 from ddsketch import DDSketch
+from rich.console import Console
 
 from consumers.slots.activity import ACCURACY
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
+from service.cli.status import _show_status
 from service.status import merge, packed
 from topology.delays import LEVELS
 from topology.lanes import BATCH, CRITICAL
@@ -85,7 +88,13 @@ def test_what_waits_in_delays_is_added_up_by_reason_and_compared_with_the_broker
 def test_waits_for_the_same_account_are_shown_in_one_line() -> None:
     def waits(**lanes: tuple[int, str, float]) -> dict[str, Any]:
         told = {lane: dict(zip(("count", "reason", "oldest_s"), each, strict=True)) for lane, each in lanes.items()}
-        return {"worker": "a", "lanes": {}, "waiting": {"anthropic/sonnet": told}}
+        rpm = {"limit": 50.0, "left": 0.0, "used": 50.0}
+        return {
+            "worker": "a",
+            "lanes": {},
+            "waiting": {"anthropic/sonnet": told},
+            "accounts": {"anthropic/sonnet": {"rpm": rpm}},
+        }
 
     answers = [
         waits(batch=(4, "rpm", 1.25), critical=(1, "itpm", 0.1)),
@@ -94,9 +103,9 @@ def test_waits_for_the_same_account_are_shown_in_one_line() -> None:
     ]
 
     assert merge(answers, EMPTY, lanes=LANES, names=NAMES).waiting == (
-        "batch: 2 wait for otpm of anthropic/sonnet, the first for 0.5 s",
-        "batch: 7 wait for rpm of anthropic/sonnet, the first for 7.5 s",
-        "critical: 1 wait for itpm of anthropic/sonnet, the first for 0.1 s",
+        "batch: 2 wait for otpm of anthropic/sonnet; the first for 0.5 s",
+        "batch: 7 wait for rpm of anthropic/sonnet, whose limit is 50; the first for 7.5 s",
+        "critical: 1 wait for itpm of anthropic/sonnet; the first for 0.1 s",
     )
 
 
@@ -153,3 +162,20 @@ def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
     assert both.spent["lane"]["critical"]["usd"] == 0.5
     assert both.simulated == ("a",)
     assert alone.spent == {}
+
+
+def test_the_printed_status_names_why_requests_failed_last_and_a_worker_that_hangs() -> None:
+    def printed(answers: list[dict[str, Any]], consumers: int) -> str:
+        found = {**EMPTY, "lane.batch": Depth(3, consumers)}
+        console = Console(file=StringIO(), width=80)
+        _show_status(merge(answers, found, lanes=LANES, names=NAMES), console)
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue()
+
+    failures = [{"at_ms": at, "lane": "batch", "code": "deadline_exceeded"} for at in (1, 2)]
+    failures.append({"at_ms": 3, "lane": "critical", "code": "poison"})
+    running = printed([{"worker": "a", "lanes": {}, "failures": failures}], consumers=1)
+    assert "batch: deadline_exceeded ended 2 of the last 3 requests that failed" in running
+    assert "critical: poison ended 1 of the last 3" in running
+    assert "No worker answered, but queues have consumers: a worker hangs" in printed([], consumers=1)
+    assert "No worker answered: start one" in printed([], consumers=0)
