@@ -154,7 +154,7 @@ async def defer_until_due(
 
 async def _superseded(job: Job, decoded: Decoded, due_ms: int, *, claiming: Claiming) -> Outcome | None:
     key = decoded.request.debounce
-    if key is None or job.attempts:  # an attempt was made: what has begun goes on
+    if key is None or job.attempts or job.hop.flow is not None:  # what has begun goes on, a pipeline's next step too
         return None
     if await claiming.debounce(job, key, until_ms=due_ms + DEBOUNCED_KEPT_MS):
         return None

@@ -11,6 +11,7 @@ from aiohttp import web
 from standardwebhooks import WebhookVerificationError
 
 from consumers.state.base import Identity
+from service.config.flows import PipelineSettings
 from tests.support.brokers import Vhost
 from tests.support.endpoint import OTHER_SECRET, SECRET, endpoint
 from tests.support.gate import call, gate, submit
@@ -238,3 +239,20 @@ async def test_a_large_answer_is_posted_as_its_address(vhost: Vhost, tmp_path: P
         hook.posts[0].verify()
         assert hook.posts[0].body == reply.body
         assert hook.posts[0].headers["x-lane-status"] == "ok"
+
+
+async def test_a_pipeline_is_posted_once_with_what_its_last_step_answered(vhost: Vhost) -> None:
+    steps = [{"name": "first", "prompt": "one {{ input }}"}, {"name": "second", "prompt": "two {{ first }}"}]
+    pipelines = {"two": PipelineSettings.model_validate({"steps": steps})}
+    async with (
+        endpoint() as hook,
+        serving(vhost.amqp_url, webhooks=hook.settings(), pipelines=pipelines) as worker,
+        requester(vhost.amqp_url) as app,
+    ):
+        headers = {"x-lane-pipeline": "two", "x-lane-webhook": hook.url()}
+        delayed = {"x-lane-debounce": "doc", "x-lane-delay-ms": 300}
+        reply = await app.ask("river", message_id="w-pipe", headers={**headers, **delayed})
+        assert reply.status == "ok"
+        await until(lambda: worker.parts.posting.posted["delivered"])
+        assert [posted.id for posted in hook.posts] == ["w-pipe"]
+        assert hook.posts[0].body == reply.body

@@ -1,6 +1,7 @@
 """A request may run until its deadline and not at it; its problem says where the time was spent."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.completions import answered, failed
 from tests.support.jobs import NOW_MS, Bench, decoded, read
+from topology.codec.headers import FlowHop
 
 
 def job() -> Job:
@@ -256,6 +258,17 @@ async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:
     claiming.is_last = False
     headers = {**DEBOUNCED, n.DUE_MS: NOW_MS + 500, n.ATTEMPT: 1}
     assert await entered(claiming, 500, headers=headers, **DUE_AGAIN) is None
+
+
+async def test_a_pipeline_whose_first_step_has_run_is_not_superseded() -> None:
+    claiming = FakeClaiming()
+    claiming.is_last = False
+    headers = {**DEBOUNCED, n.DELAY_MS: 500, n.DUE_MS: NOW_MS + 500}
+    job = read(Bench().job(headers=headers, exchange="lane.due"))
+    job.hop = replace(job.hop, flow=FlowHop(step="second", deadline_ms=NOW_MS + 60_000))
+    bodies = Fetching(None, most_bytes=0)
+    due = await defer_until_due(job, decoded(job), claiming=claiming, bodies=bodies, now_ms=lambda: NOW_MS + 500)
+    assert due is None
 
 
 @pytest.mark.parametrize("late_ms", [0, 500])
