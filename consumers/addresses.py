@@ -10,6 +10,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 _NAT64: Final = ip_network("64:ff9b::/96")
 _COMPATIBLE: Final = ip_network("::/96")
 """IPv6 addresses that contain an IPv4 address, in a form that is no longer used."""
+_UNLISTED: Final = tuple(map(ip_network, ("64:ff9b:1::/48", "::ffff:0:0:0/96", "fec0::/10", "168.63.129.16/32")))
+"""What Python takes for public: local translations to IPv4, site-local addresses, Azure's metadata service."""
 
 
 class PrivateAddress(OSError):
@@ -40,4 +42,7 @@ def is_private(host: str) -> bool:
     mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
     if address in _NAT64 or address in _COMPATIBLE:
         mapped = IPv4Address(int(address) & 0xFFFFFFFF)
-    return not address.is_global or address.is_multicast or (mapped is not None and not mapped.is_global)
+    is_inside = any(address in network for network in _UNLISTED)
+    return (
+        is_inside or not address.is_global or address.is_multicast or (mapped is not None and is_private(str(mapped)))
+    )

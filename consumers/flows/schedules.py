@@ -52,8 +52,10 @@ class ScheduleSpec:
     def after(self, at_ms: int) -> Iterator[int]:
         """The times after `at_ms` at which it fires, in ms since 1970. Around a change of summer time it does as
         Debian's cron: what falls into the skipped hour runs after it, what falls into the repeated one runs once."""
-        for at in CronSim(self.cron, datetime.fromtimestamp(at_ms / 1000, ZoneInfo(self.timezone))):
-            yield round(1000 * at.timestamp())
+        since = datetime.fromtimestamp(at_ms / 1000, ZoneInfo(self.timezone))
+        for at in CronSim(self.cron, since.replace(fold=0)):  # from inside the repeated hour it goes back to the first
+            if (found_ms := round(1000 * at.timestamp())) > at_ms:
+                yield found_ms
 
     def due(self, last_ms: int, now_ms: int) -> list[int]:
         """The times after `last_ms` and up to `now_ms`; of many only the last ones."""

@@ -78,14 +78,16 @@ def test_a_schedule_keeps_its_local_time_through_changes_of_summer_time() -> Non
 def test_what_falls_into_the_skipped_hour_runs_after_it_and_what_falls_into_the_repeated_one_runs_once() -> None:
     assert texts(NIGHTLY, "2026-03-28T12:00Z", 2) == ["03-29 01:00", "03-30 00:30"]
     assert texts(NIGHTLY, "2026-10-24T12:00Z", 3) == ["10-25 00:30", "10-26 01:30", "10-27 01:30"]
+    assert texts(NIGHTLY, "2026-10-25T01:10Z", 2) == ["10-26 01:30", "10-27 01:30"], "it is the second 2:10"
 
 
-async def test_it_fires_once_a_time_across_a_change_of_summer_time() -> None:
-    world = World(NIGHTLY, "2026-10-24T20:00Z")
+@pytest.mark.parametrize("missed", ["skip", "once"])
+async def test_it_fires_once_a_time_across_a_change_of_summer_time(missed: Any) -> None:
+    world = World(replace(NIGHTLY, missed=missed), "2026-10-24T20:00Z")
     process = world.process()
     assert await world.at("2026-10-24T20:00Z", process) == []
     found = [
-        await world.at(f"2026-10-25T{hour:02}:{minute:02}:02Z", process) for hour in range(3) for minute in (29, 30)
+        await world.at(f"2026-10-25T{hour:02}:{minute:02}:02Z", process) for hour in range(3) for minute in range(60)
     ]
     assert [each for each in found if each] == [["schedule-nightly-20261025T003000Z"]]
 
