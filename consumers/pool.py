@@ -194,7 +194,7 @@ class Pool:
             raise
         except (BrokerError, StoreUnavailable) as error:
             self._undecided.pop(job, None)
-            where = "store" if isinstance(error, StoreUnavailable) else "set aside"
+            where = "store" if isinstance(error, StoreUnavailable) else "publish"
             log.error(signals.HANDLER_FAILED, where=where, error=str(error))
             await self._settler.nack_later(job.delivery)
         except Exception:  # one request that cannot even be moved or dead-lettered must not stop the whole lane
@@ -246,7 +246,7 @@ class Pool:
             if (replayed := await self._settler.reply_only(job)) is not None:
                 return replayed
             return await self._handle(job)
-        except StoreUnavailable:  # no outcome: the delivery is returned to its queue
+        except (BrokerError, StoreUnavailable):  # no outcome: the delivery is returned to its queue
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")

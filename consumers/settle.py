@@ -125,7 +125,9 @@ class Settler:
         return outcome
 
     async def _kept_and_stored(self, job: Job, outcome: Outcome) -> Outcome:
-        sendable = await self.large_answers.sendable(outcome, tenant=job.identity.tenant)
+        sendable = outcome
+        if not job.is_item:  # the answer of an item is not sent
+            sendable = await self.large_answers.sendable(outcome, tenant=job.identity.tenant)
         self.failpoints.reach("after_keep")
         stored = await self._stored(job, sendable)
         if stored is not sendable:

@@ -286,7 +286,11 @@ class DeadLetters:
         self._speaks = self._user in settings.speakers
         self._binds_replies = settings.binds_replies
         self._needs_user_id = settings.needs_user_id
-        self._max_values = settings.json_values
+        self._checks: dict[str, Any] = {
+            "max_values": settings.json_values,
+            "handlers": settings.handlers.keys(),
+            "pipelines": settings.pipelines.keys(),
+        }
 
     async def overview(self, wanted: Filter, *, limit: int = PAGE, after: tuple[int, int] | None = None) -> Overview:
         async with scanned(
@@ -411,6 +415,10 @@ class DeadLetters:
             )
         body, encoding = message.body, message.content_encoding
         if patch:
+            if n.PIPELINE in message.headers:
+                raise ReplayRefused(
+                    "its pipeline has run steps with its input: no field is edited; publish another input with a new id"
+                )
             if body_address_in(message.headers) is not None:
                 raise ReplayRefused(
                     f"its body is not in the message, but at the address in {n.BODY}: no field is edited"
@@ -445,7 +453,7 @@ class DeadLetters:
             for name, value in request.headers.items()
         }
         checked = replace(request, headers=readable)
-        decode(checked, lane=spec, request_id=letter.id, hop=None, now_ms=now_ms(), max_values=self._max_values)
+        decode(checked, lane=spec, request_id=letter.id, hop=None, now_ms=now_ms(), **self._checks)
         return request
 
     async def _each(self, wanted: Filter, call: Callable[[DeadLetter], None]) -> None:

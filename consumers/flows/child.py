@@ -7,6 +7,7 @@ handler runs, so that a handler that prints disturbs nothing. The process import
 import json
 import os
 import queue
+import signal
 import struct
 import sys
 import threading
@@ -67,6 +68,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     os.nice(NICE)
+    process = os.getpid()
     threading.Thread(target=_read, args=(requests, calls), daemon=True).start()
     functions: dict[str, Callable[[Any], Any]] = {}
     while True:
@@ -80,17 +82,19 @@ def main() -> None:
         except Exception as error:
             found, text = told(error)
             answer = found, text.encode(errors="replace")
+        if os.getpid() != process:  # a copy that the handler has forked, and that came back from it too
+            os._exit(0)
         results.write(RESULT.pack(answer[0], len(answer[1])))
         for begin in range(0, len(answer[1]), 65536):
             results.write(answer[1][begin : begin + 65536])
 
 
 def _read(requests: BinaryIO, calls: "queue.SimpleQueue[tuple[bytes, str, int, bytes]]") -> None:
-    """Ends the process when the worker has ended, also in the middle of a call."""
+    """Ends the process and those that its handlers started when the worker has ended, also in the middle of a call."""
     while len(head := requests.read(CALL.size)) == CALL.size:
         kind, name, most_bytes, size = CALL.unpack(head)
         calls.put((kind, requests.read(name).decode(), most_bytes, requests.read(size)))
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ killed, because nothing else stops a function that computes; the next call start
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -66,8 +67,9 @@ class Child:
         await self._process.wait()
 
     def kill(self) -> None:
+        """Kill the process, and those that its handlers have started."""
         with suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Cores:
@@ -84,6 +86,7 @@ class Cores:
         """Wait for a free process that has imported `run`. If the block raises or is cancelled, the process is killed.
         Raises NotImported."""
         async with self._places:
+            self._idle = [child for child in self._idle if not child.has_ended]
             child = self._idle.pop() if self._idle else await self._start()
             try:
                 await child.have(run)

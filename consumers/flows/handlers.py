@@ -95,6 +95,8 @@ class Handlers:
         try:
             if not await ended(running, within_s=timeout_s):
                 raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout")
+            if running.cancelled():  # what it waited for was, and not this call
+                raise HandlerError(f"handler {spec.name}: cancelled from within", type="failed")
             return written(running.result(), most_bytes=self._most_bytes)
         except Unsendable as error:
             raise unsendable(spec.name, str(error)) from None
@@ -124,7 +126,10 @@ class Handlers:
 
 
 async def _awaited(function: Callable[[Any], Any], value: object) -> object:
-    return await function(value)
+    try:
+        return await function(value)
+    except SystemExit as error:  # it would end the worker
+        raise RuntimeError(f"it called sys.exit({error})") from None
 
 
 async def _see_end(running: "asyncio.Task[object]", name: str) -> None:

@@ -31,7 +31,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import PROBLEMS, PublishRefused, RequestProblem
+from lanekeeper.contract.problems import PROBLEMS, MessageTooLarge, PublishRefused, RequestProblem
 from topology.codec.decoding import UNPACKED_BYTES, Request, state_of
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.delays import hop
@@ -368,6 +368,9 @@ class Pipelines:
         ended_all = await asyncio.gather(*map(one, items), return_exceptions=True)
         errors = [error for error in ended_all if isinstance(error, BaseException)]
         for error in errors:
+            if isinstance(error, MessageTooLarge):
+                text = f"an item has {error.size} bytes, the broker takes {error.limit}"
+                raise RequestProblem("too_large", text) from None
             if not isinstance(error, PublishRefused):
                 raise error
         return not errors
@@ -379,26 +382,28 @@ class Pipelines:
         return list(await asyncio.gather(*map(self.claiming.find, identities)))
 
     def _is_missing(self, job: Job, found: Found | None) -> bool:
-        """Whether an item must be published (again): the store does not know it (any more); or it ended with an error
-        in a run of the pipeline before this one, or because that one had ended."""
-        if found is None:
+        """Whether an item may have to be published (again): it has no outcome, perhaps because a worker died between
+        noting and publishing it; or it ended with an error in a run of the pipeline before this one, or because that
+        one had ended."""
+        end = None if found is None else found.completion
+        if end is None:
             return True
-        end = found.completion
-        if end is None or end.status == "ok":
+        if end.status == "ok":
             return False
         dead_ms = moment_ms(job.hop.dead_at)
         return end.code == "cancelled" or (dead_ms is not None and end.ended_ms <= dead_ms)
 
     async def _look(self, job: Job, step: _Step, flow: FlowHop, count: int) -> _Look:
-        done, ended_count, again, failed = flow.done, flow.done, list[int](), None
+        done = min(flow.done, count)  # the settings may have changed, and the list be shorter now
+        ended_count, again, failed = done, list[int](), None
         waiting = 0
-        for begin in range(flow.done, count, AT_ONCE):
+        for begin in range(done, count, AT_ONCE):
             some = range(begin, min(begin + AT_ONCE, count))
             for k, found in zip(some, await self._find(job, step, some), strict=True):
                 if found is None or (found.completion and _is_left(found.completion, flow)):
                     again.append(k)
                     waiting += 1
-                elif found.completion is None or self._is_missing(job, found):
+                elif self._is_missing(job, found) or found.completion is None:
                     waiting += 1
                 else:
                     done += done == k

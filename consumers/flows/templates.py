@@ -103,12 +103,15 @@ class Expression:
 
     def __init__(self, source: str) -> None:
         self.names = Template("{{ (" + source + ") }}").names
-        self._compiled = _sandbox().compile_expression(source, undefined_to_none=False)
+        try:
+            self._compiled = _sandbox().compile_expression(source, undefined_to_none=False)
+        except TemplateError as error:
+            raise Unrendered(f"line 1: {error.message}") from None
 
     def value(self, values: Mapping[str, Any]) -> Any:
         """Raises Unrendered."""
         try:
-            found = self._compiled(**values)
+            found = self._compiled(values)
         except TemplateError as error:
             raise Unrendered(error.message or type(error).__name__) from None
         except Exception as error:

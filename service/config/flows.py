@@ -77,6 +77,7 @@ def _read_steps(value: Any) -> tuple[StepSpec, ...]:
 
 
 _TEXTS = ("name", "prompt", "handler", "lane", "model", "each", "on_failure")
+_WORDS = frozenset({"and", "else", "false", "if", "in", "is", "loop", "none", "not", "or", "self", "true"})
 _STEP = re.compile(r"[a-z][a-z0-9_]{0,31}")
 Steps = Annotated[tuple[StepSpec, ...], PlainValidator(_read_steps)]
 
@@ -109,6 +110,8 @@ def _wrong_in(step: StepSpec, known: Sequence[str], later: Sequence[str]) -> Ite
 
     if _STEP.fullmatch(step.name) is None or step.name in (INPUT, ITEM, NUMBER):
         yield f"is no name: a to z, 0 to 9 and _, up to 32, a letter first, not {INPUT}, {ITEM} or {NUMBER}"
+    if step.name in _WORDS:
+        yield "is a word of templates: choose another name"
     if step.name in known:
         yield "there are two steps of this name"
     if bool(step.prompt) == bool(step.handler):

@@ -1,6 +1,7 @@
 """Pipelines from the requester's side: steps, fan-out and join, partial failure, replays, cancellation."""
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +11,11 @@ import pytest
 from pydantic import SecretStr
 
 from consumers.flows.pipelines import StepSpec
+from lanekeeper.amqp.connection import Connection
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerUnreachable
 from service.config.flows import PipelineSettings
+from service.deadletters import Change, DeadLetters, Filter
 from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
 from tests.support.processes import environment, lanekeeper
@@ -281,3 +286,59 @@ async def test_the_example_ingests_a_document(vhost: Vhost) -> None:
             assert len(embedded.json["embedding"]) == 16
             wrong = await app.ask({"text": 1}, message_type="embed")
             assert wrong.code == "provider_rejected"
+
+
+async def test_items_that_were_noted_but_not_published_are_published_by_the_next_delivery(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(vhost.amqp_url, pipelines={"ingest": ingest()}, handlers={"words": CHUNK}) as worker:
+        publisher, cut = worker.parts.broker.publisher, list[str]()
+        publish = publisher.publish_surely
+
+        async def publish_surely(message: Message, **how: Any) -> None:
+            if (message.message_id or "").endswith((".2", ".3")) and len(cut) < 2:
+                cut.append(message.message_id or "")
+                raise BrokerUnreachable("the connection is lost")
+            await publish(message, **how)
+
+        monkeypatch.setattr(publisher, "publish_surely", publish_surely)
+        async with requester(vhost.amqp_url) as app:
+            reply = await app.final(await run(app, "ingest", "a b c d", message_id="doc-1"), within_s=30)
+            assert reply.text == "echo: " + "".join(f'"echo: about {word}"\n' for word in "abcd")
+            assert cut == ["doc-1#each_word.2", "doc-1#each_word.3"]
+        assert len(worker.api.calls) == 5
+
+
+async def test_an_items_answer_that_is_large_is_not_kept_elsewhere(vhost: Vhost, tmp_path: Path) -> None:
+    pipelines = {"p": pipeline(StepSpec(name="each_one", each="input", handler="echo"))}
+    settings: dict[str, Any] = {"handlers": {"echo": {"run": f"{FUNCTIONS}:echo"}}, "pipelines": pipelines}
+    settings["bodies"] = {"url": f"file://{tmp_path}/bodies", "answers_over_bytes": 20_000}
+    async with serving(vhost.amqp_url, **settings), requester(vhost.amqp_url) as app:
+        reply = await app.final(await run(app, "p", ["x" * 30_000, "y"]), within_s=30)
+        address = reply.json["address"]
+        kept = await asyncio.to_thread(Path(address.removeprefix("file://")).read_bytes)
+        assert json.loads(kept)[0] == {"echo": "x" * 30_000}
+
+
+async def test_dead_letters_of_pipelines_and_handlers_are_replayed_by_the_operator(vhost: Vhost) -> None:
+    settings: dict[str, Any] = {
+        "pipelines": {"p": pipeline(StepSpec(name="first", prompt="{{ input }}"), StepSpec(name="next", handler="it"))},
+        "lanes": {"critical": {"max_attempts": 1}},
+    }
+    async with requester(vhost.amqp_url) as app:
+        async with serving(vhost.amqp_url, handlers={"it": {"run": f"{FUNCTIONS}:fails"}}, **settings):
+            stepped = await run(app, "p", "x", message_id="p-1")
+            await app.final(stepped)
+            ended = await app.publish("y", message_type="it", message_id="h-1")
+            await app.final(ended)
+        async with serving(vhost.amqp_url, handlers={"it": {"run": f"{FUNCTIONS}:echo"}}, **settings) as worker:
+            async with Connection(vhost.amqp_url, name="operator") as connection:
+                letters = DeadLetters(worker.settings, connection)
+                edited = await letters.replay(Filter(ids=frozenset({"p-1"})), Change(patch={"a": 1}))
+                assert (edited.refusals, edited.replayed) == (1, 0)
+                done = await letters.replay(Filter(), Change())
+                assert (done.refusals, done.replayed) == (0, 2), done.refused
+            await until(lambda: len(app.finals(stepped)) + len(app.finals(ended)) == 4)
+            assert app.finals(stepped)[1].json == {"echo": "echo: x"}
+            assert app.finals(ended)[1].json == {"echo": "y"}
+            assert not worker.api.calls, "the first step is stored"

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from lanekeeper import Rejected
@@ -69,3 +72,29 @@ def sleeps(given: Any) -> Any:
 
 async def words(given: Any) -> Any:
     return given.split("\n" if "\n" in given else None)
+
+
+async def waits_for_a_cancelled_task(given: Any) -> Any:
+    other = asyncio.create_task(asyncio.sleep(3600))
+    other.cancel()
+    await other
+
+
+async def calls_exit(given: Any) -> Any:
+    sys.exit(3)
+
+
+def forks(given: Any) -> Any:
+    if os.fork() == 0:
+        return "from the copy"
+    os.wait()
+    return given
+
+
+def starts_another(given: Any) -> Any:
+    """Returns the other process, or hangs."""
+    other = subprocess.Popen(["sleep", "3600"])
+    if given is not None:
+        Path(given).write_text(str(other.pid))
+        time.sleep(3600)
+    return other.pid

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -148,3 +150,45 @@ def _runs(process: int) -> bool:
             return file.read().split()[2] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def test_a_function_whose_own_wait_is_cancelled_or_that_exits_has_failed() -> None:
+    names = {"waits_for_a_cancelled_task": "cancelled from within", "calls_exit": "sys.exit.3"}
+    async with registered(*(spec(name, "async") for name in names)) as handlers:
+        for name, text in names.items():
+            with pytest.raises(HandlerError, match=text):
+                await call(handlers, name)
+
+
+async def test_a_process_that_a_function_forks_answers_nothing() -> None:
+    async with registered(spec("forks", "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
+        assert await call(handlers, "forks", "from the function") == "from the function"
+        assert (await call(handlers, "doubled", 1))[0] == 1
+
+
+async def test_processes_that_a_function_starts_end_with_its_own(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    async with registered(spec("starts_another", "cpu"), cores=1) as handlers:
+        hanging = asyncio.create_task(call(handlers, "starts_another", str(told)))
+        await until(lambda: told.exists() and told.read_text() != "")
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        other = await call(handlers, "starts_another")
+    await until(lambda: not runs(int(told.read_text())) and not runs(other))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
+    async with registered(spec("doubled", "cpu"), cores=1) as handlers:
+        process = (await call(handlers, "doubled", 1))[2]
+        os.kill(process, signal.SIGKILL)
+        await until(lambda: not runs(process))
+        await until(lambda: all(child.has_ended for child in handlers._cores._all))
+        assert (await call(handlers, "doubled", 1))[2] != process

@@ -73,8 +73,9 @@ def test_the_names_that_a_template_uses_are_known_before() -> None:
     assert Expression("input.pages").names == {"input"}
     with pytest.raises(Unrendered, match="line 2"):
         Template("\n{% for %}")
-    with pytest.raises(Unrendered):
-        Expression("input..pages")
+    for wrong in ("input..pages", "a) }}{{ (b"):
+        with pytest.raises(Unrendered):
+            Expression(wrong)
 
 
 def test_an_expression_gives_a_value_not_its_text() -> None:
