@@ -305,7 +305,7 @@ async def test_items_that_were_noted_but_not_published_are_published_by_the_next
         async with requester(vhost.amqp_url) as app:
             reply = await app.final(await run(app, "ingest", "a b c d", message_id="doc-1"), within_s=30)
             assert reply.text == "echo: " + "".join(f'"echo: about {word}"\n' for word in "abcd")
-            assert cut == ["doc-1#each_word.2", "doc-1#each_word.3"]
+            assert [id[-2:] for id in cut] == [".2", ".3"]
         assert len(worker.api.calls) == 5
 
 
