@@ -276,7 +276,9 @@ def contradictions(settings: Settings) -> Iterator[Disagreement]:
     lanes = {lane.name: lane for lane in settings.lane_specs()}
     yield from wrong_references(settings.pipelines, handlers=settings.handlers, lanes=lanes)
     for name, schedule in settings.schedules.items():
-        yield from schedule.wrong(name, lanes, handlers=settings.handlers, pipelines=settings.pipelines)
+        yield from schedule.wrong(
+            name, lanes, handlers=settings.handlers, pipelines=settings.pipelines, webhooks=settings.webhooks.spec()
+        )
     yield from _models(settings)
     yield from _output_limits(settings)
 

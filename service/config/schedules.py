@@ -11,7 +11,10 @@ from cronsim import CronSim, CronSimError
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from consumers.flows.schedules import ScheduleSpec
+from consumers.flows.webhooks import WebhookSpec
+from lanekeeper.amqp.wire import HEADERS_BYTES, encoded
 from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import WEBHOOK
 from lanekeeper.contract.problems import RequestProblem
 from service.config.value_types import Disagreement, Section, wrong
 from topology.codec.decoding import decode
@@ -76,7 +79,13 @@ class ScheduleSettings(Section):
         )
 
     def wrong(
-        self, name: str, lanes: Mapping[str, LaneSpec], *, handlers: Collection[str], pipelines: Collection[str]
+        self,
+        name: str,
+        lanes: Mapping[str, LaneSpec],
+        *,
+        handlers: Collection[str],
+        pipelines: Collection[str],
+        webhooks: WebhookSpec,
     ) -> Iterator[Disagreement]:
         """Find what a worker would refuse in the request, and what is missing."""
         at = ("schedules", name)
@@ -95,3 +104,13 @@ class ScheduleSettings(Section):
             decode(message, lane=lane, request_id=ID, hop=None, now_ms=0, handlers=handlers, pipelines=pipelines)
         except RequestProblem as problem:
             yield Disagreement(problem.detail, at=tuple((*at, each) for each in ("body", "headers", "type")), by=(at,))
+        url = spec.headers.get(WEBHOOK)
+        if isinstance(url, str) and (why := webhooks.refusal(url)) is not None:
+            yield Disagreement(f"{WEBHOOK}: {why}", at=((*at, "headers"),), by=(("webhooks",),))
+        try:
+            is_sendable = len(encoded(message)) <= HEADERS_BYTES
+        except (TypeError, ValueError):
+            is_sendable = False
+        if not is_sendable:
+            text = f"cannot be sent: allowed are keys of 255 bytes, integers of 64 bits, {HEADERS_BYTES} bytes in all"
+            yield Disagreement(text, at=((*at, "headers"),))

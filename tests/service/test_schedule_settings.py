@@ -57,6 +57,9 @@ def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
             **one("BODY", BODY='{"promt": "x"}'),
             **one("HEADER", HEADERS='{"x-lane-deadlin-ms": 5}'),
             **one("TYPE", TYPE="chunk"),
+            **one("HOOK", HEADERS='{"x-lane-webhook": "https://hooks.example.com/"}'),
+            **one("BIG_NUMBER", HEADERS='{"x-mine": 99999999999999999999}'),
+            **one("MANY_BYTES", HEADERS=f'{{"x-mine": "{70_000 * "x"}"}}'),
             "LANEKEEPER_SCHEDULES__BARE__KEY": "batch.reports.x",
         },
     )
@@ -70,6 +73,9 @@ def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
     assert "LANEKEEPER_SCHEDULES__BODY__BODY: " in told
     assert "x-lane-deadlin-ms" in told
     assert "LANEKEEPER_SCHEDULES__TYPE__BODY, LANEKEEPER_SCHEDULES__TYPE__TYPE: " in told
+    assert "LANEKEEPER_SCHEDULES__HOOK__HEADERS: x-lane-webhook: webhooks are off" in told
+    for name in ("BIG_NUMBER", "MANY_BYTES"):
+        assert f"LANEKEEPER_SCHEDULES__{name}__HEADERS: cannot be sent" in told
     assert "LANEKEEPER_SCHEDULES__BARE__CRON: is not set" in told
     assert "schedules.Big.cron in given.toml" in told
     assert "'Big' is no name" in told
