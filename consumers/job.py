@@ -91,7 +91,7 @@ class Standing:
     def identity(self, request: Identity) -> Identity:
         """Under which the outcome of the step is stored. With the input in it, because a dead letter may be edited
         before it is replayed."""
-        return Identity(request.tenant, f"{request.id}#{self.step}~{self.flow.body_hash[:8]}")
+        return Identity(request.tenant, f"{request.id}#{self.step}~{self.flow.digest}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -415,10 +415,10 @@ class DeadLetters:
             )
         body, encoding = message.body, message.content_encoding
         if patch:
-            if n.PIPELINE in message.headers:
-                raise ReplayRefused(
-                    "its pipeline has run steps with its input: no field is edited; publish another input with a new id"
-                )
+            if change.model is not None and (
+                n.PIPELINE in message.headers or message.type not in (None, "", "messages")
+            ):
+                raise ReplayRefused("its body is the input of a pipeline or a handler, and names no model")
             if body_address_in(message.headers) is not None:
                 raise ReplayRefused(
                     f"its body is not in the message, but at the address in {n.BODY}: no field is edited"

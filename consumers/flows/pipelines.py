@@ -24,7 +24,7 @@ from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_ms, moment_text, now_ms
 from consumers.decoding import Parsing
 from consumers.flows.handlers import PROVIDER as HANDLER
-from consumers.job import Chain, Decoded, Job, Standing
+from consumers.job import Chain, Decoded, Job, Standing, content_hash
 from consumers.outcomes import Answered, Buried, Outcome, Refused, Stepped, ended, ended_by, stopped_by
 from consumers.state.base import Completion, Found, Identity
 from lanekeeper.amqp.publisher import Publisher
@@ -158,6 +158,7 @@ class Pipelines:
             step=step.spec.name,
             deadline_ms=decoded.request.deadline_ms,
             body_hash=job.fingerprint.body_hash.hex(),
+            digest=content_hash(body).hex()[:8],
             input_bytes=len(body),
             routing_key=job.routing_key,
         )
@@ -382,13 +383,12 @@ class Pipelines:
         return list(await asyncio.gather(*map(self.claiming.find, identities)))
 
     def _is_missing(self, job: Job, found: Found | None) -> bool:
-        """Whether an item may have to be published (again): it has no outcome, perhaps because a worker died between
-        noting and publishing it; or it ended with an error in a run of the pipeline before this one, or because that
-        one had ended."""
-        end = None if found is None else found.completion
-        if end is None:
+        """Whether an item must be published (again): the store does not know it (any more); or it ended with an error
+        in a run of the pipeline before this one, or because that one had ended."""
+        if found is None:
             return True
-        if end.status == "ok":
+        end = found.completion
+        if end is None or end.status == "ok":
             return False
         dead_ms = moment_ms(job.hop.dead_at)
         return end.code == "cancelled" or (dead_ms is not None and end.ended_ms <= dead_ms)
@@ -403,7 +403,7 @@ class Pipelines:
                 if found is None or (found.completion and _is_left(found.completion, flow)):
                     again.append(k)
                     waiting += 1
-                elif self._is_missing(job, found) or found.completion is None:
+                elif found.completion is None or self._is_missing(job, found):
                     waiting += 1
                 else:
                     done += done == k

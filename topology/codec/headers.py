@@ -66,6 +66,8 @@ class FlowHop:
     """Of an item: the id of the pipeline's request. Empty: the message is that request's own."""
     body_hash: str = ""
     """Of the body that the requester published (`Fingerprint.body_hash`), in hex; the message's body is the state."""
+    digest: str = ""
+    """Of its input, in the ids of its steps: of what was unpacked, because a dead letter is packed otherwise."""
     input_bytes: int = 0
     """The length of the requester's body, with which the state begins (`decoding.state_of`)."""
     routing_key: str = ""
