@@ -78,7 +78,7 @@ async def measure(options: argparse.Namespace) -> None:
                     f"{1000 * steps_s / options.requests:.2f} ms, {AT_ONCE} at a time"
                 )
                 api.configure(SimulatedOptions(latency_ms=options.latency_ms))
-                before, process = len(api.calls), psutil.Process()
+                process = psutil.Process()
                 resident = most = process.memory_info().rss
                 body = json.dumps([f"item {number}" for number in range(options.items)]).encode()
                 asking = asyncio.create_task(
@@ -89,14 +89,13 @@ async def measure(options: argparse.Namespace) -> None:
                     await asyncio.sleep(0.1)
                 joined_s = time.monotonic()
                 await asking
-                text, last_s = busy(list(api.calls)[before:], options.slots)
+                text, last_s = busy(list(api.calls)[-options.items :], options.slots)
                 print(
                     f"a fan-out of {options.items} items: {text}, joined {joined_s - last_s:.1f} s later; "
                     f"resident memory {resident / 2**20:.0f} MiB before, at most {most / 2**20:.0f} MiB"
                 )
-                before = len(api.calls)
                 await many(client, options.items, {}, key="batch.bench.ask", at_once=options.items)
-                print(f"{options.items} requests instead: {busy(list(api.calls)[before:], options.slots)[0]}")
+                print(f"{options.items} requests instead: {busy(list(api.calls)[-options.items :], options.slots)[0]}")
 
 
 def busy(calls: Sequence[Call], slots: int) -> tuple[str, float]:
