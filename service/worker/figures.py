@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from service.worker.assembly import Budgeting, Worker
 
 READ_EVERY_S: Final = 5.0
+IDLE: Final = 2
 REFUSED_FOR_S: Final = 300.0
 """After the broker has refused to tell the length of a queue, it is asked again after this time."""
 CALL: Final = "chat"
@@ -59,6 +60,8 @@ class QueueLengths:
                 except BrokerError:
                     pass
             self._depths = found
+            if pause_s == READ_EVERY_S and not any(found[queue].ready for queue in lanes if queue in found):
+                pause_s *= IDLE  # many idle lanes are to cost little
             for intake, _ in self._queues.values():
                 if intake in found and found[intake].ready == 0:
                     self._empty_ms[intake] = asked_ms

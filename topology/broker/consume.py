@@ -36,7 +36,7 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
-READ_IDLE_EVERY_S: Final = 15.0
+READ_IDLE_EVERY_S: Final = 20.0
 """While the lane is idle: many idle lanes are to cost little."""
 WAITING = 1000
 log = logs.logger()
