@@ -1,12 +1,15 @@
 """Checks the IP addresses of hosts that requesters have named, before a worker calls them."""
 
+import asyncio
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Final
 
-import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+THREADS: Final = 64
 _NAT64: Final = ip_network("64:ff9b::/96")
 _COMPATIBLE: Final = ip_network("::/96")
 """IPv6 addresses that contain an IPv4 address, in a form that is no longer used."""
@@ -19,17 +22,29 @@ class PrivateAddress(OSError):
 
 
 class PublicResolver(AbstractResolver):
-    """Raises PrivateAddress for a name if one of its addresses is not public."""
+    """Raises PrivateAddress for a name if one of its addresses is not public.
+
+    It has threads of its own: requesters choose the names, and a name server that does not answer holds a thread for
+    long. In asyncio's few threads, other work of the worker would wait for them."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="names")
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await aiohttp.ThreadedResolver().resolve(host, port, family)
-        if any(is_private(result["host"]) for result in found):
+        ask = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        if any(is_private(str(address[0])) for *_, address in found):
             raise PrivateAddress(f"{host} has a private address")
-        return found
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            ResolveResult(hostname=host, host=str(address[0]), port=port, family=of, proto=proto, flags=flags)
+            for of, _, proto, _, address in found
+        ]
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self._threads.shutdown(wait=False)
 
 
 def is_private(host: str) -> bool:

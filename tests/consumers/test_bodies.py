@@ -185,10 +185,10 @@ def test_only_what_is_below_an_allowed_url_is_called(address: str, allowed: bool
 
 
 async def test_a_name_that_cannot_be_resolved_now_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no answer from the name server")
 
-    monkeypatch.setattr("aiohttp.ThreadedResolver.resolve", fail)
+    monkeypatch.setattr("socket.getaddrinfo", fail)
     url = "http://files.example.com"
     with pytest.raises(BodiesUnavailable):
         await WebBodies([url]).fetch(BodyAddress(f"{url}/body", SHA256), most_bytes=1000)

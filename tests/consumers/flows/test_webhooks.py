@@ -1,8 +1,12 @@
 """Where webhooks may go, and what a post's message says."""
 
+import asyncio
+import threading
+
 import pytest
 
-from consumers.flows.webhooks import FAULTS_AT_MOST, Post, Posting, WebhookSpec, is_host, redelivered
+from consumers.addresses import PublicResolver
+from consumers.flows.webhooks import FAULTS_AT_MOST, SLOTS, Post, Posting, WebhookSpec, is_host, redelivered
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
@@ -63,6 +67,26 @@ def test_another_address_is_refused_with_the_reason(url: str, why: str) -> None:
 def test_a_private_address_is_refused_in_every_form(host: str) -> None:
     assert ANY.refusal(f"https://{host}/") == "its host has a private address"
     assert WebhookSpec(hosts=("*",), private=True).refusal(f"https://{host}/") is None
+
+
+async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = threading.Semaphore(0), threading.Event()
+
+    def wait(*_: object, **__: object) -> None:
+        asked.release()
+        answered.wait()
+        raise OSError("no answer from the name server")
+
+    monkeypatch.setattr("socket.getaddrinfo", wait)
+    resolver = PublicResolver()
+    asking = [asyncio.create_task(resolver.resolve(f"{number}.example.com")) for number in range(SLOTS // 2)]
+    try:
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(asked.acquire)
+    finally:
+        answered.set()
+        assert all(isinstance(each, OSError) for each in await asyncio.gather(*asking, return_exceptions=True))
 
 
 def test_without_hosts_webhooks_are_off() -> None:
