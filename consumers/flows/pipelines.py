@@ -174,9 +174,13 @@ class Pipelines:
                 model=str(before.headers.get(n.MODEL, "")),
                 provider=str(before.headers.get(n.PROVIDER, "")),
             )
-        found = await self.parsing.run(
-            partial(jiter.from_json, state, cache_mode="none"), rank=(decoded.lane.rank, len(state))
-        )
+        read = partial(jiter.from_json, state, cache_mode="none")
+        try:
+            found = await self.parsing.run(read, rank=(decoded.lane.rank, len(state)))
+        except ValueError:  # the parts of the state were read before: together they are deeper
+            raise RequestProblem(
+                "invalid_request", "its input or an output is nested too deeply to be given to a step"
+            ) from None
         values = {INPUT: found["input"], **found["outputs"]}
         if step.each is not None:
             return await self._fan_out(job, step, lane, values)
@@ -216,6 +220,12 @@ class Pipelines:
         step = job.standing.step if job.standing is not None else "" if flow is None or flow.item_of else flow.step
         if not step:
             return outcome
+        if isinstance(outcome, Answered) and job.standing is not None and job.standing.following is not None:
+            try:
+                output = output_of(outcome.body, None, is_handler=outcome.provider == HANDLER)
+                return self._stepped(job, output, outcome)
+            except RequestProblem as too_large:
+                outcome = ended_by(too_large)
         if isinstance(outcome, (Refused, Buried)) and not (isinstance(outcome, Refused) and outcome.is_repeat):
             problem = outcome.problem
             if not problem.detail.startswith("step "):
@@ -226,12 +236,7 @@ class Pipelines:
                     brief=f"step {step}: {problem.brief}",
                 )
                 return replace(outcome, problem=named)
-        if not isinstance(outcome, Answered) or job.standing is None or job.standing.following is None:
-            return outcome
-        try:
-            return self._stepped(job, output_of(outcome.body, None, is_handler=outcome.provider == HANDLER), outcome)
-        except RequestProblem as problem:
-            return ended_by(problem)
+        return outcome
 
     def _stepped(self, job: Job, output: bytes, answer: Answered | None) -> Stepped:
         """The pipeline goes on to its next step. Raises RequestProblem if its state grows too large."""

@@ -198,11 +198,15 @@ async def test_bad_input_of_a_pipeline_is_a_typed_problem(vhost: Vhost) -> None:
         "grows": pipeline(
             StepSpec(name="all", prompt="{% for a in input %}{% for b in input %}{{ a }}{% endfor %}{% endfor %}")
         ),
+        "deep": pipeline(StepSpec(name="first", handler="echo"), StepSpec(name="second", handler="echo")),
+        "large": pipeline(StepSpec(name="first", handler="is_large"), StepSpec(name="second", handler="echo")),
     }
-    async with serving(vhost.amqp_url, pipelines=pipelines) as worker, requester(vhost.amqp_url) as app:
+    handlers = {"echo": {"run": f"{FUNCTIONS}:echo"}, "is_large": {"run": f"{FUNCTIONS}:is_large", "kind": "cpu"}}
+    ours = serving(vhost.amqp_url, pipelines=pipelines, handlers=handlers)
+    async with ours as worker, requester(vhost.amqp_url) as app:
         unknown = await app.final(await run(app, "other", 1))
         assert unknown.code == "invalid_request"
-        assert "'other' is no pipeline (declared: grows, list)" in unknown.json["detail"]
+        assert "'other' is no pipeline (declared: deep, grows, large, list)" in unknown.json["detail"]
         missing = await app.final(await run(app, "list", {"p": 1}))
         assert missing.code == "invalid_request"
         assert missing.json["detail"].startswith("step all: its template does not fit the input")
@@ -214,6 +218,12 @@ async def test_bad_input_of_a_pipeline_is_a_typed_problem(vhost: Vhost) -> None:
         assert (empty.status, empty.json) == ("ok", [])
         grows = await app.final(await run(app, "grows", ["x" * 100] * 2000))
         assert grows.code == "too_large"
+        deep = await app.final(await run(app, "deep", b"[" * 200 + b"]" * 200))
+        assert deep.code == "invalid_request"
+        assert deep.json["detail"].startswith("step second: its input or an output is nested too deeply")
+        large = await app.final(await run(app, "large", 8 * 1024 * 1024))
+        assert large.code == "too_large"
+        assert large.json["detail"].startswith("step first: ")
         streamed = await app.final(await run(app, "grows", 1, headers={"x-lane-stream": True}))
         assert streamed.code == "invalid_request"
         assert not worker.api.calls
