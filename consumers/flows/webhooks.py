@@ -10,6 +10,7 @@ called, redirects are not followed, every address that a name resolves to is che
 """
 
 import asyncio
+import hashlib
 import json
 import random
 import re
@@ -32,6 +33,7 @@ from consumers.clock import moment_text
 from consumers.state.base import Completion, Identity, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import (
@@ -272,9 +274,12 @@ class Webhooks:
 
     async def send(self, completion: Completion, *, url: str, identity: Identity, routing_key: str) -> None:
         """Raises BrokerError."""
+        id = identity.id
+        if not is_request_id(id):  # the request is refused for it, and it may be no header of HTTP
+            id = hashlib.sha256(id.encode(errors="backslashreplace")).hexdigest()
         post = Post(
             url=url,
-            id=identity.id,
+            id=id,
             status=completion.status,
             tenant=identity.tenant,
             routing_key=routing_key,

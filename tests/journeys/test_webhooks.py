@@ -54,6 +54,18 @@ async def test_an_error_is_posted_too(vhost: Vhost) -> None:
             assert posted.headers["content-type"] == "application/problem+json"
 
 
+@pytest.mark.parametrize("id", ["a\r\nx-evil: 1", "\u2603", "with space"])
+async def test_a_request_with_an_id_that_is_refused_is_posted_under_another(vhost: Vhost, id: str) -> None:
+    async with endpoint() as hook, serving(vhost.amqp_url, webhooks=hook.settings()), requester(vhost.amqp_url) as app:
+        refused = await app.ask({"prompt": "x"}, message_id=id, headers={"x-lane-webhook": hook.url()})
+        assert refused.code == "invalid_request"
+        await until(lambda: hook.posts)
+        posted = hook.posts[0]
+        posted.verify()
+        assert posted.id.isalnum()
+        assert (posted.body, "x-evil" in posted.headers) == (refused.body, False)
+
+
 async def test_secrets_rotate_each_signs(vhost: Vhost) -> None:
     async with endpoint() as hook:
         both = hook.settings(secrets=[SECRET, OTHER_SECRET])
