@@ -169,7 +169,7 @@ class SideQueues:
         return None
 
     def _refuse(self, job: Job) -> Outcome:
-        if job.hop.is_fresh and not job.trusted:
+        if not job.trusted:
             return ended(
                 "too_many_waiting",
                 f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "

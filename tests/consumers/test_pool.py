@@ -1,6 +1,7 @@
 """A pool runs a task for each delivery. A failure affects no other delivery; a stop returns what has not ended."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -125,6 +126,24 @@ async def test_an_unforeseen_error_dead_letters_its_request_and_affects_no_other
     dead = bench.to("lane.dead")
     assert (dead.message_id, dead.headers[n.DEAD_CODE]) == ("bad", "internal")
     assert "secret" not in dead.headers[n.DEAD_DETAIL]
+
+
+async def test_what_a_delivery_took_is_timed_under_its_queue() -> None:
+    bench = Bench()
+
+    async def in_a_while(job: Job) -> Outcome:
+        await asyncio.sleep(0.01)
+        return ANSWERED
+
+    working = Working(bench, in_a_while)
+    began_s = time.monotonic()
+    working.deliver(bench.delivery(), bench.delivery())
+    await until(lambda: working.activity.answered == 2)
+    await working.stop()
+
+    worked = working.activity.worked["lane.critical"]
+    assert sum(worked.counts) == 2
+    assert 0.01 < worked.sum < 2 * (time.monotonic() - began_s)
 
 
 async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:

@@ -1,8 +1,10 @@
 """Registered functions are imported at start, and called with JSON; each way to fail has its error."""
 
 import asyncio
+import io
 import json
 import os
+import queue
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from consumers.failures import HandlerDied, HandlerError, RejectedError
+from consumers.flows import child, cores
 from consumers.flows import handlers as module
 from consumers.flows.handlers import Handlers, HandlerSpec
 from lanekeeper.contract.problems import RequestProblem
@@ -66,6 +69,40 @@ async def test_all_that_cannot_be_imported_are_told_at_once() -> None:
     assert "absent" in lines[2]
     assert "async def" in lines[3]
     assert "is no function" in lines[4]
+
+
+async def test_why_the_process_cannot_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ends_at_import.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(3600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    ends, never = (Handlers([spec("a", "cpu", f"{name}:f")], cores=1) for name in ("ends_at_import", "never_imported"))
+    lines = await ends.load()
+    monkeypatch.setattr(cores, "IMPORT_WITHIN_S", 0.01)
+    lines += await never.load()
+    for handlers in (ends, never):
+        await handlers.aclose(within_s=1)
+
+    assert "exit code 3" in lines[0]
+    assert "not within 0.01 s" in lines[1]
+
+
+def test_calls_are_read_whole_and_in_order_until_the_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda group, by: killed.append((group, by)))
+    calls: queue.SimpleQueue[tuple[bytes, str, int, bytes]] = queue.SimpleQueue()
+    sent = [(b"i", "m:f", 0, b""), (b"r", "m:ü", 9, b"[1,2]")]
+    child._read(
+        io.BytesIO(
+            b"".join(
+                child.CALL.pack(kind, len(run.encode()), most_bytes, len(body)) + run.encode() + body
+                for kind, run, most_bytes, body in sent
+            )
+        ),
+        calls,
+    )
+
+    assert [calls.get_nowait() for _ in sent] == sent
+    assert killed == [(0, signal.SIGKILL)]
 
 
 async def test_an_exception_is_a_failed_attempt_and_rejected_is_for_good() -> None:

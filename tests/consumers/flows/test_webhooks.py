@@ -6,7 +6,17 @@ import threading
 import pytest
 
 from consumers.addresses import PublicResolver
-from consumers.flows.webhooks import FAULTS_AT_MOST, SLOTS, Post, Posting, WebhookSpec, is_host, redelivered
+from consumers.flows.webhooks import (
+    AT_ONCE,
+    FAULTS_AT_MOST,
+    SLOTS,
+    Post,
+    PostFailed,
+    Posting,
+    WebhookSpec,
+    is_host,
+    redelivered,
+)
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
@@ -188,3 +198,35 @@ async def test_what_causes_a_fault_of_ours_again_and_again_becomes_a_dead_letter
         letter = bench.to("lane.dead")
         assert (letter.headers[n.DEAD_CODE], letter.message_id) == ("webhook_undelivered", "m-1")
         assert Post.of(redelivered(letter), now_ms=NOW_MS).id == "m-1"
+
+
+class Answering(Posting):
+    """Its endpoint gives these statuses, one after the other; 0: no answer."""
+
+    statuses: list[int]
+
+    async def _post(self, post: Post, body: bytes) -> int:
+        if not (status := self.statuses.pop(0)):
+            raise PostFailed("no answer")
+        return status
+
+
+async def test_an_endpoint_gets_more_posts_at_once_while_it_answers_quickly() -> None:
+    bench = Bench(spec=SPEC)
+    posting = Answering(
+        FakeDeliveries(FakeSession(bench.log, [])),
+        spec=SPEC,
+        publisher=bench.publisher,
+        settler=bench.settler,
+        store=bench.store,
+    )
+    posting.statuses = [500, 0]
+    found = []
+    for _ in range(3):
+        posting.running[POST.endpoint] = AT_ONCE
+        found.append(posting._has_room(POST.endpoint))
+        posting.running.clear()
+        if posting.statuses:
+            await posting._attempt(POST, POST.message(b"{}"), POST.endpoint)
+    assert found == [False, True, False]
+    assert not posting.running

@@ -465,6 +465,25 @@ def test_the_largest_call_may_have_needed_half_more_input_than_was_reserved() ->
     assert not some.needs(150)
 
 
+def test_a_call_that_has_ended_explains_no_refusal() -> None:
+    account = new_account()
+    for ended in underway(account, 2, input_tokens=200):
+        account.settle(ended, ended.amounts, 100)
+    underway(account, 1, input_tokens=100)
+
+    assert not account._running_calls.needs(150)
+    assert not account._running_calls.hold(51, 100)
+
+
+def test_what_a_request_needs_nothing_of_is_no_reason_for_its_wait() -> None:
+    account = new_account()
+    for done in underway(account, 5, input_tokens=1):
+        account.settle(done, Amounts(1, 1, 200), 100)
+
+    assert account.reason(Waiter(0, Amounts(9, 1, 1), arrived_s=100), 100) == "otpm"
+    assert account.reason(Waiter(0, Amounts(9, 1, 0), arrived_s=100), 100) == "rpm"
+
+
 @pytest.mark.parametrize(("missing", "explained"), [(-1, False), (0, False), (0.5, True), (75, True), (75.1, False)])
 def test_calls_hold_up_to_half_of_their_input_in_addition(missing: float, explained: bool) -> None:
     assert running(call(100), call(50)).hold(missing, 0.0) == explained

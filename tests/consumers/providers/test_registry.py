@@ -46,7 +46,10 @@ async def test_the_provider_is_asked_for_the_model_under_its_own_name(
     sent = json.loads(api.calls[0].body)
     assert sent.pop("model") == "eu.haiku-v1:0"
     assert {**sent, "model": MODEL} == json.loads(asked().body)
-    assert got.cost_usd == pytest.approx((got.usage.input_tokens * 0.10 + got.usage.output_tokens * 0.50) / 1e6)
+    cost_usd = (got.usage.input_tokens * 0.10 + got.usage.output_tokens * 0.50) / 1e6
+    assert got.cost_usd == pytest.approx(cost_usd)
+    await registry.call(route, asked(), timeout_s=60, parts=None)
+    assert registry.calls["anthropic", "anthropic/haiku", MODEL].usd == pytest.approx(2 * cost_usd)
 
 
 def test_if_the_models_name_is_the_same_the_bytes_are_unchanged(asked: AskedFor) -> None:

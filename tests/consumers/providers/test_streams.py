@@ -205,6 +205,14 @@ def test_a_header_of_any_type_may_come_before_those_that_are_read(type: int, val
     assert json.loads(data)["error"] == {"type": "rate_limit_error", "message": "Too many"}
 
 
+def test_a_frame_may_have_no_payload() -> None:
+    (data,) = FrameSplitter(max_event_bytes=1000).feed(
+        frame(b"", message_type="error", error_code="throttlingException", error_message="Too many")
+    )
+
+    assert json.loads(data)["error"] == {"type": "rate_limit_error", "message": "Too many"}
+
+
 @given(st.integers(0, 200), st.integers(1, 255))
 def test_a_damaged_byte_is_detected(at: int, flip: int) -> None:
     damaged = bytearray(event(EVENTS[0]))

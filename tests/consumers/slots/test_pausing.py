@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import structlog
 
-from consumers.slots.pausing import STILL_S, Pausing, Watchdog
+from consumers.slots.pausing import LOGGED_AFTER_S, STILL_S, Pausing, Watchdog
 from lanekeeper.contract.problems import BrokerUnreachable
 from lanekeeper.telemetry import signals
 from tests.support.virtual_time import virtually
@@ -108,6 +109,25 @@ async def test_a_pool_that_could_not_resume_is_asked_again() -> None:
         assert world.taker.is_paused
         world.taker.hands_full = False
         await until(lambda: not world.taker.is_paused)
+
+
+@pytest.mark.parametrize(
+    ("paused_s", "logged"), [(0.5 * LOGGED_AFTER_S, []), (60.0, [signals.TAKING_PAUSED, signals.TAKING_RESUMED])]
+)
+def test_a_pause_that_is_not_short_is_logged_with_its_end_and_length(paused_s: float, logged: list[str]) -> None:
+    async def story() -> list[Any]:
+        world = World()
+        with structlog.testing.capture_logs() as logs:
+            async with world.watched():
+                world.store = "locked"
+                await asyncio.sleep(paused_s)
+                world.store = None
+                await asyncio.sleep(60)
+        return list(logs)
+
+    found = virtually(story())
+    assert [each["event"] for each in found] == logged
+    assert [each["paused_s"] for each in found[1:]] == [pytest.approx(paused_s, abs=0.2)] * len(found[1:])
 
 
 QUEUE = "lane.batch"

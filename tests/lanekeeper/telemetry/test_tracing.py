@@ -82,6 +82,22 @@ def test_without_an_active_span_a_publish_span_is_a_child_of_the_span_in_the_mes
     assert parent(recorded.span("send lane.requests")) == SPAN
 
 
+def test_a_publish_span_is_linked_to_the_span_in_the_message_if_that_is_of_another_trace(recorded: Recorded) -> None:
+    with recorded.tracing.process(request({"traceparent": VALID}), queue="lane.critical", delivery_tag=1):
+        for exchange, headers in (
+            ("same", {"traceparent": VALID}),
+            ("other", {"traceparent": f"00-{'7' * 32}-{SPAN}-01"}),
+        ):
+            with recorded.tracing.send(request(headers), exchange=exchange, routing_key="k"):
+                pass
+
+    (delivery,) = (each for each in recorded.exporter.get_finished_spans() if each.name.startswith("process"))
+    same, other = recorded.span("send same"), recorded.span("send other")
+    assert parent(same) == parent(other) == ids(delivery)[1]
+    assert not same.links
+    assert [f"{link.context.trace_id:032x}" for link in other.links] == ["7" * 32]
+
+
 def test_a_chat_span_has_the_model_the_parameters_and_the_usage(recorded: Recorded) -> None:
     with recorded.tracing.chat(model="claude-x", provider="anthropic", stream=True, max_tokens=64) as span:
         inside = recorded.tracing.traceparent()

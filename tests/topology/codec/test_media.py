@@ -114,7 +114,12 @@ def test_a_pdf_counts_by_its_pages(packed: bool, filling: int) -> None:
 def test_a_pdf_that_does_not_tell_its_pages_counts_by_its_size() -> None:
     assert tokens(pdf(0, filling=350_000)) == 4 * PAGE_TOKENS
     assert tokens(pdf(999_999)) == MOST_PAGES * PAGE_TOKENS
-    assert tokens({"type": "document", "source": {"type": "file", "file_id": "x"}}) == REFERENCED_PAGES * PAGE_TOKENS
+
+
+def test_a_document_by_its_address_counts_by_the_same_pages_for_every_model() -> None:
+    by_id = {"type": "document", "source": {"type": "file", "file_id": "x"}}
+
+    assert count(body(by_id)) == Media(0, REFERENCED_PAGES * PAGE_TOKENS, REFERENCED_PAGES * PAGE_TOKENS)
 
 
 def test_a_document_of_text_is_text() -> None:
@@ -181,8 +186,9 @@ def test_no_body_makes_the_count_raise(found: object) -> None:
         [pdf(0, raw=b"<</Type/Pages /Count        " * 37_000)],
         [pdf(0, raw=(b"/ObjStm stream\n" + zlib.compress(b"/Type/Pages" * 100_000)) * 200)],
         [pdf(0, raw=random.Random(1).randbytes(20_000_000))],
+        [pdf(0, filling=media.PDF_BYTES // 2)] * 6,
     ],
-    ids=["images", "documents", "packed", "pages", "bombs", "large"],
+    ids=["images", "documents", "packed", "pages", "bombs", "large", "together"],
 )
 def test_of_hostile_media_a_bounded_part_is_read(blocks: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     pieces: list[int] = []
