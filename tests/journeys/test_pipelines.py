@@ -299,7 +299,7 @@ async def test_the_example_ingests_a_document(vhost: Vhost) -> None:
             assert wrong.code == "provider_rejected"
 
 
-async def test_items_that_were_noted_but_not_published_are_published_by_the_next_delivery(
+async def test_items_that_the_broker_did_not_get_are_published_by_the_next_delivery(
     vhost: Vhost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(vhost.amqp_url, pipelines={"ingest": ingest()}, handlers={"words": CHUNK}) as worker:
