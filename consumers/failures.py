@@ -255,9 +255,17 @@ class AnswerTooLargeError(ProviderError):
 
 
 class HandlerError(ProviderError):
-    """A call to a handler (a registered function) failed."""
+    """A call to a handler (a registered function) failed. `where`: the exception's class, file and line."""
 
     means = OF_HANDLER
+
+    def __init__(self, detail: str, *, type: str, where: str = "") -> None:
+        super().__init__(detail, type=type)
+        self._where = where
+
+    @property
+    def brief(self) -> str:
+        return self._where or super().brief
 
 
 class HandlerDied(HandlerError):

@@ -26,7 +26,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
-from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, Problem
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotAMessage, NotEnded, Part, Problem
 from lanekeeper.requests import Options
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ __version__ = "0.3.0"
 __all__ = [
     "AccessRefused", "BodiesFull", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError",
     "BrokerUnreachable", "Cancelled", "Client", "ClientMisused", "ConfirmUnknown", "ControlRefused", "Depth",
-    "Final", "InvalidArgument", "InvalidUrl", "LanekeeperError", "Names", "NoReply", "NotEnded", "Options", "Part",
-    "Problem", "PublishRefused", "Rejected", "ReplyLost", "TopologyMismatch", "Tracing", "Unroutable",
+    "Final", "InvalidArgument", "InvalidUrl", "LanekeeperError", "Names", "NoReply", "NotAMessage", "NotEnded",
+    "Options", "Part", "Problem", "PublishRefused", "Rejected", "ReplyLost", "TopologyMismatch", "Tracing",
+    "Unroutable",
 ]  # fmt: skip
 
 

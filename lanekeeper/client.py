@@ -12,14 +12,14 @@ import asyncio
 import ssl
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, Unpack
+from typing import TYPE_CHECKING, BinaryIO, Self, Unpack, cast
 
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, InvalidUrl
 from lanekeeper.replies import Cancelled, ControlRefused, Final, Part, no_answer
-from lanekeeper.requests import Options, OutgoingRequest, bound_s, check_argument, request_message, time_in
+from lanekeeper.requests import Json, Options, OutgoingRequest, bound_s, check_argument, request_message, time_in
 from lanekeeper.telemetry import logs, signals
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lanekeeper.over_amqp import OverAmqp
     from lanekeeper.telemetry.tracing import Tracing
 
-Body = Mapping[str, Any] | bytes | BinaryIO
+Body = Json | BinaryIO
 """The body of a request: a mapping, JSON text as bytes, or an open binary file of JSON text. If a file is copied to the
 store for large bodies, it is read in pieces, so that it is never in memory as a whole."""
 PUBLISH_WITHIN_S = 30.0
@@ -231,13 +231,17 @@ class Client:
         if timeout_s is not None:
             check_argument("timeout_s", timeout_s, int, float)
         content: BinaryIO | None = None
-        if not isinstance(body, (Mapping, bytes)):
-            if not hasattr(body, "read") or hasattr(body, "encoding"):
-                raise InvalidArgument(
-                    f"body: found {type(body).__name__}, allowed are an object, bytes, and a file opened in binary mode"
-                )
-            content, body = body, b""
-        message = request_message(body, options, stream=stream, user=self._transport.user)
+        any_json = options.get("handler") is not None or n.PIPELINE in (options.get("headers") or {})
+        if isinstance(body, (Mapping, bytes)) or (any_json and isinstance(body, (list, tuple, str))):
+            given: Json = body
+        elif hasattr(body, "read") and not hasattr(body, "encoding"):
+            given, content = b"", cast(BinaryIO, body)
+        else:
+            raise InvalidArgument(
+                f"body: found {type(body).__name__}, allowed are an object, bytes, and a file opened in binary mode; "
+                "for a handler or a pipeline a list and a str as well"
+            )
+        message = request_message(given, options, stream=stream, user=self._transport.user)
         self._check_open()
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         full_within_s = options.get("full_within_s")

@@ -65,7 +65,8 @@ class Final:
     """The final reply to a request that succeeded."""
 
     body: bytes
-    """Anthropic's Message; an answer in the store for large bodies that was not fetched: JSON with its address."""
+    """Anthropic's Message, or what a handler or a pipeline returned; an answer in the store for large bodies that was
+    not fetched: JSON with its address."""
     request_id: str
     lane: str
     model: str
@@ -82,9 +83,15 @@ class Final:
         return body_address_in(self.headers)
 
     @property
+    def value(self) -> Any:
+        """The body's value."""
+        return json.loads(self.body)
+
+    @property
     def message(self) -> dict[str, Any]:
-        found = json.loads(self.body)
-        assert isinstance(found, dict)
+        """Raises NotAMessage for a handler's or a pipeline's answer that is no JSON object."""
+        if not isinstance(found := self.value, dict):
+            raise NotAMessage(f"the answer of {self.model or 'a pipeline'} is no Message: read Final.value")
         return found
 
     @property
@@ -95,6 +102,10 @@ class Final:
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]
 """`recorded`: it was waiting, and will end as cancelled. `told`: it runs, and its worker will stop it. `ended`: it had
 ended before. `unseen`: no worker knows it; if one gets it within the longest deadline, it ends as cancelled."""
+
+
+class NotAMessage(LanekeeperError):
+    """The answer came from a handler or a pipeline, and is no Message of Anthropic's."""
 
 
 class NoReply(LanekeeperError):

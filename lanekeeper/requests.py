@@ -5,7 +5,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO, TypedDict
@@ -22,6 +22,10 @@ ANSWER_LATE_S = 5.0
 """For so long after the deadline a client waits for the worker's error that says so."""
 FIRST_PAUSE_S = 0.1
 PAUSE_CAP_S = 5.0
+
+
+Json = Mapping[str, Any] | Sequence[Any] | str | bytes
+"""A body. Bytes are JSON already. A list and a str: for a handler or a pipeline alone."""
 
 
 class Options(TypedDict, total=False):
@@ -68,7 +72,7 @@ def check_argument(name: str, value: object, *kinds: type) -> None:
         raise InvalidArgument(f"{name}: has half a character (a lone surrogate), which UTF-8 cannot express")
 
 
-def request_message(body: Mapping[str, Any] | bytes, options: Options, *, stream: bool, user: str) -> Message:
+def request_message(body: Json, options: Options, *, stream: bool, user: str) -> Message:
     """The message of a request. `user`: the connection's. Raises Problem for a wrong priority, and InvalidArgument."""
     if not options.keys() <= _KINDS.keys():
         unknown = ", ".join(sorted(options.keys() - _KINDS.keys()))
@@ -104,7 +108,7 @@ def request_message(body: Mapping[str, Any] | bytes, options: Options, *, stream
     )
 
 
-def _json(body: Mapping[str, Any]) -> bytes:
+def _json(body: object) -> bytes:
     try:
         return json.dumps(body, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:

@@ -11,8 +11,10 @@ import signal
 import struct
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 CALL: Final = struct.Struct(">cHII")
@@ -57,8 +59,11 @@ def told(error: BaseException) -> tuple[bytes, str]:
     """How a handler's exception ends its attempt: as a failure, or as `lanekeeper.Rejected`, which no retry mends."""
     problems = sys.modules.get("lanekeeper.contract.problems")
     is_rejected = problems is not None and isinstance(error, problems.Rejected)
-    name = "" if is_rejected else f"{type(error).__name__}: "
-    return (REJECTED if is_rejected else FAILED), f"{name}{error}"[:TEXT_LENGTH]
+    if is_rejected:
+        return REJECTED, str(error)[:TEXT_LENGTH]
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    place = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in last)
+    return FAILED, f"{type(error).__name__}{place}: {error}"[:TEXT_LENGTH]
 
 
 def main() -> None:

@@ -140,7 +140,7 @@ async def _see_end(running: "asyncio.Task[object]", name: str) -> None:
 def _failed(name: str, kind: bytes, text: str) -> HandlerError | RejectedError:
     if kind == REJECTED:
         return RejectedError(f"handler {name}: {text}", status=422, type="rejected")
-    return HandlerError(f"handler {name}: {text}", type="failed")
+    return HandlerError(f"handler {name}: {text}", type="failed", where=text.partition(": ")[0])
 
 
 def unsendable(name: str, why: str) -> RequestProblem:

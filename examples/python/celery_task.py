@@ -1,6 +1,6 @@
 """Lanekeeper in a Celery task: the task waits for its turn in the lane, and Lanekeeper for the provider's budget.
 
-pip install lanekeeper-client celery; celery --app celery_task worker
+pip install ./lanekeeper celery; celery --app celery_task worker
 """
 
 import os

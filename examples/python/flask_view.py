@@ -1,6 +1,6 @@
 """Lanekeeper in a Flask application, which has no event loop.
 
-pip install lanekeeper-client flask; flask --app flask_view run
+pip install ./lanekeeper flask; flask --app flask_view run
 """
 
 import os

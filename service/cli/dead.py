@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from lanekeeper.contract.names import ERRORS, STRIPPED_ON_REPUBLISH
 from service.cli import options
 from service.cli.process import FAILED, connected, print_json, printable, run, tell
 
@@ -117,7 +118,8 @@ def _print_overview(found: dict[str, Any]) -> None:
     if found["letters"]:
         letters = Table(box=None, padding=(0, 1, 0, 0))
         for title in ("at", "id", "lane", "app", "tenant", "cause", "again"):
-            letters.add_column(title, no_wrap=title in ("at", "cause"), overflow="fold")
+            # an id stays whole, so that it can be copied; the others give way
+            letters.add_column(title, no_wrap=title in ("at", "id", "cause"), overflow="fold")
         for each in found["letters"]:
             row = (each["id"], each["lane"], each["app"], each["tenant"], each["cause"], str(each["replays"] or ""))
             letters.add_row(*(Text(printable(cell)) for cell in (_short(each["at"]), *row)))
@@ -154,8 +156,9 @@ def show(
         return
     message = found.pop("message")
     body, errors = message.pop("body", None), found.pop("errors")
-    for name, value in (*found.items(), *message.pop("headers").items(), *message.items()):
-        if value not in ("", None) and name not in ("message_id", "body_base64"):
+    hidden = ("message_id", "body_base64", ERRORS, *STRIPPED_ON_REPUBLISH)  # the errors are below, in plain text
+    for name, value in {**found, **message.pop("headers"), **message}.items():
+        if value not in ("", None) and not name.startswith(hidden):
             text = value if isinstance(value, str) else json_text.dumps(value, ensure_ascii=False)
             print(f"{printable(name)}: {printable(text)}")
     for error in errors:

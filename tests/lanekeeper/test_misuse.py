@@ -174,5 +174,13 @@ ERRORS = {
 
 
 def test_every_client_error_derives_from_one_base_class() -> None:
-    assert len(ERRORS) == 21
+    assert len(ERRORS) == 22
     assert {name for name in ERRORS if not issubclass(getattr(surface, name), surface.LanekeeperError)} == set()
+
+
+def test_an_answer_that_is_no_message_is_a_typed_error_that_says_what_to_read() -> None:
+    given = {"lane": "normal", "provider": "handler", "attempt": 1, "wait_ms": 0, "run_ms": 0, "replayed": False}
+    final = surface.Final(body=b"[1, 2]", request_id="k-1", model="chunk", headers={}, **given)  # type: ignore[arg-type]
+    assert final.value == [1, 2]
+    with pytest.raises(surface.NotAMessage, match=r"answer of chunk is no Message: read Final\.value"):
+        _ = final.text

@@ -6,7 +6,7 @@ PUBLIC = {
     "Client", "ClientMisused", "Options", "Final", "Part", "Cancelled", "Depth", "Names", "Tracing",
     "BodiesFull", "InvalidArgument",
     "BodiesUnavailable", "BodyError",
-    "LanekeeperError", "Problem", "NoReply", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
+    "LanekeeperError", "Problem", "NoReply", "NotAMessage", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
     "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Rejected", "Unroutable", "ConfirmUnknown", "AccessRefused",
     "TopologyMismatch", "InvalidUrl",
 }  # fmt: skip

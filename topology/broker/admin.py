@@ -399,12 +399,14 @@ SETTLED_S = 1.0
 
 async def remove_lane(lane: str, connection: Connection, management: Management, *, names: Names) -> None:
     """Delete the queues of a lane that no process has any more. Raises TopologyMismatch, and leaves the lane as it was,
-    if a queue still holds messages or has consumers."""
+    if a queue still holds messages or has consumers, or if the broker has no such lane."""
     queues = [
         queue
         for queue in await management.messages()
         if queue == names.intake(lane) or names.lane_behind(queue) == lane
     ]
+    if not queues:
+        raise TopologyMismatch(f"the broker has no queue of a lane {lane}: nothing is removed")
     await _require_unused(lane, queues, connection, management)
     key = names.lane_pattern(lane)
     bindings = [

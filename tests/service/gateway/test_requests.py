@@ -2,10 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Unpack
+from typing import Any, BinaryIO, Unpack, cast
 
 import aiohttp
 import pytest
@@ -18,6 +18,7 @@ from consumers.state.base import Identity, Look, StoreUnavailable
 from consumers.state.sqlite.store import SqliteStore
 from lanekeeper import Client
 from lanekeeper.bodies import BodiesUnavailable
+from lanekeeper.client import Body
 from lanekeeper.requests import Options
 from service.config.settings import BodiesSettings, GatewayKey, Settings
 from service.gateway import requests
@@ -124,13 +125,13 @@ class Publishing(Client):
         self.is_full = False
 
     @override
-    async def publish(self, body: Mapping[str, Any] | bytes | BinaryIO, *, key: str, **options: Unpack[Options]) -> str:
+    async def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
         self.begun += 1
         if self.is_full:
             raise BodiesUnavailable("the store of bodies is full")
         await self.may_end.wait()
-        assert not isinstance(body, Mapping)
-        self.bodies.append(body if isinstance(body, bytes) else body.read())
+
+        self.bodies.append(body if isinstance(body, bytes) else cast(BinaryIO, body).read())
         return ""
 
     @override
