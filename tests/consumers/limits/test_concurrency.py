@@ -38,6 +38,16 @@ def test_several_refused_calls_for_one_request_count_once() -> None:
     assert (same, calls.limit) == (inf, 2)
 
 
+def test_a_call_that_was_not_made_does_not_count() -> None:
+    calls = Concurrency(None, SHARES)
+    for request in ("made", "not made", "runs"):
+        calls.begin(NORMAL, request, (), 1.0)
+    for request in ("made", "not made"):
+        calls.end(NORMAL, request, 1.0, 1.1, is_made=request == "made")
+
+    assert calls._sample.begun == 2
+
+
 def test_of_many_refused_requests_only_the_latest_are_remembered() -> None:
     sample = Sample()
     for experiment in range(3):

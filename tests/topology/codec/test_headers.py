@@ -150,6 +150,7 @@ def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
     hop = HopHeaders(attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000")
     assert read_hop(hop_headers(hop)) == hop
     assert read_hop(hop_headers(HopHeaders())) == HopHeaders()
+    assert hop_headers(HopHeaders()) == {n.ATTEMPT: 0, n.RAN_MS: 0}
 
 
 @pytest.mark.parametrize(
