@@ -23,7 +23,7 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, SENT_MS
+from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, CANCEL_KEY, SENT_MS
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
@@ -440,8 +440,8 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Fi
             "broker version", None, f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later"
         )
     try:
-        # A worker's user may not publish requests; an administrator, a deployer or a user with all rights may.
-        await check_write_rights(broker, [(settings.names().requests, f"{settings.lane_specs()[0].name}.a.b")])
+        # A worker's user may not publish control messages; an administrator, a deployer or a user with all rights may.
+        await check_write_rights(broker, [(settings.names().control, CANCEL_KEY)])
     except AccessRefused:
         return
     except BrokerBlocked as blocked:
@@ -452,7 +452,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Fi
         yield Finding(
             "broker rights",
             None,
-            f"user {settings.credentials[0]} may publish requests, and so may do more than a worker needs: "
+            f"user {settings.credentials[0]} may publish control messages, and so may do more than a worker needs: "
             "lanekeeper topology export --user worker:worker, and lanekeeper consume",
         )
 
