@@ -5,11 +5,12 @@ few filters: those whose result is about as large as what they are given. Arithm
 """
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Final
 
-from jinja2 import StrictUndefined, TemplateError, Undefined, meta
+from jinja2 import StrictUndefined, TemplateError, Undefined, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import SandboxedEnvironment
@@ -18,6 +19,8 @@ from topology.lanes import MIB
 
 MOST_BYTES: Final = MIB
 """Of what a template may become: as large as a request may be."""
+WITHIN_S = 1.0
+"""Of the worker's loop, for one template."""
 FILTERS: Final = frozenset({
     "abs", "count", "default", "d", "first", "float", "int", "items", "join", "last", "length", "list", "lower", "map",
     "max", "min", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort", "string", "sum", "title",
@@ -75,20 +78,26 @@ class Template:
 
     def __init__(self, source: str) -> None:
         try:
-            self.names = frozenset(meta.find_undeclared_variables(_sandbox().parse(source)))
+            tree = _sandbox().parse(source)
+            self.names = frozenset(meta.find_undeclared_variables(tree))
             self._template = _sandbox().from_string(source)
         except TemplateError as error:
             raise Unrendered(f"line {getattr(error, 'lineno', None) or 1}: {error.message}") from None
+        if nested := next((inner for loop in tree.find_all(nodes.For) for inner in loop.find_all(nodes.For)), None):
+            # its turns multiply, and templates are rendered in the worker's loop
+            raise Unrendered(f"line {nested.lineno}: a loop in a loop is not available; use a step with `each`")
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Raises Unrendered."""
-        pieces, size = list[str](), 0
+        pieces, size, end = list[str](), 0, time.monotonic() + WITHIN_S
         try:
             for piece in self._template.generate(values):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_BYTES:
                     raise TooLong(f"its prompt grows beyond {MOST_BYTES} bytes")
+                if time.monotonic() > end:
+                    raise Unrendered(f"not rendered within {WITHIN_S:g} s")
             return "".join(pieces)
         except Unrendered:
             raise

@@ -59,7 +59,11 @@ def test_a_template_reaches_nothing_but_its_inputs(source: str) -> None:
 
 def test_what_a_template_becomes_is_bounded() -> None:
     with pytest.raises(TooLong, match=str(MOST_BYTES)):
-        Template("{% for a in input.many %}{% for b in input.many %}xxxxxxxx{% endfor %}{% endfor %}").render(VALUES)
+        Template("{% for a in input.many %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}").render(VALUES)
+    with pytest.raises(Unrendered, match="a loop in a loop is not available"):
+        Template("{% for a in input.many %}{% if a %}{% for b in input.many %}{% endfor %}{% endif %}{% endfor %}")
+    with pytest.raises(Unrendered, match="not rendered within 1 s"):
+        Template("{% for a in input.many %}{{ input.many|sum }}{% endfor %}").render(VALUES)
 
 
 def test_an_error_names_nothing_that_was_put_in() -> None:
