@@ -195,9 +195,7 @@ async def test_cancelling_a_pipeline_stops_its_items(vhost: Vhost) -> None:
 async def test_bad_input_of_a_pipeline_is_a_typed_problem(vhost: Vhost) -> None:
     pipelines = {
         "list": pipeline(StepSpec(name="all", each="input.pages", prompt="{{ item }}")),
-        "grows": pipeline(
-            StepSpec(name="all", prompt="{% for a in input %}{% for b in input %}{{ a }}{% endfor %}{% endfor %}")
-        ),
+        "grows": pipeline(StepSpec(name="all", prompt="{% for a in input %}" + 10 * "{{ a }}" + "{% endfor %}")),
         "deep": pipeline(StepSpec(name="first", handler="echo"), StepSpec(name="second", handler="echo")),
         "large": pipeline(StepSpec(name="first", handler="is_large"), StepSpec(name="second", handler="echo")),
     }
