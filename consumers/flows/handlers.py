@@ -6,6 +6,7 @@ import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import jiter
@@ -16,6 +17,7 @@ from consumers.flows.child import ANSWERED, REJECTED, UNSENDABLE, Unsendable, fi
 from consumers.flows.cores import Child, ChildDied, Cores, NotImported
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.bounds import ANSWER_BYTES
 
 PROVIDER: Final = "handler"
@@ -42,11 +44,17 @@ class Handlers:
     """The registered handlers of this process. `most_bytes`: the largest result."""
 
     def __init__(
-        self, specs: Iterable[HandlerSpec] = (), *, most_bytes: int = ANSWER_BYTES, cores: int | None = None
+        self,
+        specs: Iterable[HandlerSpec] = (),
+        *,
+        most_bytes: int = ANSWER_BYTES,
+        cores: int | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._most_bytes = most_bytes
         self._cores = Cores(cores)
+        self._tracing = tracing or Tracing()
         self._functions: dict[str, Callable[[Any], Any]] = {}
         self._background = Background()
 
@@ -77,17 +85,21 @@ class Handlers:
         ProviderError or RequestProblem."""
         spec = self._specs[name]
         if spec.kind == "async":
-            yield lambda body, timeout_s: self._in_loop(spec, body, timeout_s)
+            yield partial(self._traced, spec.name, partial(self._in_loop, spec))
             return
         try:
             async with self._cores.one(spec.run) as child:
-                yield lambda body, timeout_s: self._in_process(spec, child, body, timeout_s)
+                yield partial(self._traced, spec.name, partial(self._in_process, spec, child))
         except NotImported as error:
             raise HandlerError(f"handler {name}: not imported: {error}", type="failed") from None
 
     async def aclose(self, *, within_s: float) -> None:
         await self._cores.aclose()
         await self._background.finish(within_s=within_s)
+
+    async def _traced(self, name: str, call: Call, body: bytes, timeout_s: float) -> bytes:
+        with self._tracing.handler(name):
+            return await call(body, timeout_s)
 
     async def _in_loop(self, spec: HandlerSpec, body: bytes, timeout_s: float) -> bytes:
         value = jiter.from_json(body, cache_mode="none")

@@ -117,7 +117,7 @@ CAP_REACHED: Final = "cap.reached"
 CAP_UNCORRECTED: Final = "cap.uncorrected"
 
 # Names of spans have the form `<operation> <destination>`. A destination has few values: an exchange, one of our
-# queues, or a model. docs/tracing.md explains the spans.
+# queues, a model, or a handler. docs/tracing.md explains the spans.
 ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from publishing the request to its answer
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
@@ -125,6 +125,7 @@ CHAT: Final = "chat"  # CLIENT
 ACK: Final = "ack"  # CLIENT; REJECT too
 REJECT: Final = "reject"
 POST: Final = "POST"  # CLIENT: a webhook
+HANDLER: Final = "handler"  # INTERNAL
 WAIT: Final = "wait"  # INTERNAL; DELAY too: written by the worker that gets the request, after the wait
 DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type

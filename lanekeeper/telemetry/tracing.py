@@ -209,6 +209,12 @@ class Tracing:
             span.set_attributes({signals.HTTP_METHOD: signals.POST, signals.SERVER_ADDRESS: host})
         return Scope(span, trace.set_span_in_context(span))
 
+    def handler(self, name: str) -> Scope:
+        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
+            return _NO_SPAN
+        span = self._tracer.start_span(f"{signals.HANDLER} {name}")
+        return Scope(span, trace.set_span_in_context(span))
+
     def traceparent(self) -> str | None:
         """For an HTTP request to a provider, which gets neither `tracestate` nor `baggage`."""
         current = trace.get_current_span().get_span_context()

@@ -245,9 +245,9 @@ def open_provider(
         raise SettingsError(f"providers.{name}: {missing}") from None
 
 
-async def open_handlers(settings: Settings, stack: AsyncExitStack) -> Handlers:
+async def open_handlers(settings: Settings, *, tracing: Tracing, stack: AsyncExitStack) -> Handlers:
     """Import the handlers; `stack` closes their processes. Raises SettingsError, which names all that cannot be."""
-    handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes)
+    handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes, tracing=tracing)
     stack.push_async_callback(handlers.aclose, within_s=FINISH_WITHIN_S)
     if problems := await handlers.load():
         raise SettingsError("\n".join(problems))
@@ -582,7 +582,7 @@ async def assemble(
         providers = open_providers(settings, parsing=parsing)
         for provider in providers:
             stack.push_async_callback(provider.aclose)
-        handlers = await open_handlers(settings, stack)
+        handlers = await open_handlers(settings, tracing=tracing, stack=stack)
         broker = await open_broker(settings, publishing, consuming, declares=declares, tracing=tracing, stack=stack)
         names = broker.names
         store = await stack.enter_async_context(

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from opentelemetry import trace
+
 from lanekeeper import Rejected
 
 NOT_CALLABLE = 1
@@ -16,6 +18,10 @@ NOT_CALLABLE = 1
 
 async def echo(given: Any) -> Any:
     return {"echo": given}
+
+
+async def traced(given: Any) -> Any:
+    return trace.get_current_span().get_span_context().span_id
 
 
 async def fails(given: Any) -> Any:

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 
 from consumers.failures import HandlerDied, HandlerError, RejectedError
 from consumers.flows import child, cores
 from consumers.flows import handlers as module
 from consumers.flows.handlers import Handlers, HandlerSpec
 from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.waiting import until
 
 FUNCTIONS = "tests.support.functions"
@@ -28,8 +33,10 @@ def spec(name: str, kind: Literal["async", "cpu"], run: str | None = None) -> Ha
 
 
 @asynccontextmanager
-async def registered(*specs: HandlerSpec, cores: int = 2, most_bytes: int = 100_000) -> AsyncIterator[Handlers]:
-    handlers = Handlers(specs, cores=cores, most_bytes=most_bytes)
+async def registered(
+    *specs: HandlerSpec, cores: int = 2, most_bytes: int = 100_000, tracing: Tracing | None = None
+) -> AsyncIterator[Handlers]:
+    handlers = Handlers(specs, cores=cores, most_bytes=most_bytes, tracing=tracing)
     assert await handlers.load() == []
     try:
         yield handlers
@@ -49,6 +56,29 @@ async def test_an_async_function_and_one_that_computes_are_called_with_json() ->
         assert (first, second) == ("ü", "ü")
         assert process != os.getpid()
         assert await call(handlers, "doubled", 1) == [1, 1, process], "the process stays for the next call"
+
+
+async def test_each_call_has_a_span_that_tells_how_it_failed_and_nothing_of_what_was_said() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    specs = (spec("traced", "async"), spec("fails", "async"), spec("hangs", "async"), spec("exits", "cpu"))
+    async with registered(*specs, tracing=Tracing(provider)) as handlers:
+        of_its_own = await call(handlers, "traced")
+        for name in ("fails", "hangs", "exits"):
+            with pytest.raises(HandlerError):
+                await call(handlers, name, "canary", timeout_s=0.1 if name == "hangs" else 30.0)
+
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert spans.keys() == {f"handler {each.name}" for each in specs}
+    assert {span.kind for span in spans.values()} == {SpanKind.INTERNAL}
+    good = spans.pop("handler traced")
+    assert good.context is not None
+    assert good.context.span_id == of_its_own, "its own spans are children of it"
+    assert (good.status.status_code, dict(good.attributes or {})) == (StatusCode.UNSET, {})
+    assert {span.status.status_code for span in spans.values()} == {StatusCode.ERROR}
+    errors = {name: (span.attributes or {})["error.type"] for name, span in spans.items()}
+    assert errors == {"handler fails": "failed", "handler hangs": "timeout", "handler exits": "died"}
+    assert "canary" not in "".join(span.to_json() for span in spans.values())
 
 
 async def test_all_that_cannot_be_imported_are_told_at_once() -> None:

@@ -79,8 +79,12 @@ async def test_every_path_is_in_the_document_and_no_other() -> None:
 
 def test_every_header_that_a_requester_may_set_is_in_the_documents() -> None:
     assert HEADERS.keys() == n.PUBLIC | {n.ANTHROPIC_BETA} | n.TRACE_CONTEXT
-    over_http = {each["name"] for each in OPENAPI["paths"]["/v1/messages"]["post"]["parameters"]}
-    assert over_http == HEADERS.keys() - REFUSED_HEADERS.keys() | {n.LANE_NAME, "Idempotency-Key"}
+    waited, submitted = (
+        {each["name"] for each in OPENAPI["paths"][path]["post"]["parameters"]}
+        for path in ("/v1/messages", "/v1/requests")
+    )
+    assert submitted == HEADERS.keys() - REFUSED_HEADERS.keys() | {n.LANE_NAME, n.TYPE, "Idempotency-Key"}
+    assert waited == submitted - {n.TYPE, n.PIPELINE}
 
 
 @given(

@@ -40,6 +40,8 @@ def body(**extra: Any) -> bytes:
         ("x_lane_name", "urgent", 400),
         ("x_lane_deadline_ms", "soon", 400),
         ("x_lane_stream", "true", 400),
+        ("x_lane_type", "embed", 400),
+        ("x_lane_pipeline", "ingest", 400),
         ("idempotency_key", "no spaces", 400),
         ("origin", "https://evil.example", 403),
         ("host", "evil.example", 403),
