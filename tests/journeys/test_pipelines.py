@@ -248,9 +248,12 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> Non
         found = await call("GET", f"{url}{posted['status_url']}?wait=30s")
         assert found["status"] == "completed"
         assert "step" not in found.body
-        told = [each.json for each in app.events if each.json["event"] == "step"]
-        assert {"each_word", "combine"} <= {each["next"] for each in told}
-        assert any((each.get("done"), each.get("of")) == (2, 6) for each in told)
+
+        def told() -> list[Any]:
+            return [each.json for each in app.events if each.json["event"] == "step"]
+
+        await until(lambda: {"each_word", "combine"} <= {each["next"] for each in told()})
+        assert any((each.get("done"), each.get("of")) == (2, 6) for each in told())
 
 
 async def test_items_that_the_store_has_lost_are_asked_again(vhost: Vhost, tmp_path: Path) -> None:

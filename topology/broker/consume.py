@@ -36,7 +36,7 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
-READ_IDLE_EVERY_S: Final = 20.0
+READ_IDLE_EVERY_S: Final = 5.0
 """While the lane is idle: many idle lanes are to cost little."""
 WAITING = 1000
 log = logs.logger()
@@ -271,7 +271,7 @@ class HeadsSession(Session):
         self._heads.changed.set()
 
     async def __anext__(self) -> Delivery:
-        loop, pause_s, begun = asyncio.get_running_loop(), READ_LENGTHS_EVERY_S, 0
+        loop, pause_s, begun, last_s = asyncio.get_running_loop(), READ_LENGTHS_EVERY_S, 0, 0.0
         while True:
             self._heads.changed.clear()
             if self._lost is not None:
@@ -283,13 +283,17 @@ class HeadsSession(Session):
                     return delivery
             elif self._fetching and loop.time() >= self._next_reading_s:
                 await self._read_lengths()
+                last_s = loop.time()
                 is_idle, begun = not self._heads.ready and self._heads.begun() == begun, self._heads.begun()
                 pause_s = min(2 * pause_s, READ_IDLE_EVERY_S) if is_idle else READ_LENGTHS_EVERY_S
-                self._next_reading_s = loop.time() + pause_s
+                self._next_reading_s = last_s + pause_s
             else:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout_at(self._next_reading_s if self._fetching else None):
+                    end_s = min(self._next_reading_s, loop.time() + READ_LENGTHS_EVERY_S)
+                    async with asyncio.timeout_at(end_s if self._fetching else None):
                         await self._heads.changed.wait()
+                if self._heads.begun() != begun:  # the lane is no longer idle
+                    self._next_reading_s = min(self._next_reading_s, last_s + READ_LENGTHS_EVERY_S)
 
     async def _fetch(self, queue: str) -> Delivery | None:
         with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
