@@ -214,8 +214,12 @@ class ControlAnswers:
                 refused=self.refused,
             )
 
-    async def replay(self, message: Message, completion: Completion, *, id: str) -> None:
+    async def replay(
+        self, message: Message, completion: Completion, *, id: str, webhook: Mapping[str, Any] | None = None
+    ) -> None:
         headers = {n.STATUS: completion.status, **completion.headers, n.REPLAYED: True, n.REQUEST_ID: id}
+        if webhook is not None:
+            headers[n.WEBHOOK_LOG] = json.dumps(webhook)
         content_type = PROBLEM if completion.status == "error" else JSON
         if not self._may_answer(message):
             return
@@ -501,7 +505,8 @@ class Control:
             return
         found = await self._claiming.find(identity)
         if found is not None and found.completion is not None:
-            await self.answers.replay(message, found.completion, id=identity.id)
+            webhook = await self._settler.webhooks.told(identity)
+            await self.answers.replay(message, found.completion, id=identity.id, webhook=webhook)
         else:
             await self.answers.tell(message, _state(identity.id, found), control="pending")
 

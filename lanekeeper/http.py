@@ -465,10 +465,12 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
         raise ControlRefused(document or {"status": status, "detail": f"the gateway answered {status}"})
     headers = {name: document[field] for field, name in _FIELDS.items() if field in document}
     headers[n.REQUEST_ID] = document.get("id", id)
+    if "webhook" in document:
+        headers[n.WEBHOOK_LOG] = json.dumps(document["webhook"])
     if "result" in document:
         return final_of(Message(body=_member_bytes(body, "result"), headers={**headers, n.STATUS: "ok"}))
     if isinstance(problem := document.get("problem"), dict):
-        raise Problem(problem)
+        return final_of(Message(body=json.dumps(problem).encode(), headers=headers))
     named = str(document.get("status"))
     attempts = int(document.get("attempts", 0))
     raise NotEnded(

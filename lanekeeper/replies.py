@@ -15,6 +15,9 @@ from lanekeeper.contract.problems import PROBLEMS, LanekeeperError, RequestProbl
 class Problem(RequestProblem):
     """The error of a request that failed or was refused. `fields`: the problem document."""
 
+    webhook: Mapping[str, Any] | None = None
+    """As `Final.webhook`."""
+
     def __init__(self, document: Mapping[str, Any]) -> None:
         code = str(document.get("code"))
         detail = str(document.get("detail", "no detail"))
@@ -81,6 +84,12 @@ class Final:
     def kept(self) -> BodyAddress | None:
         """Where an answer is that was too large for a message."""
         return body_address_in(self.headers)
+
+    @property
+    def webhook(self) -> Mapping[str, Any] | None:
+        """How posting the outcome to its webhook went, in a result that was fetched: its `endpoint`, `state`,
+        `attempts`, `errors`, when (`at`) and when again (`next_at`)."""
+        return _webhook_in(self.headers)
 
     @property
     def value(self) -> Any:
@@ -183,7 +192,9 @@ def final_of(message: Message) -> Final:
     """Raises Problem if the request ended in an error."""
     headers = message.headers
     if headers.get(n.STATUS) != "ok":
-        raise Problem(json.loads(message.body))
+        problem = Problem(json.loads(message.body))
+        problem.webhook = _webhook_in(headers)
+        raise problem
     return Final(
         body=message.body,
         request_id=str(headers.get(n.REQUEST_ID, "")),
@@ -196,6 +207,12 @@ def final_of(message: Message) -> Final:
         replayed=headers.get(n.REPLAYED) is True,
         headers=headers,
     )
+
+
+def _webhook_in(headers: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    text = headers.get(n.WEBHOOK_LOG)
+    found = json.loads(text) if isinstance(text, str) else None
+    return found if isinstance(found, dict) else None
 
 
 def _int(value: object) -> int | None:

@@ -206,10 +206,6 @@ class Log:
     at: str
     next_at: str | None
 
-    def told(self) -> dict[str, Any]:
-        """Without the URL, which may be secret."""
-        return {name: value for name, value in asdict(self).items() if name not in ("url", "routing_key")}
-
 
 class PostFailed(Exception):
     """An attempt failed; the text says how, without anything that may be secret."""
@@ -257,7 +253,7 @@ class Webhooks:
         webhook whose outcome is posted again. Raises RequestProblem, StoreUnavailable, BrokerError."""
         id, tenant = body.get(command), body.get("tenant") or ""
         if id is None and command == n.WEBHOOKS_KEY:
-            return {"webhooks": [_told(*each) for each in await self.store.webhooks(most=LISTED)]}
+            return {"webhooks": [_named(*each) for each in await self.store.webhooks(most=LISTED)]}
         if not isinstance(id, str) or not isinstance(tenant, str):
             raise invalid_request(f'body: allowed is {{"{command}": "<message_id>", "tenant": "…"}}')
         identity = Identity(tenant, id)
@@ -270,7 +266,12 @@ class Webhooks:
                     f"{command}: the outcome of {id[:80]!r} is kept no longer; if it is a dead letter, replay that"
                 )
             await self.send(found.completion, url=kept.url, identity=identity, routing_key=kept.routing_key)
-        return {"webhooks": [_told(identity, row)]}
+        return {"webhooks": [_named(identity, row)]}
+
+    async def told(self, identity: Identity) -> dict[str, Any] | None:
+        """How posting this request's outcome went, if it has a webhook. Raises StoreUnavailable."""
+        row = await self.store.webhook(identity)
+        return None if row is None else told(row)
 
     async def send(self, completion: Completion, *, url: str, identity: Identity, routing_key: str) -> None:
         """Raises BrokerError."""
@@ -539,5 +540,10 @@ def redelivered(letter: Message) -> Message:
     return replace(post, first_ms=None).message(letter.body)
 
 
-def _told(identity: Identity, row: bytes) -> dict[str, Any]:
-    return {"id": identity.id, "tenant": identity.tenant, **Log(**json.loads(row)).told()}
+def told(row: bytes) -> dict[str, Any]:
+    """What a stored `Log` says, without the URL, which may be secret."""
+    return {name: value for name, value in json.loads(row).items() if name not in ("url", "routing_key")}
+
+
+def _named(identity: Identity, row: bytes) -> dict[str, Any]:
+    return {"id": identity.id, "tenant": identity.tenant, **told(row)}

@@ -134,6 +134,7 @@ WAIT_MS = "x-lane-wait-ms"
 RUN_MS = "x-lane-run-ms"
 WAIT_FROM = "x-lane-wait-from"
 REPLAYED = "x-lane-replayed"
+WEBHOOK_LOG = "x-lane-webhook-log"
 CONTROL = "x-lane-control"
 """On answers to control messages, never beside STATUS: `accepted`, `pending` or `error`."""
 CODE = "x-lane-code"
@@ -168,7 +169,7 @@ REPLY_ERROR = "x-lane-reply-error"
 OURS = frozenset(
     {
         STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
-        REPLAYED, CONTROL,
+        REPLAYED, CONTROL, WEBHOOK_LOG,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS, REPLAYS, REPLAYED_AT,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH, RAN_MS,
         FLOW, DEATHS, REPLY_TRY, REPLY_ERROR,

@@ -4,7 +4,7 @@ import asyncio
 import json as json_text
 import sys
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -14,6 +14,7 @@ import typer
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, tell
+from service.cli.webhooks import course
 
 if TYPE_CHECKING:
     from lanekeeper import Client
@@ -189,6 +190,7 @@ def result(
             with _problem_told(settings):
                 answer = await client.result(id, tenant=tenant, wait_s=wait or 0)
             _print_answer(answer, json=json)
+            _tell_webhook(answer.webhook)
 
     run(fetch())
 
@@ -224,7 +226,15 @@ def _problem_told(settings: "Settings") -> Iterator[None]:
         request = f"[request {printable(problem.request)}, {attempts}]"
         tell(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
         _tell_trace(settings, problem.trace)
+        _tell_webhook(problem.webhook)
         raise typer.Exit(FAILED) from None
+
+
+def _tell_webhook(log: Mapping[str, Any] | None) -> None:
+    if log is not None:
+        tell(printable(f"webhook {course(log)}"))
+        for error in log["errors"]:
+            tell(printable(f"  {error}"))
 
 
 async def _cancel_interrupted(client: "Client", id: str, *, tenant: str | None) -> None:

@@ -1,5 +1,6 @@
 """`lanekeeper webhooks`: list how posts went, and post an outcome again."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +59,11 @@ def redeliver(
 
 def _line(row: dict[str, Any]) -> str:
     tenant = f" of {row['tenant']}" if row["tenant"] else ""
+    return printable(f"{row['id']}{tenant}  {course(row)}")
+
+
+def course(row: Mapping[str, Any]) -> str:
+    """Where posting an outcome stands."""
     then = f", next at {row['next_at']}" if row["next_at"] else ""
     tries = "1 attempt" if row["attempts"] == 1 else f"{row['attempts']} attempts"
-    return printable(f"{row['id']}{tenant}  {row['endpoint']}  {row['state']} at {row['at']} after {tries}{then}")
+    return f"{row['endpoint']}  {row['state']} at {row['at']} after {tries}{then}"

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from consumers.background import Background
 from consumers.clock import moment_text, now_ms
-from consumers.flows.webhooks import Log
+from consumers.flows import webhooks
 from consumers.slots import activity
 from consumers.state.base import (
     QUEUED,
@@ -225,7 +225,7 @@ class SubmittedRequests:
             if word == "queued" and pause is None:
                 place = await self._positions.of(known.submission.lane)
         row = None if known.found.completion is None else await self._store.webhook(identity_of(id, caller))
-        webhook = None if row is None else Log(**json.loads(row)).told()
+        webhook = None if row is None else webhooks.told(row)
         return status_of(known, now_ms=now_ms(), place=place, pause=pause, webhook=webhook)
 
     async def _pause_of(self, lane: str, caller: GatewayKey) -> Pause | None:

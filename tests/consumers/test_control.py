@@ -163,6 +163,20 @@ async def test_a_result_that_no_one_can_be_sent_counts_as_unanswered_only_if_it_
     assert bench.log == []
 
 
+async def test_a_stored_result_tells_how_it_was_posted_and_not_where(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    bench.publisher.sent.clear()
+    await read(bench, {"result": "m-1"}, kind="result")
+    assert n.WEBHOOK_LOG not in bench.to("").headers
+
+    bench.publisher.sent.clear()
+    row = b'{"url": "https://h/secret", "routing_key": "k", "endpoint": "https://h", "state": "retrying"}'
+    await bench.store.note_webhook(Identity("", "m-1"), row, until_ms=2_000_000_000_000)
+    await read(bench, {"result": "m-1"}, kind="result")
+    log = bench.to("").headers[n.WEBHOOK_LOG]
+    assert json.loads(log) == {"endpoint": "https://h", "state": "retrying"}
+
+
 async def test_a_stored_result_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()

@@ -228,7 +228,7 @@ async def test_bad_input_of_a_pipeline_is_a_typed_problem(vhost: Vhost) -> None:
         assert worker.is_well
 
 
-async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> None:
+async def test_progress_is_told_by_status_events_and_result(vhost: Vhost, tmp_path: Path) -> None:
     words = " ".join(["w0", "w1", *(f"w{n}[[held]]" for n in range(2, 6))])
     ours = serving(vhost.amqp_url, pipelines={"ingest": ingest()}, handlers={"words": CHUNK})
     async with ours as worker, gate(worker.settings) as url, requester(vhost.amqp_url) as app:
@@ -244,6 +244,9 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost) -> Non
             await asyncio.sleep(0.05)
         pending = await app.control({"result": posted["id"]}, key="result")
         assert pending.json["step"] == "each_word, 2 of 6"
+        async with lanekeeper("result", posted["id"], environ=environment(vhost), folder=tmp_path) as fetched:
+            assert await fetched.ended() == 1
+        assert "at step each_word, 2 of 6" in fetched.events[-1]["event"]
         worker.api.release()
         found = await call("GET", f"{url}{posted['status_url']}?wait=30s")
         assert found["status"] == "completed"

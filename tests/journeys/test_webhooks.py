@@ -15,7 +15,7 @@ from service.config.flows import PipelineSettings
 from tests.support.brokers import Vhost
 from tests.support.endpoint import OTHER_SECRET, SECRET, endpoint
 from tests.support.gate import call, gate, submit
-from tests.support.processes import environment, run
+from tests.support.processes import environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -226,6 +226,14 @@ async def test_the_command_lists_posts_and_posts_again(vhost: Vhost, tmp_path: P
         code, told = await does("list", "w-cli")
         assert code == 0
         assert "w-cli  " in told
+        assert "delivered at" in told
+        assert "after 2 attempts" in told
+        assert "answered 500" in told
+        assert "secret" not in told
+        async with lanekeeper("result", "w-cli", environ=environ, folder=tmp_path) as fetched:
+            assert await fetched.ended() == 0
+        assert fetched.lines == ["echo: x"]
+        told = "\n".join(each["event"] for each in fetched.events)
         assert "delivered at" in told
         assert "after 2 attempts" in told
         assert "answered 500" in told

@@ -124,6 +124,18 @@ async def test_a_result_that_is_not_there_yet_says_why(
     assert waiting.value.due_at is not None
 
 
+async def test_a_fetched_result_or_error_tells_how_it_was_posted(gateway: FakeGateway, client: Client) -> None:
+    webhook = {"endpoint": "https://hooks.example", "state": "delivered", "attempts": 2}
+    gateway.status["webhook"] = webhook
+    await client.publish(BODY, key=LANE, message_id="id-1")
+    assert (await client.result("id-1")).webhook == webhook
+
+    gateway.status = {"status": "failed", "problem": CONFLICT, "webhook": webhook}
+    with pytest.raises(Problem, match="another body") as failed:
+        await client.result("id-1")
+    assert failed.value.webhook == webhook
+
+
 async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: Client) -> None:
     with pytest.raises(NotEnded, match="unknown"):
         await client.result("id-1")

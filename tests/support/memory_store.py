@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from typing_extensions import override
 
-from consumers.state.base import StoreSpec, StoreUnavailable, Taken
+from consumers.state.base import Identity, StoreSpec, StoreUnavailable, Taken
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.tables import Tables, Times
@@ -45,6 +45,11 @@ class MemoryStore(SqliteStore):
     @override
     async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
         return operation(self._tables, self._at(LOGGED.get(name)))
+
+    @override
+    async def webhook(self, identity: Identity) -> bytes | None:
+        found = self._tables.webhooks(self._at().today, identity=identity, most=1)
+        return found[0][1] if found else None
 
     @override
     async def probe(self) -> None:
