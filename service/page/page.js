@@ -122,6 +122,7 @@ function show(found) {
   failures(found);
   pauses(found);
   schedules(found);
+  webhooks(found);
   if (found.dead !== deadShown) dead(found.dead);
 }
 
@@ -283,6 +284,14 @@ function schedules(found) {
   ])));
 }
 
+const POSTS = { running: "posts running", delivered: "delivered", retrying: "posts failed, to be made again", gone: "ended by 410", undelivered: "given up" };
+
+function webhooks(found) {
+  const counts = Object.entries(POSTS).filter(([state]) => found.webhooks?.[state]).map(([state, words]) => [words, count(found.webhooks[state])]);
+  $("webhooks-section").hidden = !counts.length;
+  draw($("webhooks"), counts, facts);
+}
+
 const braked = (found, kind, name) => (found.pauses ?? []).find((each) => each.kind === kind && each.name === name) ?? null;
 
 async function dead(number) {
@@ -330,12 +339,27 @@ async function request(id) {
   const [line, run] = telling();
   const place = el("div");
   open(`Request ${id}`, place, line, el("div", { class: "row end" }, el("button", { onclick: () => run(async () => { await call("DELETE", `v1/requests/${encodeURIComponent(id)}`); return "cancelled"; }) }, "Cancel the request"), closing()));
-  await run(async () => {
+  let goesOn = false;
+  const look = async () => {
     const found = await call("GET", `v1/requests/${encodeURIComponent(id)}`);
-    const plain = Object.entries(found).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)]);
-    if (found.problem?.trace) plain.push(["trace", trace(found.problem.trace)]);
-    place.replaceChildren(facts(plain), ...Object.entries(found).filter(([, value]) => value && typeof value === "object").flatMap(([name, value]) => [el("p", { class: "note" }, name), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2))]));
-  });
+    goesOn = !found.ended_at || found.webhook?.state === "retrying";
+    draw(place, found, ({ webhook, ...rest }) => {
+      const plain = Object.entries(rest).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)]);
+      if (webhook) plain.push(["webhook", posted(webhook)], ...webhook.errors.map((error) => ["post failed", error]));
+      if (rest.problem?.trace) plain.push(["trace", trace(rest.problem.trace)]);
+      return [facts(plain), ...Object.entries(rest).filter(([, value]) => value && typeof value === "object").flatMap(([name, value]) => [el("p", { class: "note" }, name), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2))])];
+    });
+  };
+  await run(look);
+  while (goesOn && place.isConnected && $("dialog").open) {
+    await new Promise((again) => setTimeout(again, 2000));
+    await look().catch(() => {});
+  }
+}
+
+/** How posting an outcome went. */
+function posted({ endpoint, state, attempts, at, next_at: next }) {
+  return `${endpoint}: ${state} at ${clock(at)} after ${attempts} attempt${attempts === 1 ? "" : "s"}${next ? `, next at ${clock(next)}` : ""}`;
 }
 
 async function cause(group) {

@@ -15,9 +15,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
+from service.config.flows import PipelineSettings
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
+from tests.support.endpoint import endpoint
 from tests.support.engine import GUARD, see_that_it_is_installed
 from tests.support.gate import call, gate, submit
 from tests.support.processes import Running, environment, lanekeeper
@@ -339,6 +342,38 @@ async def test_an_operator_watches_brakes_and_mends_by_keyboard(vhost: Vhost, tm
             found = await until(lambda: _result(url, "broken"), within_s=STARTED_S)
             assert found["content"][0]["text"] == "echo: mended"
             assert await page.value("document.title") == "Lanekeeper", "what a requester wrote was not run"
+
+
+async def test_a_request_found_by_its_id_shows_its_step_and_how_its_outcome_was_posted(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    steps = [
+        {"name": "parts", "each": "input", "prompt": "about {{ item }}"},
+        {"name": "whole", "prompt": "{{ parts|length }} parts"},
+    ]
+    pipelines = {"two": PipelineSettings.model_validate({"steps": steps})}
+    async with endpoint() as hook, serving(vhost, webhooks=hook.settings(), pipelines=pipelines) as worker:
+        hook.answer = lambda posted: web.Response(status=500 if len(hook.posts) == 1 else 200)
+        command = lanekeeper("gateway", "--port", "0", environ=environment(vhost), folder=tmp_path)
+        async with requester(vhost) as app, command as gateway:
+            url = (await gateway.tells("gateway.ready", within_s=STARTED_S))["url"]
+            headers = {"x-lane-pipeline": "two", "x-lane-webhook": hook.url("/secret")}
+            await app.publish(["a", "b [[held]]", "c"], message_id="found", headers=headers)
+            async with opened(f"{url}/", folder=tmp_path) as page:
+                seen = Seen(page)
+                await seen.shows("#link", "live, 1 worker")
+                await page.press("/")
+                await page.press("found", "Enter")
+                await seen.shows("#dialog td", "parts, 2 of 3")
+                worker.api.release()
+                await seen.shows("#dialog td", "completed")
+                await page.press("Escape")
+                await seen.shows("#webhooks", "delivered")
+                await page.press("Enter")  # the field is in focus again, and still has the id
+                await seen.shows("#dialog td", f"{hook.url('')}: delivered at")
+                await seen.shows("#dialog td", "after 2 attempts")
+                await seen.shows("#dialog td", "answered 500")
+                assert "/secret" not in str(await page.value("document.body.textContent"))
 
 
 async def test_a_key_may_look_and_not_touch_and_another_key_sees_nothing(vhost: Vhost, tmp_path: Path) -> None:
