@@ -217,7 +217,7 @@ def test_a_key_sees_its_lanes_and_its_tenant_and_an_operator_sees_all() -> None:
 
     assert [lane["lane"] for lane in crm["lanes"]] == ["critical"]
     assert crm["lanes"][0]["tenants"] == {"crm": of_tenant}
-    assert crm["lanes"][0]["waits_for"] == ["1 wait for rpm of anthropic/x, the first for 1.0 s"]
+    assert crm["lanes"][0]["waits_for"] == ["1 wait for rpm of anthropic/x; the first for 1.0 s"]
     assert "web" not in str(crm)
     assert [lane["lane"] for lane in ops["lanes"]] == ["critical", "batch"]
     assert ops["spent"]["tenant"] == {"web": {"usd": 1}}

@@ -530,7 +530,7 @@ class Pipeline(Counted):
 
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real)
-        with patch("tests.support.jobs.MemoryStore", lambda log: _SlowStore()):
+        with patch("tests.support.jobs.MemoryStore", lambda *_: _SlowStore()):
             self._ground = Ground(concurrency=2, capped=1000)
         bench = self._ground.bench
         self._lane = LaneSlots({"b": TenantShare(in_flight=1)})
