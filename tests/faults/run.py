@@ -159,9 +159,6 @@ LOSES_WITHIN_S = 15.0
 """Time to wait for the broken worker's requests; they are lost, so a short time is enough."""
 
 
-logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # it would log every connection that we break
-
-
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -281,6 +278,7 @@ def main() -> int:
     read.add_argument("--write", type=Path, metavar="FILE", help="put the table between its markers in this document")
     read.add_argument("--folder", help="for histories and logs; default: a temporary one")
     read.add_argument("--without-broken", action="store_true", help="leave out the worker that must be caught")
+    logging.getLogger("aiormq").setLevel(logging.CRITICAL)  # it would log every connection that we break
     try:
         return asyncio.run(everything(read.parse_args()))
     except Unavailable as error:

@@ -286,7 +286,7 @@ async def test_apply_creates_a_worker_and_a_client_on_an_empty_broker(vhost: Vho
                 await (await connection.channel()).basic_get(f"lane.reply.{app}")
             channel = await connection.channel()
             with pytest.raises(ChannelAccessRefused, match="access"):
-                await channel.basic_publish(b"{}", exchange="lane.requests", routing_key="critical.a.b")
+                await channel.basic_publish(b"{}", exchange="lane.control", routing_key="cancel")
     finally:
         for name in (worker, app):
             vhost.api("DELETE", f"users/{name}")
