@@ -37,6 +37,8 @@ class Asked:
     """If delayed: not to be answered before this time."""
     posted: bool = False
     """Whether its outcome is posted to a webhook."""
+    piped: bool = False
+    """Whether it is a pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Called:
     ended_s: float | None
     identity: str
     outcome: str
+    step: str = ""
+    """In a pipeline, the numbers of the step and of the item: `2.1`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +178,7 @@ NEVER_ASKED = "never asked"
 OF_ANOTHER = "answer to another question"
 UNEXPECTED = "unexpected outcome"
 CALLED_AFTER_END = "called after it had ended"
+CALLED_AFTER_STEP = "called after its step had ended"
 NOT_PARKED = "not parked"
 SLOTS_LOST = "slots lost"
 NOT_POSTED = "not posted"
@@ -218,6 +223,8 @@ class Verdict:
     asked: int
     confirmed: int
     """Distinct requests: one that was published again on purpose counts once."""
+    pipelines: int
+    """Of those that are confirmed."""
     answered_twice: int
     """Replies beyond one for each publish. They are allowed: at-least-once."""
     repeated_calls: int
@@ -307,6 +314,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
         violations=tuple(violations),
         asked=len(every),
         confirmed=sum(each.confirmed_s is not None for each in every),
+        pipelines=sum(each.confirmed_s is not None and each.asked.piped for each in every),
         answered_twice=sum(len(each.doubled) for each in every),
         repeated_calls=len(repeats),
         stalls={lane: worst for lane, pauses in stalls.items() if (worst := longest(pauses)) is not None},
@@ -343,6 +351,11 @@ def _of_identity(
     if ended_s is not None and any(call.at_s > ended_s for call in calls):
         late_s = max(call.at_s for call in calls) - ended_s
         found.append(Violation(CALLED_AFTER_END, identity, f"{late_s:.3f} s after its reply had come"))
+    begun = ""  # a step begins once the outcomes of all before it are stored
+    for call in calls:
+        if (number := call.step.partition(".")[0]) < begun:
+            found.append(Violation(CALLED_AFTER_STEP, identity, f"step {call.step}, after step {begun} had begun"))
+        begun = max(begun, number)
     return found
 
 
@@ -366,7 +379,12 @@ def _of_webhook(
 
 def _repeats(calls: Sequence[Called]) -> list[Called]:
     """Calls after one that the provider answered, or could not answer because the worker had gone."""
-    return [call for n, call in enumerate(calls) if any(e.outcome in (OK, "client_gone", "running") for e in calls[:n])]
+    paid = (OK, "client_gone", "running")
+    return [
+        call
+        for n, call in enumerate(calls)
+        if any(each.step == call.step and each.outcome in paid for each in calls[:n])
+    ]
 
 
 def _recoveries(

@@ -5,6 +5,7 @@ async with ground("single", folder=…, seed=1, rate=25) as g:
     g.verdict()"""
 
 import asyncio
+import json
 import os
 import random
 import shutil
@@ -26,7 +27,7 @@ from aiohttp import web
 
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.faults.checker import NOT_POSTED, Called, Disturbed, History, Posted, Verdict, as_line, check
-from tests.faults.load import EVERYTHING, Load, Mix
+from tests.faults.load import EVERYTHING, PIPELINE, STEPS, Load, Mix
 from tests.faults.nodes import Cluster, Node, cluster, single
 from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.defaults import stores
@@ -279,6 +280,7 @@ SLOTS = {"critical": 3, "normal": 3, "batch": 2}
 SETTINGS = {
     **PATIENT,
     **{f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(slots) for lane, slots in SLOTS.items()},
+    f"LANEKEEPER_PIPELINES__{PIPELINE.upper()}__STEPS": json.dumps(STEPS),
     "LANEKEEPER_SPEAKERS": "guest,lanekeeper",
     "LANEKEEPER_RETRY__BASE_S": "0.2",
     "LANEKEEPER_RETRY__CAP_S": "2",
@@ -333,7 +335,8 @@ class Ground:
             Called(
                 at_s=call.started_s,
                 ended_s=call.ended_s,
-                identity=call.prompt.partition(" ")[0],
+                identity=(words := call.prompt.partition(" ")[0].partition("/"))[0],
+                step=words[2],
                 outcome=call.outcome,
             )
             for call in self.api.calls

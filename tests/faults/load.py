@@ -28,6 +28,14 @@ from tests.faults.checker import OK, Asked, History, Parked, Published, Replied,
 REPLY_QUEUE = "lane.reply.faults"
 NOBODY = ("lane.reply.nobody", None)
 """Reply addresses that nobody reads: a missing queue, or none."""
+PIPELINE = "papers"
+STEPS = (
+    {"name": "one", "prompt": "{{ input.id }}/1 {{ input.prompt }}"},
+    {"name": "two", "each": "input.items", "prompt": "{{ input.id }}/2.{{ item }} {{ input.prompt }}", "lane": "batch"},
+    {"name": "three", "prompt": "{{ input.id }}/3 {{ one }} {{ two|join(' ') }}"},
+)
+"""The pipeline's steps. A prompt's first word is the request's id and the number of the step and the item."""
+ITEMS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +55,8 @@ class Mix:
     """The same id with another body, after the first was answered."""
     posted: float = 0.1
     """Its outcome is posted to a webhook as well."""
+    piped: float = 0.0
+    """It is a pipeline."""
     tenants: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
     """Their shares of the requests; without a name, the connection's user."""
 
@@ -54,6 +64,7 @@ class Mix:
 EVERYTHING = Mix(
     lanes={"critical": 0.3, "normal": 0.4, "batch": 0.3},
     unheard=0.02,
+    piped=0.05,
     tenants={"": 0.1, "many": 0.6, "some": 0.2, "few": 0.1},
 )
 
@@ -73,6 +84,8 @@ class Wish:
     is_sent_twice: bool = False
     is_contradicted: bool = False
     tenant: str = ""
+    words: str = ""
+    """Words that the answer must contain; without them, the id."""
 
     @property
     def is_heard(self) -> bool:
@@ -81,11 +94,11 @@ class Wish:
 
 def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> Wish:
     """The next request. `webhook`: where outcomes can be posted."""
-    prompt = f"{identity} [[latency: {round(1000 * rng.uniform(*mix.latency_s))}ms]]"
+    script = f"[[latency: {round(1000 * rng.uniform(*mix.latency_s))}ms]]"
     headers: dict[str, Any] = {}
     is_refused = rng.random() < mix.refused
     if is_refused:
-        prompt += " [[fault: invalid]]"
+        script += " [[fault: invalid]]"
     elif rng.random() < mix.streamed:
         headers["x-lane-stream"] = True
     delay_ms = rng.randrange(300, 3000) if rng.random() < mix.delayed else 0
@@ -97,11 +110,19 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> W
         headers["x-lane-tenant"] = tenant
     if webhook and rng.random() < mix.posted:
         headers["x-lane-webhook"] = webhook
+    body: dict[str, Any] = {"prompt": f"{identity} {script}"}
+    words = identity
+    if rng.random() < mix.piped and "x-lane-stream" not in headers:
+        headers["x-lane-pipeline"] = PIPELINE
+        body = {"id": identity, "prompt": script, "items": ITEMS}
+        echoes = (f"echo: {identity}/{step} {script}" for step in ("1", *(f"2.{item}" for item in ITEMS)))
+        words = f"echo: {identity}/3 {' '.join(echoes)}"
     return Wish(
         identity=identity,
         tenant=tenant,
         lane=rng.choices(list(mix.lanes), weights=list(mix.lanes.values()))[0],
-        body={"prompt": prompt},
+        body=body,
+        words=words,
         headers=headers,
         expects=("provider_rejected",) if is_refused else (OK,),
         reply_to=rng.choice(NOBODY) if is_unheard else REPLY_QUEUE,
@@ -362,11 +383,12 @@ class Load:
                 question=question,
                 identity=wish.identity,
                 lane=wish.lane,
-                words=wish.identity,
+                words=wish.words or wish.identity,
                 expects=wish.expects,
                 heard=wish.is_heard,
                 due_s=now_s + wish.delay_s if wish.delay_s else 0.0,
                 posted="x-lane-webhook" in wish.headers,
+                piped="x-lane-pipeline" in wish.headers,
             )
         )
         if wish.is_heard:
@@ -433,7 +455,7 @@ class Load:
                 identity=identity,
                 code=code,
                 digest=blake2b(body, digest_size=8).hexdigest(),
-                text=text[:200],
+                text=text[:400],
                 replayed=is_replayed,
             )
         )

@@ -40,8 +40,8 @@ def replied(question: str = "q", *, at_s: float = 1.0, code: str = OK, digest: s
     )
 
 
-def called(identity: str = "q", *, at_s: float = 0.5, outcome: str = OK) -> Called:
-    return Called(at_s=at_s, ended_s=at_s + 0.1, identity=identity, outcome=outcome)
+def called(identity: str = "q", *, at_s: float = 0.5, outcome: str = OK, step: str = "") -> Called:
+    return Called(at_s=at_s, ended_s=at_s + 0.1, identity=identity, outcome=outcome, step=step)
 
 
 def fault(at_s: float, healed_s: float) -> Disturbed:
@@ -49,6 +49,8 @@ def fault(at_s: float, healed_s: float) -> Disturbed:
 
 
 GOOD: tuple[Event, ...] = (asked(), published(), called(), replied())
+STEPS = tuple(called(at_s=at_s, step=step) for at_s, step in ((0.4, "1"), (0.5, "2.1"), (0.6, "2.2"), (0.8, "3")))
+PIPED: tuple[Event, ...] = (asked(piped=True), published(), *STEPS, replied())
 
 
 def kinds(*events: Event, **how: Any) -> set[str]:
@@ -75,6 +77,10 @@ def test_a_correct_history_passes() -> None:
         (checker.OF_ANOTHER, (asked(), published(), replied(text="echo: other"))),
         (checker.UNEXPECTED, (asked(), published(), replied(code="internal"))),
         (checker.CALLED_AFTER_END, (*GOOD, called(at_s=1.5))),
+        (checker.LOST, PIPED[:-1]),
+        (checker.CALLED_AFTER_STEP, (*PIPED, called(at_s=0.7, step="1"))),
+        (checker.CALLED_AFTER_STEP, (*PIPED, called(at_s=0.9, step="2.1"))),
+        (checker.CALLED_AFTER_END, (*PIPED, called(at_s=1.5, step="3"))),
         (checker.NOT_POSTED, (asked(posted=True), published(), called(), replied())),
         (
             checker.TWO_BODIES,
@@ -102,6 +108,13 @@ def test_a_call_that_the_provider_failed_is_not_a_repeated_call() -> None:
     assert check((*GOOD, called(at_s=0.2, outcome="overloaded"))).repeated_calls == 0
     assert check((*GOOD, called(at_s=0.2, outcome="client_gone"))).repeated_calls == 1
     assert check((*GOOD, called(at_s=0.2, outcome=OK))).repeated_calls == 1
+
+
+def test_a_pipelines_calls_are_counted_by_step_and_item() -> None:
+    verdict = check(PIPED)
+    assert (verdict.violations, verdict.pipelines, verdict.repeated_calls) == ((), 1, 0)
+    again = check((*PIPED, called(at_s=0.65, step="2.1")))
+    assert (again.violations, again.repeated_calls) == ((), 1), "its worker died before it was stored"
 
 
 def test_after_a_lost_store_a_second_completion_is_allowed_and_a_second_outcome_is_not() -> None:

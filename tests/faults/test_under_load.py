@@ -25,7 +25,7 @@ HEARD = replace(EVERYTHING, unheard=0.0)
 
 def told(verdict: Verdict) -> str:
     """The results of each fault, printed with `-s`."""
-    return "\n".join(
+    return f"{verdict.confirmed} confirmed, {verdict.pipelines} of them pipelines\n" + "\n".join(
         f"{each.fault.code} {each.fault.title}: {each.fault.in_flight} in flight, {each.repeated_calls} repeated, "
         f"stall {each.stall_s:.1f} s, recovered after {each.recovered_s:.1f} s"
         for each in verdict.recoveries
@@ -55,7 +55,9 @@ TRIALS = {
 @pytest.mark.parametrize("faults", TRIALS.values(), ids=TRIALS.keys())
 async def test_no_request_is_lost_under_each_fault(made: Made, faults: list[tuple[str, float]]) -> None:
     async with made() as service:
-        assert is_kept(service, await broken(service, *faults))
+        verdict = await broken(service, *faults)
+        assert is_kept(service, verdict)
+        assert verdict.pipelines
 
 
 async def test_the_requests_of_a_killed_worker_are_continued_within_two_seconds(made: Made) -> None:
