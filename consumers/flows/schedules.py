@@ -115,6 +115,8 @@ class Schedules:
         self._user = user
         self._now_ms = now_ms
         self._firings: Mapping[str, Firing] = {}
+        self._paused: set[str] = set()
+        """Schedules that something fell due of during a pause that may not have ended."""
 
     async def run(self, *, owner: str) -> None:
         """Publish what is due, whenever this process has the lease, until cancelled. `owner`: this process's unique
@@ -144,10 +146,15 @@ class Schedules:
             await self._store.fired(spec.name, Firing(now_ms, ""))
             return
         due = spec.due(last.at_ms, now_ms)
-        if not due or self._brake.of("schedule", spec.name) is not None:
+        if not due:
             return
+        if self._brake.of("schedule", spec.name) is not None:
+            self._paused.add(spec.name)
+            return
+        is_late = now_ms - due[-1] > LATE_MS or spec.name in self._paused
+        self._paused.discard(spec.name)
         at_ms = due[-1]
-        runs = now_ms - at_ms <= LATE_MS or spec.missed == "once"
+        runs = not is_late or spec.missed == "once"
         if runs:
             message = spec.message(at_ms, now_ms=now_ms, user=self._user)
             try:
@@ -157,7 +164,13 @@ class Schedules:
                 return
             log.info(signals.SCHEDULE_FIRED, schedule=spec.name, id=message.message_id, late_s=(now_ms - at_ms) // 1000)
         if missed := [moment_text(each) for each in (due[:-1] if runs else due)]:
-            log.warning(signals.SCHEDULE_MISSED, schedule=spec.name, count=len(missed), last=missed[-1], runs_once=runs)
+            log.warning(
+                signals.SCHEDULE_MISSED,
+                schedule=spec.name,
+                count=len(missed),
+                last=missed[-1],
+                runs_once=spec.missed == "once",
+            )
         firing = Firing(at_ms, spec.request_id(at_ms) if runs else last.id)
         await self._store.fired(spec.name, firing)
         self._firings = {**self._firings, spec.name: firing}

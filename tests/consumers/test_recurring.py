@@ -153,6 +153,7 @@ async def test_a_paused_schedule_publishes_nothing_and_its_times_are_missed() ->
     assert "no data" in str(process.figures()["nightly"]["paused"])
     await world.pauses.resume(pause.id)
     await world.brake.read()
+    assert await world.at("2026-11-26T01:30:11Z", process) == [], "however soon the pause ends"
     assert await world.at("2026-11-26T09:00Z", process) == []
     assert await world.at("2026-11-27T01:30:01Z", process) == ["schedule-nightly-20261127T013000Z"]
 
