@@ -160,8 +160,9 @@ async def test_a_pause_with_a_time_ends_by_itself(vhost: Vhost, tmp_path: Path) 
 
 async def test_what_is_paused_before_a_worker_starts_does_not_start(vhost: Vhost, tmp_path: Path) -> None:
     operator = Operator(vhost, tmp_path)
-    async with serving(vhost), requester(vhost) as app:
+    async with serving(vhost) as worker, requester(vhost) as app:
         await operator.does("pause", "--lane", "batch")
+        await until(lambda: all(pool.is_paused for pool in worker.parts.pools if "batch" in pool.queue))
         asked = [await app.publish({"prompt": f"job {n}"}, key="batch.jobs.x") for n in range(20)]
     # no worker runs: the broker keeps what the operator asks for
     await operator.does("pause", "--lane", "normal", code=1)
