@@ -368,7 +368,7 @@ def _of_dead_letters(identity: str, questions: Sequence[_Question], parked: Sequ
 def _of_webhook(
     identity: str, questions: Sequence[_Question], posted: set[str], *, store_was_lost: bool
 ) -> list[Violation]:
-    if not any(each.asked.posted and each.confirmed_s is not None for each in questions):
+    if not any(each.asked.posted and each.confirmed_s is not None and not each.is_lost for each in questions):
         return []
     if not posted:
         return [Violation(NOT_POSTED, identity, "its webhook got nothing")]

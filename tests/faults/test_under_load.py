@@ -66,7 +66,16 @@ async def test_the_requests_of_a_killed_worker_are_continued_within_two_seconds(
     ) as service:
         verdict = await broken(service, ("worker killed", 0), ("worker killed", 0))
         assert is_kept(service, verdict)
-        assert max(each.recovered_s for each in verdict.recoveries) < 2.5, "two seconds, and the request's own time"
+        calls = service.calls()
+        continued: list[float] = []
+        for kill in service.disturbances():  # the second may hit a worker that has no call: it starts again
+            cut = {each.identity for each in calls if each.outcome == "client_gone" and each.at_s <= kill.at_s}
+            again = [call for call in calls if call.identity in cut and call.at_s > kill.at_s]
+            first = {call.identity: call.at_s for call in reversed(again)}
+            continued += [at_s - kill.at_s for at_s in first.values()]
+        print("called again after", [f"{each:.2f} s" for each in continued])
+        assert continued
+        assert max(continued) < 2
 
 
 async def test_a_worker_that_is_told_to_stop_under_load_repeats_no_call(made: Made) -> None:
@@ -86,10 +95,15 @@ async def test_no_provider_is_called_during_an_alarm_because_its_answer_could_no
         # The commands that raise and end the alarm take seconds themselves, so the calls tell how long it was.
         began_s = sorted(call.at_s for call in service.calls())
         pauses_s = [
-            min(after_s, alarm.healed_s) - max(before_s, alarm.at_s)
+            (min(after_s, alarm.healed_s) - max(before_s, alarm.at_s), before_s)
             for before_s, after_s in itertools.pairwise(began_s)
         ]
-        assert max(pauses_s) > alarm_s - 0.5
+        first_s = next(from_s for lasts_s, from_s in pauses_s if lasts_s > 1)
+        late = sum(first_s < each_s < alarm.healed_s - 1 for each_s in began_s)
+        print(f"{late} calls in the alarm, the longest pause {max(pauses_s)[0]:.1f} s")
+        # RabbitMQ tells a connection of the alarm at its first publish in it: an idle worker calls once more.
+        assert late <= len(service.workers)
+        assert max(pauses_s)[0] > alarm_s / 2
 
 
 async def test_a_retry_storm_ends_soon_after_its_cause(made: Made) -> None:
@@ -168,6 +182,7 @@ async def test_a_deleted_lane_loses_only_what_was_queued_in_it_and_is_declared_a
             print(f"said {time.monotonic() - deleted_s:.1f} s after it was deleted")
             await asyncio.sleep(6)
         await service.load.answered(within_s=10)
+        await service.posted(within_s=20)
         verdict = service.verdict()
         # While the lane was missing, publishers got an error.
         others = [str(each) for each in verdict.violations if each.kind != LOST and "unroutable" not in each.text]
