@@ -127,6 +127,7 @@ async def test_a_request_whose_deadline_passes_during_a_pause_is_told_so(vhost: 
     async with serving(vhost, lanes=FEW) as worker, requester(vhost) as app:
         await operator.does("pause", "--app", "crm", "--why", "a loop")
         await operator.does("pause", "--lane", "batch")
+        await until(lambda: all(pool.is_paused for pool in worker.parts.pools if "batch" in pool.queue))
         soon = {"x-lane-deadline-ms": 1500, "x-lane-sent-ms": time.time_ns() // 1_000_000}
         began_s = time.monotonic()
         in_lane = await app.publish({"prompt": "job"}, key="batch.jobs.x", headers=soon)

@@ -61,7 +61,8 @@ async def test_another_worker_goes_on_when_the_leader_is_killed_and_no_time_is_c
             print(f"the other worker fired {time.monotonic() - died_s:.1f} s after the leader's death")
             ids = [each["id"] for process in both for each in process.told("schedule.fired")]
         assert len(ids) == len(set(ids)), "each time is one request"
-        assert len(api.calls) <= len(ids)
+        # The leader may have died in a call, or before it told of what it had published.
+        assert sum(call.outcome != "client_gone" for call in api.calls) <= len(ids) + 1
 
 
 async def test_times_that_pass_while_the_broker_is_away_run_once_when_it_is_back(
