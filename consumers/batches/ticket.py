@@ -1,0 +1,210 @@
+"""A ticket: the message that stands for the requests of one provider batch, from their gathering until the last of them
+went back to its lane. It carries the requests whole, so that nothing but the broker need remember them."""
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from consumers.state.base import Identity
+from lanekeeper.amqp.wire import encoded, message_from
+from lanekeeper.contract.messages import Headers, Message
+
+AT_MOST_BYTES: Final = 4 * 1024 * 1024
+"""How large a ticket may be when it is packed."""
+_TIMES: Final = 8
+"""What packs better than this counts as if it did not: a ticket is unpacked in memory."""
+_UNPACKED_AT_MOST: Final = 2 * _TIMES * AT_MOST_BYTES
+_LENGTH: Final = struct.Struct(">I")
+_GZIP: Final = 16 + zlib.MAX_WBITS
+_QUICK: Final = 1
+_FLUSHED_EACH: Final = 64 * 1024
+"""After so many bytes the compressor's output is asked for, so that the size is known."""
+_NO_PROPERTIES: Final = bytes(12)
+
+
+class Stage(StrEnum):
+    """How far a ticket has come."""
+
+    GATHERED = "gathered"
+    ADOPTING = "adopting"
+    """Its batch may have been created, and which it is will be known when one of `candidates` has ended."""
+    SUBMITTED = "submitted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One request of a ticket."""
+
+    number: int
+    """Its place in the ticket as it was gathered; it stays when others leave the ticket."""
+    message: Message
+    """As its lane gets it back: the requester's headers (`headers.carried`), and those of `hop_headers`."""
+    routing_key: str
+    identity: Identity
+    deadline_ms: int
+    params: bytes
+    """What the provider gets: the JSON of a call."""
+    tokens: int = 0
+    """How many it is expected to use."""
+
+    @property
+    def lane(self) -> str:
+        return self.routing_key.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """The requests of one batch."""
+
+    id: str
+    """Hex, at most 48 characters: the ids of the batch's requests begin with it."""
+    owner: str = ""
+    """The ticket that it was split off from, under whose id the store knows its requests; empty: its own."""
+    stage: Stage = Stage.GATHERED
+    account: str
+    provider: str
+    model: str
+    """The one that the provider knows."""
+    betas: str = ""
+    gathered_ms: int
+    batch_id: str = ""
+    candidates: tuple[str, ...] = ()
+    polls: int = 0
+    items: tuple[Item, ...] = ()
+
+    @property
+    def marks(self) -> str:
+        """The id under which the store knows its requests."""
+        return self.owner or self.id
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.tokens for item in self.items)
+
+    def custom_id(self, item: Item) -> str:
+        return f"{self.id}-{item.number}"
+
+
+class Packing:
+    """Packs items one by one; `size`, never less than the bytes that they take so far, tells when a ticket is full."""
+
+    def __init__(self) -> None:
+        self._compressor = zlib.compressobj(_QUICK, zlib.DEFLATED, _GZIP)
+        self._packed = bytearray()
+        self._added = self._unflushed = 0
+
+    @property
+    def size(self) -> int:
+        return max(len(self._packed) + self._unflushed + 64, self._added // _TIMES)
+
+    def add(self, item: Item) -> None:
+        record = _record(item)
+        self._packed += self._compressor.compress(record)
+        self._added += len(record)
+        self._unflushed += len(record)
+        if self._unflushed >= _FLUSHED_EACH:
+            self._packed += self._compressor.flush(zlib.Z_SYNC_FLUSH)
+            self._unflushed = 0
+
+    def finish(self) -> bytes:
+        self._packed += self._compressor.flush()
+        return bytes(self._packed)
+
+
+def pack(ticket: Ticket, items: bytes | None = None) -> bytes:
+    """The body of a ticket's message. `items`: the ticket's items, if they are packed already (`Packing`,
+    `items_in`)."""
+    if items is None:
+        packing = Packing()
+        for item in ticket.items:
+            packing.add(item)
+        items = packing.finish()
+    head = json.dumps({name: getattr(ticket, name) for name in _HEAD}).encode()
+    return _LENGTH.pack(len(head)) + head + items
+
+
+def items_in(packed: bytes) -> bytes:
+    """The packed items of a packed ticket."""
+    return packed[_LENGTH.size + _LENGTH.unpack_from(packed)[0] :]
+
+
+def unpack(packed: bytes) -> Ticket:
+    """Raises ValueError if these bytes are no ticket."""
+    try:
+        end = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
+        head: dict[str, Any] = json.loads(packed[_LENGTH.size : end])
+        unpacker = zlib.decompressobj(wbits=_GZIP)
+        raw = unpacker.decompress(packed[end:], _UNPACKED_AT_MOST)
+        if not unpacker.eof:
+            raise ValueError
+        head |= {"stage": Stage(head["stage"]), "candidates": tuple(head["candidates"])}
+        return Ticket(**head, items=tuple(_items(raw)))
+    except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError) as error:
+        raise ValueError(f"not a ticket: {type(error).__name__}") from error
+
+
+def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Iterator[tuple[Item, ...]]:
+    """Divide items so that each part fits into a ticket."""
+    packing, part = Packing(), list[Item]()
+    for item in items:
+        packing.add(item)
+        if part and packing.size > at_most_bytes:
+            yield tuple(part)
+            packing, part = Packing(), []
+            packing.add(item)
+        part.append(item)
+    if part:
+        yield tuple(part)
+
+
+_HEAD: Final = (
+    "id", "owner", "stage", "account", "provider", "model", "betas", "gathered_ms", "batch_id", "candidates", "polls",
+)  # fmt: skip
+
+
+def _record(item: Item) -> bytes:
+    message, headers = item.message, item.message.headers
+    facts = json.dumps(
+        [item.number, item.routing_key, item.identity.tenant, item.identity.id, item.deadline_ms, item.tokens]
+    ).encode()
+    if isinstance(headers, Headers):  # the requester's own types
+        message = Message(**{name: getattr(message, name) for name in _PROPERTIES}, body=b"")
+        message.headers = {name: headers.encoded(name) for name in headers}
+    # most are sent to the provider as they were published
+    params = item.params if item.params != item.message.body else b""
+    pieces = (facts, encoded(message), item.message.body, params)
+    return b"".join(_LENGTH.pack(len(piece)) + piece for piece in pieces)
+
+
+_PROPERTIES: Final = (
+    "content_type", "content_encoding", "message_id", "correlation_id", "reply_to", "priority", "type", "expiration",
+    "timestamp_s", "user_id", "app_id", "persistent",
+)  # fmt: skip
+
+
+def _items(raw: bytes) -> Iterator[Item]:
+    at = 0
+    while at < len(raw):
+        pieces = []
+        for _ in range(4):
+            (length,) = _LENGTH.unpack_from(raw, at)
+            begin = at + _LENGTH.size
+            at = begin + length
+            if at > len(raw):
+                raise ValueError
+            pieces.append(raw[begin:at])
+        facts, properties, body, params = pieces
+        number, routing_key, tenant, id, deadline_ms, tokens = json.loads(facts)
+        yield Item(
+            number=number,
+            message=message_from(_NO_PROPERTIES + properties, body, exchange="", routing_key=routing_key),
+            routing_key=routing_key,
+            identity=Identity(tenant, id),
+            deadline_ms=deadline_ms,
+            params=params or body,
+            tokens=tokens,
+        )
