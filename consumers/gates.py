@@ -20,6 +20,7 @@ from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.outcomes import (
     LATER_MS,
     Answered,
+    Batched,
     Buried,
     Deferred,
     Dropped,
@@ -282,6 +283,9 @@ class ClaimGate:
                     job.progress.tell("step", step=outcome.flow.step, done=outcome.done, of=outcome.of)
                 if answer is None:  # else its step's outcome must be stored first
                     await self._claiming.release(job, due_ms=self._now_ms() + delay_ms, step=outcome.told)
+            case Batched():
+                step = f"{job.step}, waiting for a batch" if job.step else "waiting for a batch"
+                await self._claiming.release(job, step=step)
             case Retried(delay_ms=delay_ms) | Deferred(delay_ms=delay_ms):
                 await self._claiming.release(job, due_ms=self._now_ms() + delay_ms)
             case None:

@@ -25,7 +25,7 @@ from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
 from topology.codec.decoding import Published, Request, app_of, published
-from topology.codec.headers import FlowHop, read_hop, read_replay
+from topology.codec.headers import BatchHop, FlowHop, read_hop, read_replay, split_tail
 from topology.lanes import LaneSpec
 
 CONSUMER_TIMEOUT_S = 1800.0
@@ -155,6 +155,13 @@ class Job:
             self.hop = replace(
                 read_replay(headers), user_id=message.user_id, expiration=message.expiration, is_fresh=True
             )
+        self.batch: BatchHop | None = self.hop.batch
+        """What it has of a provider's batch, as it goes on with the request."""
+        self.batch_result: bytes | None = None
+        """The line of the batch's results that answers it; then no provider is called."""
+        if self.batch is not None and self.batch.result_bytes:
+            message.body, self.batch_result = split_tail(message.body, self.batch.result_bytes)
+            self.batch = replace(self.batch, result_bytes=0)
         # a republished dead letter names its tenant in a header, which counts if its sender may speak for others
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)

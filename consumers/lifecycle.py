@@ -8,7 +8,18 @@ from typing import Any, Final, NamedTuple, assert_never
 
 from consumers.clock import NowMs, moment_ms, now_ms
 from consumers.job import Job
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, Stepped
+from consumers.outcomes import (
+    Answered,
+    Batched,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    Stepped,
+)
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import shown
@@ -65,6 +76,9 @@ class Lifecycle:
             case Deferred(delay_ms=delay_ms, reason=reason):
                 log.debug(signals.REQUEST_DEFERRED, delay_ms=delay_ms, reason=reason)
                 self.publish(job, "deferred", delay_ms=delay_ms, reason=reason)
+            case Batched():
+                log.debug(signals.REQUEST_DEFERRED, delay_ms=None, reason="batch")
+                self.publish(job, "deferred", reason="batch")
             case Retried(delay_ms=delay_ms, brief=brief):
                 log.info(signals.REQUEST_RETRIED, delay_ms=delay_ms, error=brief)
                 self.publish(job, "retrying", delay_ms=delay_ms, error=brief)
@@ -158,7 +172,7 @@ def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> No
             record_outcome(job.span, name, error=problem.code)
         case Replayed(completion=completion) if completion.code:
             record_outcome(job.span, name, error=completion.code)
-        case Answered() | Replayed():
+        case Answered() | Replayed() | Batched():
             record_outcome(job.span, name)
         case _:
             assert_never(outcome)

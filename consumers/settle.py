@@ -26,6 +26,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.outcomes import (
     LATER_MS,
     Answered,
+    Batched,
     Buried,
     Deferred,
     Dropped,
@@ -47,7 +48,7 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery, Session
 from topology.codec.decoding import PACKED_BYTES, input_of
-from topology.codec.headers import ERRORS_KEPT, HopHeaders, carried, hop_headers
+from topology.codec.headers import ERRORS_KEPT, BatchHop, HopHeaders, carried, hop_headers
 from topology.delays import MAX_DELAY_MS, Hop, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
@@ -192,7 +193,7 @@ class Settler:
         first for the request. An outcome that is not the end of a request, or that was stored before, is returned
         unchanged. Raises StoreUnavailable."""
         match outcome:
-            case Deferred() | Retried() | Replayed() | Refused(is_repeat=True):
+            case Deferred() | Retried() | Batched() | Replayed() | Refused(is_repeat=True):
                 return outcome
             case Stepped(answer=answer):
                 if answer is None:
@@ -244,6 +245,10 @@ class Settler:
                 await self._delay(job, delay_ms, past)
             case Stepped():
                 await self._go_on(job, outcome)
+            case Batched(hop=hop, params=params):
+                message = gathered(job, hop, params, now_ms=self.now_ms(), names=self.names)
+                self.failpoints.reach_soon("after_publish")
+                await self.publisher.publish_surely(message, exchange="", routing_key=self.names.batches)
             case Refused(is_repeat=True):
                 pass
             case Answered() | Refused() | Dropped():
@@ -362,7 +367,7 @@ class Settler:
 
 def _is_needed_again(outcome: Outcome) -> bool:
     match outcome:
-        case Deferred() | Retried() | Buried() | Refused(is_repeat=True) | Stepped():
+        case Deferred() | Retried() | Buried() | Refused(is_repeat=True) | Stepped() | Batched():
             return True
         case Replayed(completion=completion):
             return bool(completion.code) and PROBLEMS[completion.code].parked
@@ -376,6 +381,20 @@ def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: N
     """The copy of a request that is published to the delay exchanges, which bring it to its lane's due queue."""
     hop = replace(past, hop_ms=now_ms, back_ms=now_ms + first_hop.delay_ms)
     return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
+
+
+def gathered(job: Job, batch: BatchHop, params: bytes, *, now_ms: int, names: Names) -> Message:
+    """The copy of a request that is published to `lane.batches`. The JSON for the provider follows the body, unless it
+    is the same. A header keeps the routing key, because the key is the queue's name there."""
+    body = job.message.body
+    tail = b"" if params == body else params
+    past = HopHeaders(
+        attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, hop_ms=now_ms, back_ms=now_ms
+    )
+    hop = replace(past, batch=replace(batch, params_bytes=len(tail)))
+    message = _copy(job, {**_hop_headers(job, hop), n.ROUTING_KEY: job.routing_key}, names=names)
+    message.body = body + tail
+    return message
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
@@ -433,6 +452,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         expiration=job.hop.expiration,
         dead_at=job.hop.dead_at,
         flow=hop.flow or job.hop.flow,
+        batch=hop.batch or job.batch,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,
         ran_ms=job.ran_ms,
@@ -460,7 +480,8 @@ def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:
 
 FAILPOINTS = frozenset({
     "before_claim", "after_claim", "after_call", "after_keep", "after_store", "after_publish", "after_webhook",
-    "after_confirm", "after_ack", "after_post", "after_repost",
+    "after_confirm", "after_ack", "after_post", "after_repost", "after_gather_mark", "after_ticket",
+    "after_submit_mark", "after_create", "after_submitted", "after_result", "after_results",
 })  # fmt: skip
 """The places at which fault tests let a worker kill itself, in the order in which a request reaches them."""
 FAILPOINT_EXIT_CODE = 86

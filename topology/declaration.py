@@ -7,6 +7,8 @@
     lane.delay.28 … .00   ──► lane.due (topic, internal) ── <lane>.# ──► lane.<lane>.due
     lane.fallen           messages that expired, were delivered too often, or had no lane
     lane.webhooks         final outcomes to post; a retry comes back through lane.due
+    lane.batches          requests that are gathered for a provider's batch
+    lane.tickets          the batches, each with its requests; one that waits comes back through lane.due
     lane.dead, lane.events, lane.control
 
 Only `Broker` knows the differences between RabbitMQ versions.
@@ -108,6 +110,8 @@ DELIVERY_LIMIT = 20
 has recorded in the store that it works on them. Later deaths of workers end a request at its fifth delivery."""
 LIMITED: Arguments = {"x-delivery-limit": DELIVERY_LIMIT, "x-dead-letter-strategy": "at-least-once"}
 """With `at-least-once`, a message over the limit is not lost on its way to `lane.fallen` if the broker fails."""
+ONE_CONSUMER: Arguments = {"x-single-active-consumer": True}
+"""However many workers consume the queue, one of them gets its messages: so batches are full, and collected once."""
 CLASSIC_PRIORITIES = 9
 _VERSION = re.compile(r"\d+\.\d+")
 
@@ -167,6 +171,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *(Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments) for lane, number in sides),
             *cascade.queues,
             *(Queue(name, _unlimited(broker)) for name in (names.fallen, names.dead, names.webhooks, names.control)),
+            *(Queue(name, {**_unlimited(broker), **ONE_CONSUMER}) for name in (names.batches, names.tickets)),
         ),
         bindings=(
             *(binding for lane in lanes for binding in _lane_bindings(lane.name, names)),
@@ -185,6 +190,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
                 Binding(exchange, names.webhooks, routing_key=names.webhook_key("#"))
                 for exchange in (names.webhooks, names.due_exchange)
             ),
+            Binding(names.due_exchange, names.tickets, routing_key=names.ticket_key("#")),
             *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_BINDING_KEYS),
         ),
         namespace=names.namespace,

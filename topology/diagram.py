@@ -30,6 +30,7 @@ def mermaid(topology: Topology) -> str:
   worker(["workers, a pool a lane"])
   fallen[("{names.fallen}")]
   webhooks[("{names.webhooks}")]
+  batches[("{names.batches}, {names.tickets}")]
   dead[("{names.dead}")]
   events{{{{"{names.events}"}}}}
   control{{{{"{names.control}"}}}}
@@ -46,6 +47,9 @@ def mermaid(topology: Topology) -> str:
   worker -- "outcome to post" --> webhooks
   due -- "post again" --> webhooks
   webhooks --> worker
+  worker -- "for a provider's batch" --> batches
+  due -- "look at the batch again" --> batches
+  batches --> worker
   worker -. "life cycle" .-> events
   control -- "cancel, result, status" --> worker
   worker == "answer, by reply_to" ==> app

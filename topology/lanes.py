@@ -103,8 +103,11 @@ DEFAULT_LANES: tuple[LaneSpec, ...] = (CRITICAL, NORMAL, BATCH)
 MOST_LANES = 16
 NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 RESERVED = frozenset(
-    {"requests", "due", "delay", "dead", "fallen", "events", "control", "side", "reply", "webhooks", "tickets"}
-)
+    {
+        "requests", "due", "delay", "dead", "fallen", "events", "control", "side", "reply", "webhooks", "batches",
+        "tickets",
+    }
+)  # fmt: skip
 """No lane may have these names: our other exchanges and queues have them."""
 
 

@@ -14,7 +14,18 @@ from typing import Any, Final
 from ddsketch import DDSketch
 from ddsketch.ddsketch import BaseDDSketch
 
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried, Stepped
+from consumers.outcomes import (
+    Answered,
+    Batched,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    Stepped,
+)
 from consumers.state.base import Allowances, StoreUnavailable
 from lanekeeper.telemetry.figures import Histogram, timings
 
@@ -100,6 +111,9 @@ class LaneActivity:
                 self.retried += 1
                 self.retried_for[cause] += 1
                 self._delay("retry", delay_ms)
+            case Batched():
+                self.deferred_for["batch"] += 1
+                return
             case Deferred(reason=reason, delay_ms=delay_ms):
                 self.deferred_for[reason] += 1
                 self._delay(reason, delay_ms)

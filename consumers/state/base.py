@@ -10,7 +10,7 @@ method raises `StoreUnavailable` if the store cannot answer, or cannot make a ch
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -414,7 +414,41 @@ class StoredFirings(Protocol):
         """Changes nothing if a later firing is stored."""
 
 
-class Store(Allowances, Leases, StoredPauses, StoredFirings, Protocol):
+class Batching(Protocol):
+    """Keeps which ticket each request belongs to that is in a provider's batch, and how much of each account's batch
+    queue is reserved. A ticket's id may begin with that of another one: then it is a part of that ticket, which was
+    split, and may take its requests. What is kept is removed at `until_ms`, if it was not cleared before."""
+
+    async def gather(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> Collection[Identity]:
+        """Mark requests as belonging to this ticket. Returns those that now do: not those of another ticket that was
+        submitted."""
+
+    async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> Mapping[Identity, bool]:
+        """Mark requests as submitted. Returns those that still belong to this ticket (or to the one of which it is a
+        part), and for each whether it was submitted before, in this same ticket: then a batch with it may exist."""
+
+    async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
+        """Remove the marks of this ticket."""
+
+    async def enqueue(
+        self,
+        ticket: str,
+        account: str,
+        *,
+        requests: int,
+        tokens: int,
+        most_requests: int,
+        most_tokens: int | None,
+        until_ms: int,
+    ) -> bool:
+        """Reserve room in the account's batch queue. Returns False if there is not enough; a ticket that is alone gets
+        room whatever its size. What this ticket has reserved before is replaced."""
+
+    async def dequeue(self, ticket: str, account: str) -> None:
+        """Give back what the ticket has reserved."""
+
+
+class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol):
     """Claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__` never raises an error: if the
     SQLite file or the Redis server cannot be used, every later call tries it again."""
 

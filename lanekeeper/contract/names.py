@@ -78,6 +78,16 @@ class Names:
         return f"{self.namespace}.webhooks"
 
     @property
+    def batches(self) -> str:
+        """Queue of the requests that are gathered for a provider's batches."""
+        return f"{self.namespace}.batches"
+
+    @property
+    def tickets(self) -> str:
+        """Queue of the tickets, each of which is one batch of a provider, and has the requests in it."""
+        return f"{self.namespace}.tickets"
+
+    @property
     def reply_prefix(self) -> str:
         return f"{self.namespace}.reply."
 
@@ -91,6 +101,10 @@ class Names:
     def webhook_key(self, lane: str) -> str:
         """The routing key of a webhook's message; its first word is no lane's name."""
         return f"{WEBHOOKS_KEY}.{lane}"
+
+    def ticket_key(self, provider: str) -> str:
+        """The routing key of a ticket that comes back from a delay; its first word is no lane's name."""
+        return f"{TICKETS_KEY}.{provider}"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"
@@ -163,6 +177,7 @@ FRESH = "x-lane-fresh"
 RAN_MS = "x-lane-ran-ms"
 DEATHS = "x-lane-deaths"
 FLOW = "x-lane-flow"
+BATCH = "x-lane-batch"
 REPLY_TRY = "x-lane-reply-try"
 REPLY_ERROR = "x-lane-reply-error"
 
@@ -172,7 +187,7 @@ OURS = frozenset(
         REPLAYED, CONTROL, WEBHOOK_LOG,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS, REPLAYS, REPLAYED_AT,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH, RAN_MS,
-        FLOW, DEATHS, REPLY_TRY, REPLY_ERROR,
+        FLOW, BATCH, DEATHS, REPLY_TRY, REPLY_ERROR,
     }
 )  # fmt: skip
 """Only workers set these; a requester's are removed."""
@@ -202,6 +217,7 @@ STATUS_KEY = "status"
 """Every worker binds a queue of its own with this key, and answers."""
 WEBHOOKS_KEY = "webhooks"
 REDELIVER_KEY = "redeliver"
+TICKETS_KEY = "tickets"
 WEBHOOK_COMMANDS = (WEBHOOKS_KEY, REDELIVER_KEY)
 """For operators alone (docs/webhooks.md). One worker answers each."""
 CONTROL_BINDING_KEYS = (CANCEL_KEY, RESULT_KEY, "#")

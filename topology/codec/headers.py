@@ -81,6 +81,42 @@ class FlowHop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchHop:
+    """What a request carries on its way into a provider's batch, and back to its lane."""
+
+    account: str = ""
+    """Into the batch: against whose limits it counts (`Route.account`), like the following fields up to `tenant`."""
+    provider: str = ""
+    model: str = ""
+    """Anthropic's name for it."""
+    beta: str = ""
+    tokens: int = 0
+    """What it is expected to use, input and output."""
+    deadline_ms: int = 0
+    tenant: str = ""
+    params_bytes: int = 0
+    """So long is the JSON for the provider that follows the requester's body; 0: that body is the JSON."""
+    ticket: str = ""
+    """Back from the batch: of which ticket, and in which batch of the provider."""
+    batch: str = ""
+    result_bytes: int = 0
+    """So long is the provider's result line that follows the requester's body."""
+    live: bool = False
+    """It is run live, and not gathered again."""
+    tries: int = 0
+    """How often it was sent back because another ticket has it."""
+    held: tuple[float, ...] = ()
+    """What is counted for it against daily caps (`Spent`), and until when that counts."""
+    held_until_ms: int = 0
+
+
+def split_tail(body: bytes, tail_bytes: int) -> tuple[bytes, bytes]:
+    """The requester's body, and what a worker has added at its end (`params_bytes`, `result_bytes`)."""
+    at = max(0, len(body) - tail_bytes)
+    return body[:at], body[at:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HopHeaders:
     """What a worker writes when it publishes a request again, to a delay or a side queue. Times are in ms since 1970.
     It is read only from queues to which nobody but workers can publish."""
@@ -114,6 +150,7 @@ class HopHeaders:
     reply_error: str | None = None
     """The problem document to send; None: the reply is in the store of results."""
     flow: FlowHop | None = None
+    batch: BatchHop | None = None
 
 
 _NUMBERS = {
@@ -183,7 +220,7 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
     found |= {field: headers.get(name) is True for field, name in _FLAGS.items()}
     if isinstance(errors := headers.get(names.ERRORS), list):
         found["errors"] = tuple(map(str, errors[:ERRORS_KEPT]))
-    return HopHeaders(**found, flow=_flow(headers))
+    return HopHeaders(**found, flow=_flow(headers), batch=read_batch(headers))
 
 
 def read_replay(headers: Mapping[str, Any]) -> HopHeaders:
@@ -224,6 +261,22 @@ def _flow(headers: Mapping[str, Any]) -> FlowHop | None:
         return None
 
 
+def read_batch(headers: Mapping[str, Any]) -> BatchHop | None:
+    """Like `read_hop`, of the batch alone."""
+    if not isinstance(text := headers.get(names.BATCH), str):
+        return None
+    try:
+        found = json.loads(text)
+        return BatchHop(**{**found, "held": tuple(found.get("held", ()))})
+    except (AttributeError, TypeError, ValueError):  # of another version
+        return None
+
+
+def batch_header(hop: BatchHop) -> dict[str, str]:
+    """Encode `hop` for `read_batch`."""
+    return {names.BATCH: json.dumps({name: value for name, value in asdict(hop).items() if value})}
+
+
 def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     """Encode `hop` for `read_hop`."""
     found = {name: getattr(hop, field) for field, name in (_NUMBERS | _TEXTS).items()}
@@ -231,6 +284,8 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     found |= {names.ERRORS: list(hop.errors) or None}
     if hop.flow is not None:
         found[names.FLOW] = json.dumps({name: value for name, value in asdict(hop.flow).items() if value})
+    if hop.batch is not None:
+        found |= batch_header(hop.batch)
     found |= {name: found[name] or None for name in (names.REPLY_TRY, names.REPLAYS, names.DEATHS)}
     return {name: value for name, value in found.items() if value is not None}
 

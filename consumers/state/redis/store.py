@@ -142,6 +142,37 @@ class RedisStore:
         keys = [f"{self._of_tenant('debounce', identity.tenant)}:{key}"]
         return bool(await self._run("debounce", keys, published_ms, identity.id, until_ms))
 
+    async def gather(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> set[Identity]:
+        found = await self._run("gather", self._batched(requests), ticket, until_ms)
+        return {each for each, is_granted in zip(requests, found, strict=True) if is_granted}
+
+    async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
+        found = await self._run("submit", self._batched(requests), ticket, until_ms)
+        return {each: before == 1 for each, before in zip(requests, found, strict=True) if before >= 0}
+
+    async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
+        await self._run("clear", self._batched(requests), ticket)
+
+    async def enqueue(
+        self,
+        ticket: str,
+        account: str,
+        *,
+        requests: int,
+        tokens: int,
+        most_requests: int,
+        most_tokens: int | None,
+        until_ms: int,
+    ) -> bool:
+        values = (ticket, requests, tokens, most_requests, _or_empty(most_tokens), until_ms)
+        return bool(await self._run("enqueue", [f"{self._namespace}:enqueued:{account}"], *values))
+
+    async def dequeue(self, ticket: str, account: str) -> None:
+        await self._run("dequeue", [f"{self._namespace}:enqueued:{account}"], ticket)
+
+    def _batched(self, requests: Sequence[Identity]) -> list[str]:
+        return [f"{self._of_tenant('batched', each.tenant)}:{each.id}" for each in requests]
+
     async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
         member = f"{quote(identity.tenant, safe='')}:{identity.id}"
         await self._run("note_webhook", self._webhooks, member, until_ms, row, base.WEBHOOKS_KEPT)

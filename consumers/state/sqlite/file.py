@@ -17,7 +17,7 @@ from urllib.parse import quote
 from consumers.state.base import StoreUnavailable
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-VERSION = 7
+VERSION = 8
 APPLICATION = 0x4C616E65
 """The file's `application_id`: the letters "Lane" in ASCII."""
 BUSY_S = 3.0
@@ -136,7 +136,25 @@ CREATE TABLE kept (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX kept_by_end ON kept (until_ms);
 """
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT
+_BATCHES = """
+CREATE TABLE batched (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    ticket TEXT NOT NULL,
+    submitted INTEGER NOT NULL,
+    until_ms INTEGER NOT NULL,  -- since 1970: when it may be removed
+    PRIMARY KEY (tenant, id)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX batched_by_end ON batched (until_ms);
+CREATE TABLE enqueued (
+    ticket TEXT PRIMARY KEY,
+    account TEXT NOT NULL,
+    requests INTEGER NOT NULL,
+    tokens INTEGER NOT NULL,
+    until_ms INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+"""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES
 MIGRATIONS: dict[int, str] = {
     1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
     2: _SHARES,
@@ -144,6 +162,7 @@ MIGRATIONS: dict[int, str] = {
     4: f"{_UNSEEN} DELETE FROM share WHERE kind <> 'waiting';\n DELETE FROM share_sum WHERE kind <> 'waiting'",
     5: _PAUSES,
     6: _KEPT,
+    7: _BATCHES,
 }
 
 

@@ -172,6 +172,20 @@ _DEBOUNCE: Final = (
     "WHERE (excluded.at_ms, excluded.id) > (at_ms, id) OR until_ms <= ?"
 )
 _LAST_UPDATE: Final = "SELECT id FROM kept WHERE (kind, tenant, key) = ('debounce', ?, ?)"
+_GATHER: Final = (
+    "INSERT INTO batched VALUES (?, ?, ?, 0, ?) ON CONFLICT DO UPDATE "
+    "SET ticket = excluded.ticket, submitted = 0, until_ms = excluded.until_ms "
+    "WHERE NOT submitted OR until_ms <= ?"
+)
+_IN_TICKET: Final = "SELECT ticket, submitted FROM batched WHERE (tenant, id) = (?, ?)"
+_SUBMIT: Final = "UPDATE batched SET ticket = ?, submitted = 1, until_ms = ? WHERE (tenant, id) = (?, ?)"
+_CLEAR: Final = "DELETE FROM batched WHERE (tenant, id, ticket) = (?, ?, ?)"
+_EXPIRED_BATCHED: Final = (
+    f"DELETE FROM batched WHERE (tenant, id) IN (SELECT tenant, id FROM batched WHERE until_ms <= ? LIMIT {STEP_ROWS})"
+)
+_ENQUEUED: Final = (
+    "SELECT count(*), total(requests), total(tokens) FROM enqueued WHERE account = ? AND ticket <> ? AND until_ms > ?"
+)
 FIRINGS_KEPT_MS: Final = 10 * 365 * 86_400_000
 _FIRED: Final = (
     "INSERT INTO kept VALUES ('schedule', '', ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
@@ -546,6 +560,51 @@ class Tables:
         self._execute(_DEBOUNCE, (identity.tenant, key, published_ms, identity.id, until_ms, at.today))
         return bool(self._execute(_LAST_UPDATE, (identity.tenant, key)).fetchone() == (identity.id,))
 
+    def gather(self, at: Times, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> set[Identity]:
+        found: set[Identity] = set()
+        for each in requests:
+            row = self._execute(_IN_TICKET, (each.tenant, each.id)).fetchone()
+            if row == (ticket, 1):
+                found.add(each)  # redelivered after it was submitted
+            elif self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today)).rowcount:
+                found.add(each)
+        return found
+
+    def submit(self, at: Times, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
+        found: dict[Identity, bool] = {}
+        for each in requests:
+            row = self._execute(_IN_TICKET, (each.tenant, each.id)).fetchone()
+            if row is not None and ticket.startswith(row[0]):
+                found[each] = row == (ticket, 1)
+                self._execute(_SUBMIT, (ticket, until_ms, each.tenant, each.id))
+        return found
+
+    def clear(self, _: Times, ticket: str, requests: Sequence[Identity]) -> None:
+        self.connection.executemany(_CLEAR, [(each.tenant, each.id, ticket) for each in requests])
+
+    def enqueue(
+        self,
+        at: Times,
+        ticket: str,
+        account: str,
+        *,
+        requests: int,
+        tokens: int,
+        most_requests: int,
+        most_tokens: int | None,
+        until_ms: int,
+    ) -> bool:
+        others, in_all, tokens_in_all = self._execute(_ENQUEUED, (account, ticket, at.today)).fetchone()
+        is_above = in_all + requests > most_requests
+        if others and (is_above or (most_tokens is not None and tokens_in_all + tokens > most_tokens)):
+            return False
+        row = (ticket, account, requests, tokens, until_ms)
+        self._execute("INSERT OR REPLACE INTO enqueued VALUES (?, ?, ?, ?, ?)", row)
+        return True
+
+    def dequeue(self, _: Times, ticket: str, account: str) -> None:
+        self._execute("DELETE FROM enqueued WHERE ticket = ?", (ticket,))
+
     def note_webhook(self, at: Times, identity: Identity, row: bytes, *, until_ms: int) -> None:
         values = (identity.tenant, identity.id, at.today, identity.id, until_ms, row)
         self._execute("INSERT OR REPLACE INTO kept VALUES ('webhook', ?, ?, ?, ?, ?, ?)", values)
@@ -590,6 +649,8 @@ class Tables:
         allowances = self._execute(_EXPIRED_ALLOWANCES, (at.today - KEPT_AFTER_MS,)).rowcount
         kept = self._execute(_EXPIRED_KEPT, (at.today,)).rowcount
         kept += self._execute(_SURPLUS_WEBHOOKS, (base.WEBHOOKS_KEPT,)).rowcount
+        kept += self._execute(_EXPIRED_BATCHED, (at.today,)).rowcount
+        kept += self._execute("DELETE FROM enqueued WHERE until_ms <= ?", (at.today,)).rowcount
         return (
             self.remove(at, next_step(deque(map(Surplus._make, found)))) + allowances + self._expire_waiting(at) + kept
         )

@@ -163,10 +163,12 @@ INSERT INTO share VALUES ('waiting', 'tenant', 'id', 1, 1); INSERT INTO share_su
 PRAGMA user_version = 4
 """,
 }
-WITHOUT_PAUSES = "DROP TABLE kept; DROP TABLE pause;"
+WITHOUT_BATCHES = "DROP TABLE batched; DROP TABLE enqueued;"
+WITHOUT_PAUSES = f"{WITHOUT_BATCHES} DROP TABLE kept; DROP TABLE pause;"
 OLDER = {version: f"{WITHOUT_PAUSES} DROP INDEX unseen; {script}" for version, script in OLDER.items()}
 OLDER[5] = f"{WITHOUT_PAUSES} PRAGMA user_version = 5"
-OLDER[6] = "DROP TABLE kept; PRAGMA user_version = 6"
+OLDER[6] = f"{WITHOUT_BATCHES} DROP TABLE kept; PRAGMA user_version = 6"
+OLDER[7] = f"{WITHOUT_BATCHES} PRAGMA user_version = 7"
 
 
 @pytest.mark.parametrize("version", OLDER)
