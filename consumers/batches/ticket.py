@@ -4,7 +4,7 @@ went back to its lane. It carries the requests whole, so that nothing but the br
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -13,6 +13,7 @@ from consumers.state.base import Identity
 from lanekeeper.amqp.wire import encoded, message_from
 from lanekeeper.contract.messages import Headers, Message
 
+CONTENT_TYPE: Final = "application/octet-stream"
 AT_MOST_BYTES: Final = 4 * 1024 * 1024
 """How large a ticket may be when it is packed."""
 _TIMES: Final = 8
@@ -61,25 +62,19 @@ class Ticket:
     """The requests of one batch."""
 
     id: str
-    """Hex, at most 48 characters: the ids of the batch's requests begin with it."""
-    owner: str = ""
-    """The ticket that it was split off from, under whose id the store knows its requests; empty: its own."""
+    """Hex. The ids of the batch's requests begin with it. If the ticket was split, its parts' ids begin with it too."""
     stage: Stage = Stage.GATHERED
     account: str
     provider: str
     model: str
-    """The one that the provider knows."""
-    betas: str = ""
+    beta: str = ""
     gathered_ms: int
     batch_id: str = ""
     candidates: tuple[str, ...] = ()
+    requests: int = 0
+    """How many its batch has; 0: it was not submitted yet, as far as is known."""
     polls: int = 0
     items: tuple[Item, ...] = ()
-
-    @property
-    def marks(self) -> str:
-        """The id under which the store knows its requests."""
-        return self.owner or self.id
 
     @property
     def tokens(self) -> int:
@@ -127,6 +122,11 @@ def pack(ticket: Ticket, items: bytes | None = None) -> bytes:
     return _LENGTH.pack(len(head)) + head + items
 
 
+def message_of(ticket: Ticket, packed: bytes, headers: Mapping[str, Any] | None = None) -> Message:
+    """The message of a packed ticket."""
+    return Message(body=packed, headers=headers or {}, content_type=CONTENT_TYPE, message_id=ticket.id)
+
+
 def items_in(packed: bytes) -> bytes:
     """The packed items of a packed ticket."""
     return packed[_LENGTH.size + _LENGTH.unpack_from(packed)[0] :]
@@ -162,7 +162,7 @@ def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Itera
 
 
 _HEAD: Final = (
-    "id", "owner", "stage", "account", "provider", "model", "betas", "gathered_ms", "batch_id", "candidates", "polls",
+    "id", "stage", "account", "provider", "model", "beta", "gathered_ms", "batch_id", "candidates", "requests", "polls",
 )  # fmt: skip
 
 
