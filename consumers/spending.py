@@ -249,6 +249,8 @@ class Usage:
     output_tokens: int = 0
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
+    is_batch: bool = False
+    """Whether the provider answered within one of its batches, which have a price of their own."""
 
 
 DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
@@ -265,12 +267,18 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
 )
 
 
-class Prices:
-    """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`."""
+BATCH: Final = 0.5
+"""The price of an answer in a batch, as a share of its price in a live call."""
 
-    def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF) -> None:
+
+class Prices:
+    """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`. `batch`:
+    what an answer in a provider's batch costs, as a share of its price in a live call."""
+
+    def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF, batch: float = BATCH) -> None:
         self.as_of = as_of
         self._table = {**DEFAULTS, **(given or {})}
+        self._batch = batch
 
     @property
     def models(self) -> frozenset[str]:
@@ -280,6 +288,14 @@ class Prices:
         return self._table.get(model) or self._table.get(_DATE_SUFFIX.sub("", model))
 
     def cost_usd(self, model: str, usage: Usage) -> float | None:
+        live_usd = self._live_usd(model, usage)
+        return live_usd if live_usd is None or not usage.is_batch else live_usd * self._batch
+
+    def saved_usd(self, model: str, usage: Usage) -> float:
+        """How much less the answer cost than a live one."""
+        return (self._live_usd(model, usage) or 0.0) * (1 - self._batch) if usage.is_batch else 0.0
+
+    def _live_usd(self, model: str, usage: Usage) -> float | None:
         if (price := self.of(model)) is None:
             return None
         cache_read = price.input / 10 if price.cache_read is None else price.cache_read

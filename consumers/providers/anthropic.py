@@ -37,12 +37,14 @@ from typing_extensions import override
 from consumers.decoding import Parsing
 from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, ProviderError, RejectedError, TransientError
 from consumers.limits.base import Underway, read_rate
-from consumers.providers.errors import NETWORK_ERRORS, border, from_event, html_instead, is_html, plain
+from consumers.providers.batches import Batches
+from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, refuse_html
 from consumers.providers.registry import CONTENT, Answer, OnEvent
 from consumers.providers.streams import (
     EventSplitter,
     FrameSplitter,
     StreamedMessage,
+    bounded,
     from_json,
     parse_event,
     pieces,
@@ -109,8 +111,10 @@ class AnthropicProvider:
         max_values: int = bounds.VALUES,
         parsing: Parsing | None = None,
         http: httpx2.AsyncClient | None = None,
+        batches: Batches | None = None,
     ) -> None:
         self.name = name
+        self.batches = batches
         self._client = client
         self._http = http
         self._first: tuple[httpx2.URL, httpx2.Headers, dict[str, Any]] | None = None
@@ -126,7 +130,8 @@ class AnthropicProvider:
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
-        return cls(client, name=name, secret=api_key, http=options["http_client"], **more)
+        batches = Batches(client, name=name, secret=api_key, **more)
+        return cls(client, name=name, secret=api_key, http=options["http_client"], batches=batches, **more)
 
     async def stream(
         self,
@@ -149,7 +154,7 @@ class AnthropicProvider:
                 headers = plain(response.headers)  # each look-up in httpx2's own type decodes all headers
                 rate = read_rate(headers, now_s=time.time())
                 try:
-                    _refuse_html(response.status_code, headers)
+                    refuse_html(response.status_code, headers)
                     body_pieces = pieces(response, headers)
                     if streamed:
                         collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
@@ -199,7 +204,7 @@ class AnthropicProvider:
                 MODELS_PATH, cast_to=httpx2.Response, options={"params": {"limit": 1}}, stream=True
             )
         try:
-            _refuse_html(response.status_code, plain(response.headers))
+            refuse_html(response.status_code, plain(response.headers))
         finally:
             with suppress(*NETWORK_ERRORS):
                 await response.aclose()
@@ -267,7 +272,7 @@ class AnthropicProvider:
         if announced.isdigit() and len(announced) > len(str(self._max_answer_bytes)):
             raise AnswerTooLargeError(f"more than {self._max_answer_bytes} bytes{_HINT}")
         with border(secret=self._key):
-            body = b"".join([chunk async for chunk in _chunks(body_pieces, self._max_answer_bytes)])
+            body = b"".join([chunk async for chunk in bounded(body_pieces, self._max_answer_bytes, hint=_HINT)])
         received = response.num_bytes_downloaded or len(body)  # 0 for a body that is not compressed (`pieces`)
         if announced.isdigit() and int(announced) != received:
             raise TransientError(f"the answer has {received} of its {announced} bytes", type="truncated")
@@ -317,12 +322,6 @@ class AnthropicProvider:
         return [(data, parse_event(data, max_values=self._max_values)) for data in splitter.feed(piece)]
 
 
-def _refuse_html(status: int, headers: Mapping[str, str]) -> None:
-    if is_html(headers.get("content-type", "")):
-        broken = TransientError("the answer is a page of HTML", type="broken_answer")
-        raise html_instead(broken.detail, otherwise=broken, status=status, type=broken.type)
-
-
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
     """The JSON object of an answer that was not streamed, or an empty dict. Raises `TransientError` if the body is not
     JSON."""
@@ -335,19 +334,10 @@ def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
 
 
 async def _slices(body_pieces: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes, None]:
-    async with aclosing(_chunks(body_pieces, most)) as chunks:
+    async with aclosing(bounded(body_pieces, most, hint=_HINT)) as chunks:
         async for chunk in chunks:
             for at in range(0, len(chunk), _SLICE_BYTES):
                 yield chunk[at : at + _SLICE_BYTES]
-
-
-async def _chunks(body_pieces: AsyncIterable[bytes], most: int, *, hint: str = _HINT) -> AsyncGenerator[bytes, None]:
-    size = 0
-    async for chunk in body_pieces:
-        size += len(chunk)
-        if size > most:
-            raise AnswerTooLargeError(f"more than {most} bytes{hint}")
-        yield chunk
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:
@@ -537,7 +527,7 @@ class Lookups:
                 return self._refusal(error)
             try:
                 headers = plain(response.headers)
-                found = b"".join([chunk async for chunk in _chunks(pieces(response, headers), ANSWER_BYTES, hint="")])
+                found = b"".join([chunk async for chunk in bounded(pieces(response, headers), ANSWER_BYTES)])
                 return Found(status=response.status_code, headers=headers, body=found)
             finally:
                 await response.aclose()

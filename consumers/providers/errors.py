@@ -122,7 +122,15 @@ def _named(error: BaseException | None, names: Mapping[type[Exception], str]) ->
 
 def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
     """The exception for an `error` event in the middle of a stream."""
-    error = event.get("error")
+    found = from_body(event, secret=secret, where="in the middle of the stream: ")
+    found.had_begun = True
+    return found
+
+
+def from_body(body: Mapping[str, Any], *, secret: str, where: str = "") -> ProviderError:
+    """The exception for an error in Anthropic's format that came without an HTTP status, from an account that is well.
+    `where`: begins the error's text."""
+    error = body.get("error")
     fields = error if isinstance(error, dict) else {}
     kind = _short(fields.get("type"), secret)
     details = fields.get("details")
@@ -130,12 +138,11 @@ def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
         status=_STATUS_OF_TYPE.get(kind, 500),
         type=kind,
         code=_short(details.get("error_code"), secret) if isinstance(details, dict) else "",
-        message=_line(f"in the middle of the stream: {fields.get('message') or ''}", secret),
+        message=_line(f"{where}{fields.get('message') or ''}", secret),
         retry_after_s=None,
     )
-    if isinstance(found, AccountError) and found.otherwise is not None:  # the stream had begun: the account is well
+    if isinstance(found, AccountError) and found.otherwise is not None:
         found = found.otherwise
-    found.had_begun = True
     return found
 
 
@@ -179,6 +186,13 @@ def html_instead(detail: str, *, otherwise: ProviderError, status: int, **fields
     """The exception for a page of HTML in place of an answer: it comes from a proxy, or the base URL is wrong."""
     reason = f"a page of HTML answers at its base URL ({status})"
     return AccountError(detail, reason=reason, otherwise=otherwise, status=status, **fields)
+
+
+def refuse_html(status: int, headers: Mapping[str, str]) -> None:
+    """Raise an error if the answer is a page. `headers`: by name in lower case."""
+    if is_html(headers.get("content-type", "")):
+        broken = TransientError("the answer is a page of HTML", type="broken_answer")
+        raise html_instead(broken.detail, otherwise=broken, status=status, type=broken.type)
 
 
 def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:

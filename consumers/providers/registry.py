@@ -6,9 +6,11 @@ import json
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from consumers.failures import ProviderError
+from opentelemetry.trace import Span
+
+from consumers.failures import ProviderError, TransientError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind, RateHeaders, Underway
 from consumers.spending import Prices, Usage
@@ -16,6 +18,9 @@ from lanekeeper.telemetry import tracing
 from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.decoding import Request
+
+if TYPE_CHECKING:
+    from consumers.providers.batches import Batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +36,8 @@ class Answer:
     rate: RateHeaders | None = None
     cost_usd: float | None = None
     """None if the model has no price."""
+    saved_usd: float = 0.0
+    """How much less it cost than a live answer, because it came in a batch."""
 
     @property
     def counted(self) -> Amounts:
@@ -56,6 +63,7 @@ class Calls:
         self.cache_write = 0
         self.uncached = 0
         self.usd = 0.0
+        self.saved_usd = 0.0
 
     def count(self, answer: Answer) -> None:
         usage = answer.usage
@@ -65,6 +73,7 @@ class Calls:
         self.cache_read += usage.cache_read_input_tokens
         self.cache_write += usage.cache_creation_input_tokens
         self.usd += answer.cost_usd or 0.0
+        self.saved_usd += answer.saved_usd
 
 
 OTHER = "other"
@@ -78,6 +87,10 @@ class Provider(Protocol):
     """The adapter of one provider. It does not retry failed calls: `consumers/failures.py` decides on that."""
 
     name: str
+
+    @property
+    def batches(self) -> "Batches | None":
+        """None if the provider has no batches."""
 
     async def stream(
         self,
@@ -137,7 +150,7 @@ class Registry:
         """Like `Provider.stream`, with the cost of the call."""
         clock = asyncio.get_running_loop().time
         began_s, outcome, has_first = clock(), "cancelled", False
-        calls = self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
+        calls = self._calls_of(route)
 
         async def noting(event: bytes) -> None:
             nonlocal has_first
@@ -175,20 +188,44 @@ class Registry:
             counted = answer.counted._replace(output_tokens=0)  # the provider counts them after it has sent the headers
             feedback = Feedback(kind=Kind.ANSWERED, rate=answer.rate, counted=counted, took_s=clock() - began_s)
             self._learn(route.account, feedback)
-            answer = replace(answer, cost_usd=self.prices.cost_usd(route.model, answer.usage))
-            calls.count(answer)
-            tracing.record_answer(
-                span,
-                model=answer.model,
-                input_tokens=answer.usage.input_tokens,
-                output_tokens=answer.usage.output_tokens,
-                cache_read_tokens=answer.usage.cache_read_input_tokens,
-                cache_write_tokens=answer.usage.cache_creation_input_tokens,
-                stop_reason=answer.stop_reason,
-                request_id=answer.request_id,
-                cost_usd=answer.cost_usd,
-            )
-            return answer
+            return self._count(answer, route, span)
+
+    def batches(self, provider: str) -> "Batches | None":
+        """None if the provider has no batches, or is not one of this process."""
+        found = self._providers.get(provider)
+        return None if found is None or found.batches is None or found.batches.is_missing else found.batches
+
+    async def from_batch(self, route: Route, line: bytes) -> Answer:
+        """The answer in one line of a batch's results, with its cost; no call is made. `route`: what the batch was
+        created for. Raises the `ProviderError` that the line tells instead."""
+        batches = self._providers[route.provider].batches if route.provider in self._providers else None
+        if batches is None:
+            raise TransientError(f"the provider {route.provider[:80]!r} of its batch is gone", type="no_batches")
+        with self._tracing.chat(model=route.name, provider=route.provider, stream=False) as span:
+            return self._count(await batches.answer(line), route, span)
+
+    def _calls_of(self, route: Route) -> Calls:
+        return self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
+
+    def _count(self, answer: Answer, route: Route, span: Span) -> Answer:
+        answer = replace(
+            answer,
+            cost_usd=self.prices.cost_usd(route.model, answer.usage),
+            saved_usd=self.prices.saved_usd(route.model, answer.usage),
+        )
+        self._calls_of(route).count(answer)
+        tracing.record_answer(
+            span,
+            model=answer.model,
+            input_tokens=answer.usage.input_tokens,
+            output_tokens=answer.usage.output_tokens,
+            cache_read_tokens=answer.usage.cache_read_input_tokens,
+            cache_write_tokens=answer.usage.cache_creation_input_tokens,
+            stop_reason=answer.stop_reason,
+            request_id=answer.request_id,
+            cost_usd=answer.cost_usd,
+        )
+        return answer
 
     async def probe(self, route: Route, by_call: bool) -> None:
         await self._providers[route.provider].probe(route.name, by_call=by_call)

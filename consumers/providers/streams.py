@@ -5,7 +5,7 @@ import base64
 import json
 import struct
 import zlib
-from collections.abc import AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from typing import Any, Final
 
 import httpx2
@@ -32,6 +32,16 @@ def pieces(response: httpx2.Response, headers: Mapping[str, str]) -> AsyncIterab
     if "content-encoding" not in headers and isinstance(response.stream, httpx2.AsyncByteStream):
         return response.stream
     return response.aiter_bytes()
+
+
+async def bounded(body_pieces: AsyncIterable[bytes], most_bytes: int, *, hint: str = "") -> AsyncGenerator[bytes, None]:
+    """Yield the pieces. Raises `AnswerTooLargeError` if they have more than `most_bytes` together."""
+    size = 0
+    async for piece in body_pieces:
+        size += len(piece)
+        if size > most_bytes:
+            raise AnswerTooLargeError(f"more than {most_bytes} bytes{hint}")
+        yield piece
 
 
 def from_json(data: bytes) -> Any:

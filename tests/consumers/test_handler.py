@@ -29,6 +29,7 @@ class FakeProvider:
     """Answers, or raises. `asked`: the requests that it got."""
 
     name = "fake"
+    batches = None
 
     def __init__(self, error: BaseException | None = None, *, takes_s: float = 0) -> None:
         self.error = error

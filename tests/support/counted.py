@@ -398,6 +398,7 @@ class Provider:
     """A provider that answers after a few turns of the loop, or fails."""
 
     name = "anthropic"
+    batches = None
 
     def __init__(self) -> None:
         self.error: Exception | None = None

@@ -473,6 +473,7 @@ class ProviderEdge(Provider):
     """Gives every call a different answer."""
 
     name = "model"
+    batches = None
 
     def __init__(self, world: World, edge: Edge) -> None:
         self._world = world
