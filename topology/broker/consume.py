@@ -36,8 +36,8 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 READ_LENGTHS_EVERY_S: Final = 1.0
-READ_IDLE_EVERY_S: Final = 5.0
-"""While the lane is idle: many idle lanes are to cost little."""
+READ_IDLE_EVERY_S: Final = 10.0
+"""While the lane is idle: sixteen idle lanes are to cost at most 1.5 times three (docs/lanes.md)."""
 WAITING = 1000
 log = logs.logger()
 
