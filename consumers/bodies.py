@@ -63,7 +63,6 @@ class WebBodies:
         self._private = private
 
     def holds(self, address: str) -> bool:
-        """Whether this address is below one of the allowed URLs."""
         try:
             asked = urlsplit(address)
             return any(_is_below(asked, allowed) for allowed in self._allowed)
@@ -71,7 +70,6 @@ class WebBodies:
             return False
 
     async def fetch(self, kept: BodyAddress, *, most_bytes: int) -> bytes:
-        """Raises BodyError, BodyTooLarge, BodiesUnavailable."""
         if not self._private and is_private(urlsplit(kept.address).hostname or ""):
             raise BodyError("its host has a private address")
         connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
@@ -131,7 +129,6 @@ class Fetching:
         self._background = Background()
 
     async def fetch(self, kept: BodyAddress) -> bytes:
-        """Raises BodyError, BodyTooLarge, BodiesUnavailable."""
         for place in self._places:
             if place.holds(kept.address):
                 return await place.fetch(kept, most_bytes=self._most_bytes)
@@ -167,7 +164,6 @@ class Fetching:
 
 
 async def _ignoring(dropping: Coroutine[Any, Any, None]) -> None:
-    """If that fails, the body is removed when it expires."""
     with suppress(BodiesUnavailable):
         await dropping
 
@@ -196,8 +192,6 @@ class LargeAnswers:
         return isinstance(outcome, Answered) and at_once < len(outcome.body) <= self._answer_bytes
 
     async def sendable(self, outcome: Outcome, *, tenant: str = "") -> Outcome:
-        """Return the outcome in a form that can be sent: unchanged, or with the address of its stored answer instead of
-        the answer, or replaced by an error."""
         if not isinstance(outcome, Answered):
             return outcome
         if (size := len(outcome.body)) > self._answer_bytes:
@@ -218,8 +212,6 @@ class LargeAnswers:
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:
-        """Begin to delete the answer of this outcome from the store of bodies, because the outcome is not used: the
-        store of results already had another outcome of the request."""
         if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
             self._background.begin(_ignoring(self._bodies.drop_answer(outcome.kept)), name="drop an answer")
 

@@ -46,7 +46,6 @@ class Brake:
             await asyncio.sleep(READ_EVERY_S)
 
     async def read(self) -> None:
-        """Raises StoreUnavailable."""
         if self._store is None:
             return
         async with self._reading:  # so that an earlier state does not replace a later one
@@ -70,13 +69,11 @@ class Brake:
         return self.of("provider", route.provider) or self.of("model", route.model)
 
     def of_request(self, *, tenant: str, app: str, routes: Sequence[Route] = ()) -> Pause | None:
-        """The pause because of which a request must wait, apart from that of its lane."""
         return self.of("tenant", tenant) or self.of("app", app) or _of_all(routes, self.of_route)
 
     def during(
         self, *, lane: str, tenant: str, app: str, routes: Sequence[Route], from_ms: int, to_ms: int
     ) -> Pause | None:
-        """A pause because of which a request had to wait for a part of this time, as far as this process knows."""
 
         def find(kind: PauseKind, name: str) -> Pause | None:
             for pause in (self.pauses.get((kind, name)), self._past.get((kind, name))):
@@ -91,7 +88,6 @@ class Brake:
 
 
 def _of_all(routes: Iterable[Route], of_route: Callable[[Route], Pause | None]) -> Pause | None:
-    """The pause of the first route, if all are paused."""
     found = [of_route(route) for route in routes]
     return found[0] if found and all(found) else None
 

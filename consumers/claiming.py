@@ -39,8 +39,6 @@ says which requests were cancelled, so the call to a provider for a cancelled re
 round trip to the store."""
 RELEASE_AWAITED_S = 1.0
 RELEASE_WITHIN_S = 60.0
-"""For how many seconds a worker tries to release a request's claim. This is longer than a lease, because a release that
-comes after the lease still says that the worker has not died."""
 RELEASES_AT_MOST = 1000
 SHELTER_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
@@ -180,7 +178,6 @@ class Claiming:
         return await _answered(lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms))
 
     async def debounce(self, job: Job, key: str, *, until_ms: int) -> bool:
-        """Whether no later update of the key is known than this request. Raises StoreUnavailable."""
         sent_ms = job.published.ms
         return await _answered(lambda: self._store.debounce(job.identity, key, published_ms=sent_ms, until_ms=until_ms))
 
@@ -270,8 +267,6 @@ class Claiming:
         return await self._background.sheltered(storing, name=f"step {identity.id}", if_left=_log_lost_completion)
 
     async def expect(self, identity: Identity, *, deadline_ms: int) -> None:
-        """Note a request that a worker is about to publish, so that the store knows it from then on. Raises
-        StoreUnavailable."""
         keep_until_ms = deadline_ms + DEFERRED_KEPT_MS
         await _answered(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
 
@@ -279,9 +274,6 @@ class Claiming:
         await _until_stored(lambda: self._store.note(job.identity, completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """Record in the store that a request is cancelled. If this process works on the request, the work stops at
-        once; if this process is still asking the store for the request's claim, the work stops when the store has
-        answered. Raises StoreUnavailable."""
         result = await _until_stored(lambda: self._store.cancel(identity, completion))
         if result is Cancelling.TOLD:
             if claims := [task for task, claimed in self._claim_tasks.items() if claimed == identity]:
@@ -293,7 +285,6 @@ class Claiming:
         return await _answered(lambda: self._store.find(identity))
 
     def forget(self, job: Job) -> None:
-        """Stop renewing the job's claim, without releasing it in the store."""
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None

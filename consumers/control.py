@@ -195,8 +195,6 @@ class ControlAnswers:
         await self._send(message, _answer(message, document, PROBLEM, headers), must_answer=True)
 
     def refuse_silently(self, message: Message, problem: RequestProblem) -> None:
-        """Refuse a control message without sending an answer, because there may be thousands of them: count it, and
-        write at most one log line a minute about such messages of a user."""
         self._log_refusal(message, problem)
         self.unanswered += 1
 
@@ -278,7 +276,6 @@ class BrakeCommands:
     _in_order: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def require_operator(self, message: Message) -> str:
-        """Returns the message's command. Raises RequestProblem."""
         kind = kind_of(message)
         if message.user_id not in self.operators:
             raise RequestProblem(
@@ -289,7 +286,6 @@ class BrakeCommands:
         return kind
 
     async def carry_out(self, message: Message) -> dict[str, Any]:
-        """Returns the answer. Raises RequestProblem, StoreUnavailable."""
         kind, body = self.require_operator(message), object_in(message)
         async with self._in_order:  # two messages about one lane must not overtake each other
             match kind:

@@ -88,7 +88,6 @@ class Parsing:
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._left_s = AT_ONCE_S
-        """For how many seconds this process may still parse before it must pause."""
         self._at_s = clock()
         self._is_taken = False
         self._waiting: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
@@ -117,7 +116,6 @@ class Parsing:
         large body is checked in steps, so that other work can run between them."""
         steps = bounds.excess_in_steps(raw, max_values=max_values)
         while True:
-            # each step yields the exceeded limit, or None if it found none so far
             found = await self.run(lambda: next(steps, _WITHIN_LIMITS), rank=rank)
             if found is not None:
                 return None if found == _WITHIN_LIMITS else found
@@ -133,8 +131,6 @@ class Parsing:
             raise
 
     def _pass_on(self, began_s: float, ended_s: float) -> None:
-        """Let the next step run: at once, or after a pause, if one is needed so that parsing takes at most half of the
-        time."""
         self._left_s = min(AT_ONCE_S, self._left_s + began_s - self._at_s) - (ended_s - began_s)
         self._at_s = ended_s
         if self._left_s >= 0 and not self._waiting:

@@ -53,8 +53,6 @@ class Failover(Enum):
     SAME_MODEL = auto()
     ACCOUNT = auto()
     SAME_MODEL_FIRST = auto()
-    """After the failed call, another account (one provider's limits for a class of models) may be called with the same
-    model; if the `retry-after` of the failed call is longer than 5 s, with any model."""
 
 
 class Trips(Enum):
@@ -63,8 +61,6 @@ class Trips(Enum):
     NO = auto()
     YES = auto()
     IN_TIME = auto()
-    """The call has timed out. The circuit breaker counts this as a failure of the provider only if the call's timeout
-    was at least 5 s (`FAIR_S`)."""
     ACCOUNT = auto()
     UNREACHED = auto()
     """No connection to the provider could be opened. The circuit breaker counts the error, and opens after a few such
@@ -110,7 +106,6 @@ CAUSES: Final = {
     RATE_LIMITED: "rate_limited", OVERLOADED: "overloaded", NO_ACCOUNT: "account", NO_ACCESS: "account",
     FORBIDDEN: "rejected", REJECTED: "rejected", TOO_LARGE: "too_large", OF_HANDLER: "handler",
 }  # fmt: skip
-"""The name of each row in metrics: a provider's own error types could be any text."""
 UNREACHABLE: Final = "unreachable"
 TIMEOUT: Final = "timeout"
 _BY_TYPE: Final = {UNREACHABLE: UNSENT, TIMEOUT: TIMED_OUT}

@@ -32,14 +32,10 @@ class Fallen:
         self._speakers = speakers
 
     def job_of(self, delivery: Delivery) -> Job:
-        """Make the job of a message in `lane.fallen`. The message's internal headers are trusted if a worker published
-        the message. That is so if the message was dead-lettered from a due queue or a side queue, to which only workers
-        publish, or if it could not be routed after a delay."""
         message = delivery.message
         # the header x-death of a message that was not dead-lettered may be written by its publisher
         death = _death(message) if message.exchange == self._names.fallen else {}
         queue = str(death.get("queue"))
-        # by the queue's name, because other processes may have lanes that this one does not know
         source = Source.DELAY if self._names.lane_behind(queue) else source_of(message, self._names)
         lane = self._lane_by_intake.get(queue) or self._lanes.get(self._names.lane_behind(queue) or "")
         if lane is None and source is not Source.REQUESTER:

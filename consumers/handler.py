@@ -30,7 +30,6 @@ class Handler:
     """The exchange for requests: what requesters published to another one is refused."""
     pipelines: Pipelines | None = None
     needs_user_id: bool = False
-    """Whether requests without the property `user_id` are refused, because their tenant is unknown."""
 
     async def handle(self, job: Job) -> Outcome:
         if (refused := self._refused(job)) is not None:
@@ -41,7 +40,6 @@ class Handler:
         except RequestProblem as problem:
             return ended_by(problem)
         if job.delivery.times_delivered is None:
-            # a classic intake (RabbitMQ 3.x) does not count deliveries; the due queue does
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self.failpoints.reach("before_claim")
         outcome: Outcome | None = None
@@ -81,7 +79,6 @@ class Handler:
 
 
 async def _leave(passed: list[Leave], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-    """Leave the gates, the last first. If one of these calls raises or is cancelled, the others are still left."""
     try:
         while passed:
             await passed.pop()(job, decoded, outcome)

@@ -40,7 +40,6 @@ class DeadSpec:
     max_bytes: int = GIB
     keep_s: float = 30 * DAY_S
     folder: Path | None = None
-    """The folder to which removed letters are written, as one file of JSON lines a day; None: they are not written."""
 
 
 @dataclass(slots=True)
@@ -68,7 +67,6 @@ class DeadLetters:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
 
     async def look(self) -> int:
-        """Remove the dead letters that exceed the limits in `spec`, the oldest first, but at most `MAX_REMOVED`."""
         removed = 0
         async with self.oldest() as oldest:
             held: list[FetchedMessage] = []
@@ -123,8 +121,6 @@ def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
 
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
-"""The pause, in seconds, between two checks of a store that is unavailable. A worker takes no requests while the store
-is unavailable, so only these checks notice that it works again."""
 SWEEP_EVERY_S = 60.0
 """The seconds between two removals of expired results and bodies, on average. It is also the time limit, in seconds,
 for one removal of expired bodies."""

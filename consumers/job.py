@@ -40,7 +40,6 @@ SETTLE_WITHIN_S = 200.0
 """For how many seconds a worker tries to settle a delivery: to store its outcome, and to publish its reply. After that
 the delivery is returned to its queue, and its next worker continues with what was stored."""
 HIGHEST_PRIORITY: Final = 9
-"""The highest priority that a requester may set."""
 _DELAYED_BASE: Final = HIGHEST_PRIORITY + 1
 _DELAYED_WITHOUT_PRIORITY: Final = _DELAYED_BASE + HIGHEST_PRIORITY + 1
 
@@ -111,7 +110,6 @@ class Attempted:
     started_ms: int
     run_ms: int = 0
     usage: Amounts | None = None
-    """What the provider counted (requests, tokens) for the call that decided the attempt's outcome; None: unknown."""
     cost_usd: float | None = None
     lost: tuple[tuple[str, Amounts], ...] = ()
     """The attempt's failed calls that may have to be paid for, without its last call: for each, the model, and the
@@ -144,7 +142,6 @@ class Job:
     ) -> None:
         self.delivery = delivery
         self.lane = lane
-        """None if the message's routing key names no lane."""
         self.source = source
         self.id = delivery.message.message_id or uuid.uuid4().hex
         message, headers = delivery.message, delivery.message.headers
@@ -175,16 +172,13 @@ class Job:
         self.attempted: Attempted | None = None
         self.underway: Underway | None = None
         self.completion: Completion | None = None
-        """How the request ended, as it is stored and sent; None until it has ended."""
         self.span: Span = INVALID_SPAN
         self.standing: Standing | None = None
         self.died = False
-        """Whether the process of its handler died under this attempt."""
         self.stopped: Stop | None = None
         self.waiting: Interruptible | None = None
 
     def stop(self, why: Stop) -> None:
-        """Stop the job: end its current wait now, and each later wait as soon as it begins."""
         self.stopped = why
         if self.waiting is not None:
             self.waiting.end()
@@ -215,21 +209,16 @@ class Job:
 
     @property
     def step(self) -> str:
-        """The step of its pipeline; empty if it has none."""
         if self.standing is not None:
             return self.standing.step
         return "" if self.hop.flow is None else self.hop.flow.step
 
     @property
     def redelivered(self) -> bool:
-        """True if this message was delivered before and not acknowledged. This is known from AMQP's `redelivered` flag
-        or from a header that a worker wrote."""
         return self.delivery.redelivered or self.hop.redelivered
 
     @property
     def came_before(self) -> bool:
-        """True if a worker had this request before. The request's outcome may then be stored already, although its
-        reply was not published yet."""
         return self.redelivered or not self.hop.is_fresh
 
     @cached_property
@@ -274,18 +263,14 @@ class Job:
 
     @property
     def attempts(self) -> int:
-        """How many attempts were made for the request, including the attempt of this delivery, if that counts."""
         return self.hop.attempts + (1 if self.attempted is not None and self.attempted.counts else 0)
 
     @property
     def deaths(self) -> int:
-        """How many attempts ended because the process of the request's handler died."""
         return self.hop.deaths + self.died
 
     @property
     def wait_ms(self) -> int:
-        """How many ms the request waited: from when it was published (or was due) to the start of this delivery's
-        attempt or, if there is no attempt, to the delivery."""
         return self.waited_ms(self.taken_ms if self.attempted is None else self.attempted.started_ms)
 
     @property
@@ -300,15 +285,12 @@ class Job:
 
     @property
     def last_failure(self) -> str:
-        """The end of a final error's text: the error of the latest attempt, or nothing if that did not fail."""
         if self.attempted is None:
             return f"; {self.hop.errors[0]}" if self.hop.errors else ""
         return "" if self.failure is None else f"; {self.failure}"
 
     @property
     def failure(self) -> str | None:
-        """The error of this delivery's attempt, for the requester; None if no call of it failed. What a provider says
-        about the service's account is not told."""
         if self.attempted is None or (error := self.attempted.error) is None:
             return None
         told = error.reason if isinstance(error, AccountError) else error.detail
@@ -321,7 +303,6 @@ class Job:
 
     @property
     def published(self) -> Published:
-        """When the request was published, and where that time comes from."""
         if self.decoded is not None:
             return self.decoded.request.published
         return published(self.message, self.hop, now_ms=self.taken_ms)

@@ -54,7 +54,6 @@ class Lifecycle:
         self._names = names
         self._now_ms = now_ms
         self.failures: deque[dict[str, Any]] = deque(maxlen=FAILURES)
-        """The last requests that failed here for good, without anything of their content, for the live page."""
 
     def publish(self, job: Job, event: str, **detail: Any) -> None:
         self._publish(

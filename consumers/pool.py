@@ -27,7 +27,6 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 
 TAKEN_AT_ONCE = 16
-"""After this many deliveries that arrived together, other tasks of the process may run."""
 log = logs.logger()
 
 
@@ -67,7 +66,6 @@ class Pool:
         self.taken = 0
         self.jobs: set[Job] = set()
         self._undecided: dict[Job, asyncio.Task[Any]] = {}
-        """The jobs that have no outcome yet, with their tasks."""
         self._stopping = False
         self._gives_back = False
 
@@ -79,7 +77,6 @@ class Pool:
 
     @property
     def brake(self) -> str | None:
-        """The pause of its lane by an operator."""
         return None if (pause := self._brake()) is None else pause.told
 
     @property
@@ -87,8 +84,6 @@ class Pool:
         return self.in_hand < self._deliveries.prefetch
 
     async def consume_again(self) -> None:
-        """Consume the queue by a new consumer, because nothing is delivered although messages wait. If the pool works
-        on deliveries, these stay valid."""
         await self._deliveries.consume_again(keeps_channel=self.in_hand > 0)
 
     @property
@@ -103,7 +98,6 @@ class Pool:
                 await self._work_session(session)
 
     async def stop(self) -> None:
-        """Take no more deliveries; `run` returns as soon as all running jobs have ended."""
         self._stopping = True
         await self._deliveries.stop()
 
@@ -120,7 +114,6 @@ class Pool:
         return self._deliveries.is_paused and (self._gives_back or self.brake is None)
 
     async def pause(self, reason: str) -> None:
-        """Take no more deliveries. If an operator has paused the lane, also return those whose call has not begun."""
         await self._deliveries.pause(reason)
         if self.brake is not None:
             self.give_back_waiting()

@@ -20,8 +20,6 @@ from lanekeeper.telemetry import logs, signals
 GATHER_S = 0.02
 AGAIN_S = 0.5
 FLUSH_WITHIN_S = 2.0
-"""How many seconds a worker waits at most until the store has all entries of a request's progress, before it completes
-or releases the request's claim."""
 UNWRITTEN_BYTES = 1024 * 1024
 """How many bytes of stream events of one request's answer may wait in memory to be written. If there are more, the
 waiting events are discarded, and an entry `truncated` is written in their place."""

@@ -47,8 +47,6 @@ class LogThrottle:
         self._counted: LRUCache[str, tuple[int, float]] = LRUCache(NAMES_KEPT)
 
     def count(self, name: str) -> int:
-        """Count one event for this name. If a log line is due now, return how many events there were since the last log
-        line for this name, including this event; otherwise return 0."""
         now_s = self._clock()
         count, logged_s = self._counted.get(name, (0, -LOGGED_EVERY_S))
         is_due = now_s - logged_s >= LOGGED_EVERY_S
@@ -72,7 +70,6 @@ class Parking:
         self._limit = RateLimit(per_s=invalid_per_hour / HOUR_S, at_once=invalid_per_hour)
         self._log_throttle = LogThrottle()
         self.unparked = 0
-        """How many invalid messages were answered with an error, but not kept in `lane.dead` or in the store."""
 
     def takes(self, tenant: str, size: int, *, code: str) -> bool:
         if self._limit.take(tenant, 1 + size // UNIT_BYTES):

@@ -80,7 +80,6 @@ class ReplySender:
         return _forged() if address in self._forged else None
 
     async def send(self, message: Message, address: str, **how: Any) -> None:
-        """Publish a message once, not `mandatory`."""
         how |= {"exchange": "", "routing_key": address, "mandatory": False}
         if self._own is not None and self._is_unknown(address):
             return await self._test_address(self._own, message, address, how)
@@ -91,7 +90,6 @@ class ReplySender:
             raise
 
     async def write(self, message: Message, address: str, *, timeout_s: float) -> "asyncio.Future[Confirm]":
-        """Publish a message once without waiting for its confirm, and return the confirm as a future."""
         if self._own is not None and self._is_unknown(address):
             await self.send(message, address, timeout_s=timeout_s, traced=False)
             confirmed: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
@@ -318,7 +316,6 @@ PAUSES_S = (1, 2, 4, 8, 16, 30)
 """The pauses, in seconds, before the second and each later try to send a reply to a full queue. Together they last a
 minute, in which a requester that was slow or was restarted has usually emptied its queue."""
 MAX_WAITING = 1000
-"""How many replies of one process may wait at a time because their reply queue is full."""
 MOST_OF_ONE = 10
 """One tenant may have at most `MAX_WAITING` divided by this number of replies that wait because their queue is full.
 For requests without a tenant (without `user_id`) the same limit applies to each reply queue."""
@@ -404,8 +401,6 @@ class Parts:
         return had_begun
 
     async def confirmed(self) -> None:
-        """Wait until the broker has confirmed all parts of the stream, for at most `PART_TIMEOUT_S`. Parts that are not
-        confirmed by then count as lost."""
         if waiting := [answer for answer, _ in self._unconfirmed if not answer.done()]:
             await asyncio.wait(waiting, timeout=PART_TIMEOUT_S)
         while self._unconfirmed:

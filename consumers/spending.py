@@ -47,7 +47,6 @@ class Cap:
 
     requests: float | None = None
     tokens: float | None = None
-    """The limit of input and output tokens together, without those read from the provider's prompt cache."""
     usd: float | None = None
 
 
@@ -57,7 +56,6 @@ class CapsSpec:
 
     lanes: Mapping[str, Cap] = field(default_factory=dict)
     tenants: Mapping[str, Cap] = field(default_factory=dict)
-    """The daily caps by tenant. `*` is the cap of each tenant that is not listed."""
 
     @property
     def in_money(self) -> bool:
@@ -129,8 +127,6 @@ class Spending:
         )
 
     async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish) -> Hold | Over:
-        """Count a request's estimated use against all limits in `bounds`, or against none if it would exceed one of
-        them. `publish` is called for each percentage in `LEVELS` that is reached. Raises StoreUnavailable."""
         taking = self._take(bounds, spent, publish)
         return await self._background.sheltered(taking, name="caps", if_left=self._give_back)
 
@@ -156,7 +152,6 @@ class Spending:
         return found
 
     def used(self) -> Mapping[Bound, float]:
-        """How much of each limit was used today, in all processes, when this one last took from it."""
         now_s = asyncio.get_running_loop().time()
         return {bound: used if now_s < ends_s else 0.0 for bound, (used, ends_s) in self._used.items()}
 

@@ -24,9 +24,7 @@ from lanekeeper.contract.problems import LanekeeperError
 
 MIB: Final = 1024 * 1024
 OVER_BYTES: Final = MIB
-"""A larger body is not sent in a message but put into the store."""
 MOST_BYTES: Final = 32 * MIB
-"""The largest request body that Anthropic's API accepts, and so the default limit for reading one."""
 IN_ALL_BYTES: Final = 10 * 1024 * MIB
 KEEP_S: Final = 7 * 86_400.0
 PIECE_BYTES: Final = MIB
@@ -38,7 +36,6 @@ OWNER_DIGITS: Final = 8
 """The name of a body ends with 32 hexadecimal digits. So many of them are a hash of the tenant, the others random."""
 LONGEST_CAUSE: Final = 1000
 _IN_URL: Final = re.compile(r"(://)[^\s\"'<>]*(@)|(?<=\?)[^\s\"'<>]+")
-"""Matches the parts of a URL that may contain secrets: user and password, and the query."""
 _NAMED_SECRET: Final = re.compile(
     r"""((?:key|secret|token|sig|signature|passw[a-z]*|credentials?|authorization)[a-z_-]*["']?\s*[=:>]\s*["']?)"""
     r"""(?:(?:basic|bearer|aws4\S*|sharedkey)\s+)?[^\s"'<>,;&]+""",

@@ -247,7 +247,6 @@ class Client:
         full_within_s = options.get("full_within_s")
         within_s = max(self._publish_within_s, full_within_s or 0)
         if isinstance(deadline_ms := message.headers.get(n.DEADLINE_MS), int):
-            # a request published after its deadline would only be answered with deadline_exceeded
             within_s = min(within_s, deadline_ms / 1000)
         return OutgoingRequest(
             message=message,
@@ -295,7 +294,6 @@ def _global_tracing() -> "Tracing | None":
 
 @contextmanager
 def _naming(outgoing: OutgoingRequest) -> Iterator[None]:
-    """Set the request's id in errors."""
     try:
         yield
     except BrokerError as error:

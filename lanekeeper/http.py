@@ -45,9 +45,7 @@ REQUESTS = "/v1/requests"
 WAIT_S = 20.0
 """Of one call; so short that proxies do not close the silent connection."""
 CONTROL_WITHIN_S = 5.0
-"""For a cancellation or a result, besides the time for which the gateway is asked to wait."""
 AWAY_S = 30.0
-"""Without a time limit of the caller: how long the gateway may be away."""
 IDEMPOTENCY_KEY = "idempotency-key"
 PREFIX = "x-lane-"
 CARRIED = n.TRACE_CONTEXT | {n.ANTHROPIC_BETA}

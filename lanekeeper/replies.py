@@ -36,7 +36,6 @@ class Problem(RequestProblem):
 
     @property
     def trace(self) -> str | None:
-        """The id of the request's trace, if there is one."""
         found = self.fields.get("trace")
         return found if isinstance(found, str) else None
 
@@ -68,8 +67,6 @@ class Final:
     """The final reply to a request that succeeded."""
 
     body: bytes
-    """Anthropic's Message, or what a handler or a pipeline returned; an answer in the store for large bodies that was
-    not fetched: JSON with its address."""
     request_id: str
     lane: str
     model: str
@@ -82,7 +79,6 @@ class Final:
 
     @property
     def kept(self) -> BodyAddress | None:
-        """Where an answer is that was too large for a message."""
         return body_address_in(self.headers)
 
     @property
@@ -93,7 +89,6 @@ class Final:
 
     @property
     def value(self) -> Any:
-        """The body's value."""
         return json.loads(self.body)
 
     @property
@@ -132,7 +127,6 @@ class ControlRefused(LanekeeperError):
 
     @property
     def is_passing(self) -> bool:
-        """Whether the tenant only sent too many: it may be accepted later."""
         return bool(self.fields.get("retryable"))
 
 

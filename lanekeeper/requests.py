@@ -36,7 +36,6 @@ class Options(TypedDict, total=False):
     """Normally the connection's user, which the broker checks; another one only where `LANEKEEPER_SPEAKERS` allows it.
     """
     priority: int
-    """The priority inside the lane: 0 to 9, higher first."""
     deadline_s: float
     """For the final answer, counted from publishing or from the end of the delay. Without it, the lane's."""
     delay_s: float
@@ -142,7 +141,6 @@ class OutgoingRequest:
     end: float | None
 
     may_be_published: bool = False
-    """Whether an earlier try may have reached the broker."""
     kept: BodyAddress | None = None
 
     @property

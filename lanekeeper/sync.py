@@ -29,8 +29,6 @@ READ_AHEAD = 16
 
 
 class _Process:
-    """The background thread of one process, with its event loop."""
-
     def __init__(self) -> None:
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,12 +51,9 @@ class _Process:
 
 
 _processes: dict[int, _Process] = {}
-"""By process id: a forked process does not have its parent's thread."""
 
 
 class _Opened:
-    """One process's connection of a client."""
-
     def __init__(self, make: Callable[[], asynchronous.Client]) -> None:
         self.process = _processes.setdefault(os.getpid(), _Process())
         self._make = make
@@ -97,7 +92,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close this process's connection. Requests that other threads wait for are not answered any more."""
         self._is_closed = True
         if (opened := self._opened.pop(os.getpid(), None)) is not None:
             opened.process.wait(opened.process.begin(opened.close()))

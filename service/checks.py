@@ -355,7 +355,6 @@ def warn_of_plain_text(settings: Settings) -> None:
 
 
 def _told(settings: Settings, risk: Finding) -> Finding:
-    """A failure with the profile `production`, and a warning without it."""
     if settings.is_production:
         return replace(risk, well=False)
     return replace(risk, text=f"not for production: {risk.text}")

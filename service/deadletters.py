@@ -299,7 +299,6 @@ class DeadLetters:
             return scan.reader
 
     async def find(self, wanted: Filter) -> DeadLetter | None:
-        """The newest that matches."""
         found: list[DeadLetter] = []
 
         def keep_newest(letter: DeadLetter) -> None:

@@ -492,12 +492,10 @@ class Spending:
     """What one run of the budget act's load spent, as its requests and its simulated provider measured it."""
 
     waits_ms: list[int] = field(default_factory=list)
-    """Of the critical requests, without the provider's time; of one without an answer, until the run ended."""
     answered: int = 0
     refused: int = 0
     calls: int = 0
     used: float = 0.0
-    """The share of the limit that was used most: of requests, input tokens or output tokens a minute."""
     wrong: list[str] = field(default_factory=list)
 
     def is_well(self, ungated: "Spending") -> bool:

@@ -87,8 +87,6 @@ class PrivateBroker:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
 
     async def begin(self, sources: Sequence[str], image: str | None, say: Say) -> None:
-        """Start a broker from the first source that can provide one. Raises BrokerUnreachable, which says what to
-        install."""
         problems = []
         for source in sources:
             try:

@@ -76,7 +76,6 @@ class Binding:
 
     @property
     def label(self) -> str:
-        """One line of text that identifies the binding: `lane.due → queue lane.batch.due, key 'batch.#'`."""
         text = f"{self.source} → {self.destination_kind} {self.destination}, key {self.routing_key!r}"
         matches = ", ".join(f"{key}={str(value).lower()}" for key, value in sorted(self.arguments.items()))
         return f"{text}, {matches}" if matches else text
@@ -224,9 +223,6 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
     }
     if broker.quorum_intake:
         return Queue(names.intake(lane.name), {**QUORUM, **bounds, **LIMITED})
-    # Before RabbitMQ 4.0, quorum queues ignore priorities, so the intake is a classic queue. Classic queues have
-    # neither a delivery limit nor at-least-once dead-lettering. So a worker moves a redelivered request to the due
-    # queue, which counts deliveries.
     return Queue(
         names.intake(lane.name),
         {

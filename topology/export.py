@@ -42,7 +42,6 @@ CONTROL_MAX_BYTES = 16 * 1024 * 1024
 seconds to process all of them. They are a policy, because the arguments of an existing queue cannot be changed."""
 REPLIES_MAX_MESSAGES = 10_000
 REPLIES_MAX_BYTES = 256 * MIB
-"""A full reply queue refuses replies; the result can still be fetched from the store."""
 REPLIES_KEPT_MS = 86_400_000
 _USER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -63,7 +62,6 @@ class User:
     channels: int = 2000
 
     def __post_init__(self) -> None:
-        # the name is one word of a routing key, and the broker inserts it into a regular expression
         if not _USER_NAME.fullmatch(self.name):
             raise ValueError(f"user name {self.name!r}: allowed are 1 to 64 of A-Z a-z 0-9 _ -")
 
@@ -176,7 +174,6 @@ def _limits(user: User) -> dict[str, dict[str, int]]:
 
 
 def _topic_permissions(user: User, topology: Topology, vhost: str) -> list[dict[str, str]]:
-    """The routing keys with which a user may publish; for an exchange that is not listed RabbitMQ allows all keys."""
     names = Names(topology.namespace)
     is_requester = user.role in APPLICATIONS
     pattern_of: dict[str, str] = {}

@@ -20,30 +20,19 @@ class LaneSpec:
     rank: int
     """Lanes are ordered by it everywhere, the most urgent (the lowest rank) first; no two lanes share one."""
     slots: int
-    """Slots for the intake in one process; also the prefetch of its consumer on this queue."""
     slots_min: int | None = None
-    """Idle slots that the lane never lends. None: an eighth of `slots`, at least 1."""
     slots_max: int | None = None
-    """The most slots for the intake after slots were added; those for the due queue grow in proportion. None: eight
-    times `slots`: a slot costs little, and how many are useful depends on the provider's rate limits."""
     target_wait_s: float = 10
-    """If requests wait longer for a slot, the lane gets more, unless the provider is the bottleneck."""
     call_timeout_s: float
-    """The time limit of one attempt, unless the request is a `long_call`; streamed, of the time to the first token, and
-    of every pause after it."""
     deadline_s: float
-    """For a request that names none: from publishing (or the end of its delay) to the final answer or, streamed, to the
-    first token."""
     deadline_max_s: float
     max_attempts: int
     model: str
     max_tokens: int = 1024
     models: frozenset[str] | None = None
-    """The models that requests may name; None: every model."""
     max_length: int
     max_length_bytes: int = GIB
     side_queues: int = 8
-    """If a tenant has many waiting requests, workers move them into one of these queues (docs/fairness.md)."""
 
     @property
     def due_slots(self) -> int:

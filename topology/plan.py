@@ -20,8 +20,6 @@ Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
 CONTROL_POLICIES = frozenset({"max-length", "max-length-bytes", "overflow"})
-"""These keys of a policy for `lane.control` are not compared if a full queue refuses publishes: `topology export`
-writes such a policy."""
 EFFECTIVE_POLICIES = frozenset(
     {
         "dead-letter-exchange",
@@ -52,7 +50,6 @@ class Difference:
     wanted: Value | None = None
     found: Value | None = None
     remedy: str | None = None
-    """The command that corrects it; None if `topology apply` does, or if none is known."""
 
     @property
     def line(self) -> str:
@@ -99,7 +96,6 @@ def without_levels(differences: Sequence[Difference], names: Names) -> tuple[Seq
 
 
 def _by_identity(topology: Topology) -> dict[tuple[What, str], Exchange | Queue | Binding]:
-    """Two bindings that differ only in their arguments are different bindings, as on the broker."""
     return {
         **{("exchange", exchange.name): exchange for exchange in topology.exchanges},
         **{("queue", queue.name): queue for queue in topology.queues},
@@ -164,7 +160,6 @@ def _concerns_us(thing: Exchange | Queue | Binding, names: Names) -> bool:
 
 
 def _is_ours(name: str, names: Names) -> bool:
-    """By the first word of its name. Reply queues belong to the requesters."""
     return name.startswith(f"{names.namespace}.") and not name.startswith(names.reply_prefix)
 
 

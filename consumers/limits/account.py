@@ -41,7 +41,6 @@ HELD_EVERY_S = 60.0
 """Running calls are accepted as the cause of a refusal (429) at most once in this many seconds. If calls are refused
 again sooner, there must be another cause."""
 DEMAND_WITHIN_S = 60.0
-"""The time constant with which used amounts lose weight: after this time an amount counts only about a third (1/e)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,14 +51,10 @@ class Waiter:
     amounts: Amounts
     _: KW_ONLY
     arrived_s: float
-    """When the request first began to wait for the account's budget. If it was deferred and came back, this is before
-    the deferral."""
     until_s: float | None = None
     request: str = ""
     reservation: Reservation | None = None
     future: "asyncio.Future[None] | None" = None
-    """The future that the request's task awaits. It is None before the task waits, and for a request that takes budget
-    only if it needs not wait (`try_reserve`)."""
 
     @property
     def is_gone(self) -> bool:
@@ -110,8 +105,6 @@ class Account:
             bucket.refill(now_s)
 
     def stopped_s(self, now_s: float) -> float:
-        """The seconds for which no request will get budget, because the provider sent `retry-after`. It is 0 if the end
-        is too far ahead, because then the clock was set back."""
         left_s = self.held_until_s - now_s
         return left_s if 0 < left_s < HOLD_AT_MOST_S + 1 else 0.0
 
@@ -253,7 +246,6 @@ class Account:
         return REASONS[waits_s.index(max(waits_s))]
 
     def figures(self, now_s: float) -> Iterator[tuple[str, dict[str, float]]]:
-        """For each limit that there is: what it allows (`limit`), what is `left` of it and what is `used`."""
         self.refill(now_s)
         for reason, bucket in zip(REASONS, self.buckets, strict=True):
             if (limit := 60 * bucket.per_s) < NO_LIMIT:
@@ -289,8 +281,6 @@ class Account:
         return [head is not None and self.concurrency.is_due(lane) for lane, head in enumerate(self.lines.heads)]
 
     def begin(self, waiter: Waiter, *, from_savings: Amounts, now_s: float) -> bool:
-        """Give a waiting request the reservation that the script in Redis has granted. Returns False if the request no
-        longer waits."""
         if waiter.is_gone or waiter not in self.lines:
             return False
         self._begin(waiter, from_savings, now_s)

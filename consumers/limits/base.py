@@ -26,7 +26,6 @@ NOTHING: Final = Amounts()
 INPUT: Final = 1
 OUTPUT: Final = 2
 REASONS: Final = ("rpm", "itpm", "otpm")
-"""Names of the limits that a request may wait for, in the order of `Amounts`."""
 CONCURRENCY: Final = "concurrency"
 
 
@@ -72,7 +71,6 @@ class BudgetSpec:
     """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
     into the bucket is saved for the lane alone, so that it always gets some budget."""
     ranks: Mapping[str, int] = field(default_factory=lambda: {lane.name: lane.rank for lane in DEFAULT_LANES})
-    """Each lane's rank: processes that share an account may know different lanes."""
     burst_s: float = 60.0
     """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, the size is what the
     provider's own bucket is proven to hold (`Bursts`)."""
@@ -93,7 +91,6 @@ class BudgetSpec:
     delivery that is not settled for long."""
 
     def caps(self, account: str) -> AccountCaps:
-        """The caps of an account, or else those of its provider (the part of its name before `/`)."""
         return self.accounts.get(account) or self.accounts.get(account.partition("/")[0], NO_CAPS)
 
 
@@ -132,8 +129,6 @@ class Wait(NamedTuple):
     """The shortest possible wait. It is computed from known limits only, so that no request is refused because of a
     guess."""
     is_known: bool = True
-    """False if `seconds` is computed from a guessed limit, which was neither announced by the provider nor set by the
-    operator."""
 
 
 class WaitTooLong(LanekeeperError):

@@ -121,8 +121,6 @@ class Bucket:
         return self._holds[lane]
 
     def take(self, lane: int, amount: float) -> float:
-        """Take an amount out of the bucket. Returns how much of it came from the lane's savings. The level may fall
-        below 0."""
         saved, level, most = self.savings[lane], self.level, self.most
         from_savings = amount if amount <= saved or saved >= self.burst else max(saved, 0.0)
         self.level = (level if level < most else most) - amount

@@ -27,7 +27,6 @@ from consumers.limits.base import (
 from lanekeeper.telemetry import logs, signals
 
 MOST_ACCOUNTS: Final = 256
-"""If a process keeps this many accounts, it removes those that are not in use before it adds a further one."""
 LATE_S: Final = 0.0005
 """The time that is added when the timer for the next waiting request is set. If the timer fired slightly too early, it
 would have to be set again."""

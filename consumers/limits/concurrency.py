@@ -42,8 +42,6 @@ less often than this (Fisher's exact test)."""
 UNCLEAR = 0.2
 FALLEN = 2 / 3
 STEADY = 1.2
-"""No trial begins while the number of calls at a time grows by more than this factor in a round: it would go too
-far."""
 ENOUGH = 30
 ENOUGH_REFUSED = 3
 """After so many calls or refusals, a trial that has not helped ends; after half as many more calls also if it is not
@@ -153,8 +151,6 @@ class Concurrency:
 
     @property
     def is_set(self) -> bool:
-        """True if the limit of calls is the operator's setting, or there is none; False if overloads (529) have lowered
-        it, so that it is a guess."""
         return self.limit == self._ceiling
 
     @property
@@ -167,8 +163,6 @@ class Concurrency:
         return lane == 0 and not self._urgent and self.running + 1 <= self._ceiling and now_s >= self._beside_from_s
 
     def begin(self, lane: int, request: str, heads: Sequence[object | None], now_s: float) -> None:
-        """Count a call that begins. `heads`: the first waiting request of each lane; the request whose call begins is
-        still among them."""
         self._count_time(now_s)
         self.running += 1
         self._urgent += lane == 0
@@ -189,9 +183,6 @@ class Concurrency:
         return self.is_limited and self._credit[lane] >= WHOLE
 
     def calls_before(self, lane: int, count: int) -> int:
-        """The largest number of calls of the account that can begin before the call of a waiting request. There is such
-        a number because each lane gets its share of the calls, even if more urgent requests keep arriving. `count`: how
-        many requests of the same lane wait before this one."""
         return ceil((count + 1 - self._credit[lane]) / self._shares[lane]) + 1
 
     def end(self, lane: int, request: str, began_s: float, now_s: float, *, is_made: bool) -> None:
@@ -223,7 +214,6 @@ class Concurrency:
             self._take_back_raise(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Change the limit of calls, if it is time to. Call it before each use of the limit."""
         if 0 <= now_s - self._round_s < self._round_length_s:
             return
         self._count_time(now_s)

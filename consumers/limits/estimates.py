@@ -9,11 +9,8 @@ from typing import NamedTuple, TypeVar
 from cachetools import FIFOCache
 
 KINDS = 4096
-"""For how many kinds of requests estimates are kept; the kind for which no call has ended for the longest time is
-removed first."""
 WEIGHT = 0.1
 SPREAD = 1.0
-"""An estimate is the mean plus this many mean deviations, so that few answers or calls exceed their estimate."""
 Key = TypeVar("Key")
 
 
@@ -22,7 +19,6 @@ class UsageClass(NamedTuple):
 
     lane: str
     task: str
-    """The first two words of the routing key after the lane."""
     model: str
 
 

@@ -66,8 +66,6 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    """`ahead`: the amounts that the requests before it in its lane need; `count`: how many of these are in this
-    process; `lines`: the result of `_lines` for the lane, if the caller has it already."""
     longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
     for index, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
         if amounts[index] + ahead[index] <= 0:

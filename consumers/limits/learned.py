@@ -86,8 +86,6 @@ class Adaptive:
         return Amounts(*(self._of(index) * self.learned.factors[index] for index in range(3)))
 
     def guessed(self) -> tuple[bool, ...]:
-        """For each limit: False if the provider announced it, if the operator set it, or if the account is assumed to
-        have no limits."""
         return tuple(
             announced is None and cap is None and not self.learned.is_silent
             for announced, cap in zip(self.learned.told, self._caps, strict=True)
@@ -218,8 +216,6 @@ class Bursts:
         self._usual_input = 0.0
         self._refusals = 0.0
         self.margin = 0.0
-        """By what part more input tokens are reserved for each call than we estimate (0.2: by a fifth). It is not sent
-        to other processes."""
 
     def sizes(self, *, guessed: Sequence[bool]) -> tuple[Size, ...]:
         return tuple(
@@ -325,7 +321,6 @@ class Learned(NamedTuple):
     held_until_s: float
 
     def shifted(self, jump_s: float) -> "Learned":
-        """A copy in which `jump_s` is added to all times, because the clock has jumped by so many seconds."""
         limits, bursts = self.limits, self.bursts
         return Learned(
             limits._replace(

@@ -58,7 +58,6 @@ MAX_TOKENS_AT_ONCE: Final = 128_000 * 600 // 3600
 """A request with more `max_tokens` than this is always streamed, because Anthropic's client assumes a rate of output at
 which the answer could take longer than ten minutes."""
 _LEAST_EVENTS: Final = 4
-"""An event may have this part of the size of the largest accepted answer."""
 _OVERHEAD: Final = 4
 """A stream may be this many times as large as the largest accepted answer: each token may come in an event of some 130
 bytes."""
@@ -82,11 +81,8 @@ class Dialect:
     needs_dict: bool = False
     """Its client changes fields of the body, so it needs a dict instead of bytes."""
     lists_models: bool = True
-    """Whether `GET /v1/models` may exist there, which costs nothing and shows that the key is accepted."""
     splitter: Callable[[int], EventSplitter | FrameSplitter] = EventSplitter
-    """Given the largest accepted size of one event, makes what splits a stream's bytes into events."""
     signing_errors: tuple[type[Exception], ...] = ()
-    """What its client raises if it finds no credentials."""
 
 
 ANTHROPIC: Final = Dialect()
@@ -126,7 +122,6 @@ class AnthropicProvider:
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
-        """The adapter for Anthropic, or for a compatible API."""
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)

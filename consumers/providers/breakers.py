@@ -81,8 +81,6 @@ AGAIN_S = 120.0
 """A provider that is paused again within this many seconds after a pause goes on with that pause: the probe has not
 shown what is wrong. It is then probed as seldom as at the end of that pause, and only by calls of a model."""
 Probe = Callable[[Route, bool], Awaitable[None]]
-"""Calls the provider of a route: with a request that costs nothing or, if the second argument is true, with a call of
-the route's model for one token. Raises ProviderError."""
 log = logs.logger()
 
 
@@ -103,7 +101,6 @@ class Permit:
     request: str
     is_probe: bool = False
     change: Change | None = None
-    """The change of the circuit breaker, from open to probing, if this permit has caused it."""
 
 
 class State(StrEnum):
@@ -134,12 +131,9 @@ class Breaker:
         self._openings = 0
         self._until_s = -inf
         self.down_since_s = inf
-        """When the breaker was opened; openings after failed probes do not change this time. Infinite until it is
-        opened."""
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
-        """The seconds until a call may be made; 0 if it may be made now."""
         if self.state is State.CLOSED:
             return 0.0
         if self.state is State.PROBING and now_s < self._until_s:
@@ -157,7 +151,6 @@ class Breaker:
         return PROBE_WITHIN_S
 
     def failed(self, failure: Failure, *, probe: bool) -> None:
-        """Count a failed call; open the breaker after too many in a row, or if the failed call was the probe."""
         if self.state is State.CLOSED:
             while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
                 self._failed.popleft()
@@ -170,7 +163,6 @@ class Breaker:
             self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
-        """A call has not shown whether the provider works. If it was the probe, the next call will be the probe."""
         if probe and self.state is State.PROBING:
             self.state = State.OPEN
             self._until_s = now_s
@@ -216,32 +208,25 @@ class Pauses:
         self._probe = probe
         self._pauses: dict[str, Pause] = {}
         self._past: dict[str, Pause] = {}
-        """The last pause of each provider that has ended."""
         self.well: dict[str, Route] = {}
-        """The route that answered last, for each provider."""
         self._wanted: dict[str, Route] = {}
-        """The route that a request waits for, for each paused provider."""
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._background = Background()
 
     def wait_s(self, route: Route, now_s: float) -> float:
-        """The seconds until the provider of this route is probed; 0 if it is not paused."""
         if (pause := self._pauses.get(route.provider)) is None:
             return 0.0
         self._wanted[route.provider] = route
         return max(LOOK_S, pause.until_s - now_s)
 
     def since_s(self, route: Route) -> float | None:
-        """When the provider of this route was paused; None if it is not paused."""
         pause = self._pauses.get(route.provider)
         return None if pause is None else pause.since_s
 
     def reasons(self) -> Mapping[str, str]:
-        """What is wrong with each paused provider."""
         return {name: pause.reason for name, pause in self._pauses.items()}
 
     def figures(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
-        """Each paused provider, for `lanekeeper status`."""
         return {
             name: {
                 "reason": pause.reason,
@@ -253,8 +238,6 @@ class Pauses:
         }
 
     async def judge(self, route: Route, error: ProviderError) -> ProviderError:
-        """The error that follows from a failed call: the same one; or another, if `error` could mean that the provider
-        answers nobody, but a call of our own succeeds."""
         if not isinstance(error, AccountError) or (otherwise := error.otherwise) is None:
             return error
         if self.since_s(route) is None:
@@ -267,7 +250,6 @@ class Pauses:
         return error
 
     def pause(self, route: Route, error: AccountError) -> Change | None:
-        """Pause the provider of this route until a probe succeeds. Returns None if it is paused already."""
         name, now_s = route.provider, asyncio.get_running_loop().time()
         if name in self._pauses:
             return None
@@ -336,7 +318,6 @@ class Breakers:
         self._owner = uuid.uuid4().hex
         self._background = Background()
         self._all: dict[tuple[str, str], Breaker] = {}
-        """The breakers of those providers and models that have not answered since their last failure."""
         self._closed = Breaker(self._rng)
         """The breaker of all other providers and models, which never changes."""
 
@@ -348,22 +329,18 @@ class Breakers:
         return self.pauses.wait_s(route, now_s) or self._known(route).wait_s(now_s)
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
-        """The seconds until a call of one of these routes may be made."""
         now_s = asyncio.get_running_loop().time()
         return min(self.wait_s(route, now_s) for route in routes)
 
     def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
-        """Those of the routes that may be called now; all of them if none may."""
         now_s = asyncio.get_running_loop().time()
         return [route for route in routes if self.wait_s(route, now_s) <= 0] or routes
 
     def down_s(self, route: Route, now_s: float) -> float:
-        """How long ago the route's provider was paused, or its breaker was opened; 0 if it is not down."""
         since_s = self.pauses.since_s(route)
         return max(0.0, now_s - (self._known(route).down_since_s if since_s is None else since_s))
 
     def hindrance(self, routes: Sequence[Route]) -> str | None:
-        """Why none of these routes may be called now, for the requester; None if one may."""
         if self.least_wait_s(routes) <= 0:
             return None
         paused = self.pauses.reasons()
@@ -376,7 +353,6 @@ class Breakers:
         return "; ".join(dict.fromkeys(map(why, routes)))
 
     async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
-        """Return a permit for one call, or None if the route may not be called now."""
         if self.pauses.wait_s(route, now_s) > 0 or (self.brake.pauses and self.brake.of_route(route) is not None):
             return None
         breaker = self._known(route)
@@ -397,7 +373,6 @@ class Breakers:
         return Permit(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
     async def answered(self, permit: Permit, now_s: float) -> Change | None:
-        """Report that the provider answered. Returns the change of its circuit breaker, if there is one."""
         self.pauses.well[permit.route.provider] = permit.route
         return await self._works(permit, now_s)
 
@@ -412,7 +387,6 @@ class Breakers:
         return change
 
     async def failed(self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
-        """Report a failed call, which counts if the provider caused the failure."""
         match error.means.trips:
             case Trips.NO:
                 return await self._works(permit, now_s)
@@ -445,15 +419,11 @@ class Breakers:
         return None
 
     async def unknown(self, permit: Permit, now_s: float) -> None:
-        """Report a call that has not shown whether the provider works: the call was cancelled, or its timeout was too
-        short."""
         self._known(permit.route).unknown(now_s, probe=permit.is_probe)
         if permit.is_probe:
             await self._surely(self._let_go(permit.route))
 
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
-        """For each circuit breaker that is not closed, by provider and model: its state, and the seconds until the next
-        probe."""
         return {
             f"{provider} {model}": {"state": breaker.state.value, "retry_in_s": round(breaker.wait_s(now_s), 1)}
             for (provider, model), breaker in self._all.items()
@@ -472,12 +442,10 @@ class Breakers:
         return found
 
     def _give_back(self, route: Route, leasing: "asyncio.Task[bool]") -> None:
-        """Release the lease that the store may have given to a caller which was cancelled."""
         if not leasing.cancelled():
             self._background.begin(self._let_go(route), name="breaker")
 
     async def _surely(self, changing: Coroutine[Any, Any, object]) -> None:
-        """Change a lease even if the caller is cancelled, because other processes would wait until the lease ends."""
         await asyncio.shield(self._background.begin(changing, name="breaker"))
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:

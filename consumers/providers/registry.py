@@ -35,7 +35,6 @@ class Answer:
     stop_reason: str | None = None
     rate: RateHeaders | None = None
     cost_usd: float | None = None
-    """None if the model has no price."""
     saved_usd: float = 0.0
     """How much less it cost than a live answer, because it came in a batch."""
 
@@ -57,7 +56,6 @@ class Calls:
     def __init__(self) -> None:
         self.times = timings()
         self.first_tokens = Histogram()
-        """Of streamed calls: the time until the answer's first piece."""
         self.inputs, self.outputs = Histogram(TOKENS), Histogram(TOKENS)
         self.cache_read = 0
         self.cache_write = 0
@@ -80,7 +78,6 @@ OTHER = "other"
 CONTENT = b'"content_block_'
 """The events before the first token do not have it."""
 OnEvent = Callable[[bytes], Awaitable[None]]
-"""Called with the JSON of each event of a stream, in order; the next event is read only after it has returned."""
 
 
 class Provider(Protocol):
@@ -132,7 +129,6 @@ class Registry:
         self._models = self.prices.models
         self._learn = learn
         self.calls: defaultdict[tuple[str, str, str], Calls] = defaultdict(Calls)
-        """By provider, account and model; models without a price are `other`."""
 
     @property
     def names(self) -> Collection[str]:

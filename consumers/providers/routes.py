@@ -45,11 +45,8 @@ class RoutesSpec:
     lanes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For lanes that do not use all providers in the usual order."""
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
-    """Applied to fallback models only: the model that a request names is checked when it is decoded."""
     fallbacks: Mapping[str, str] = field(default_factory=dict)
-    """The model that is called instead if no provider can answer with this one."""
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """For tenants that may use only some."""
 
     def problems(self, *, known: Collection[str]) -> list[Problem]:
         """The errors, except circles of fallback models. `known`: models that a lane uses or that have a price."""

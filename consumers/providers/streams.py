@@ -125,7 +125,6 @@ class EventSplitter:
         self._is_first = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Return the data of the events that are complete now. Raises `AnswerTooLargeError` if one is too large."""
         if not chunk:
             return []
         if self._after_cr and chunk[:1] == b"\n":
@@ -196,7 +195,6 @@ class FrameSplitter:
         self._rest = bytearray()
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Like `EventSplitter.feed`. Raises `TransientError` if the stream is damaged or of another format."""
         self._rest += chunk
         found = []
         while len(self._rest) >= _PRELUDE.size:
@@ -274,7 +272,6 @@ _REPLACED = frozenset({"signature"})
 """A delta replaces them; its text is appended to all other string fields."""
 _CHARACTERS_PER_TOKEN = 4
 _MALFORMED = (KeyError, TypeError, AttributeError, ValueError)
-"""What reading a malformed event may raise."""
 
 
 class StreamedMessage:
@@ -390,7 +387,6 @@ class _Block:
         self._json: list[str] = []
 
     def pieces(self, delta: dict[str, Any]) -> dict[str, str] | None:
-        """By field; None if the delta contains anything else, such as the first piece of a string."""
         known = (_JSON,) if delta["type"] == _JSON_DELTA else self._strings
         pieces = {key: value for key, value in delta.items() if key in known and isinstance(value, str)}
         return pieces if len(pieces) == len(delta) - 1 else None

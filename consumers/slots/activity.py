@@ -34,9 +34,7 @@ WINDOWS: Final = {"5m": 5, "1h": HOUR}
 ACCURACY: Final = 0.02
 """By which part a quantile may be off. Sketches can be merged only if they have the same."""
 WINDOW_S = 60
-"""A lane's throughput is computed from the requests that ended within this many seconds."""
 DUE_TIMES = 1024
-"""If the delayed requests of a lane have more different due times than this, those that are over are forgotten."""
 PERIOD_S: Final = 60
 NOTE_EVERY_S: Final = 5.0
 SEEN_AT_LEAST_S: Final = 20.0
@@ -53,7 +51,6 @@ class LaneActivity:
         self._slots = slots
         self._due_slots = due_slots
         self.extra_slots = 0
-        """How many slots the lane's two queues have in addition to the configured ones (`scaling.py`)."""
         self.slots_limit: str | None = None
         self.running = 0
         self.answered = self.failed = self.retried = self.dropped = self.replayed = 0
@@ -70,7 +67,6 @@ class LaneActivity:
         self.retried_for: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         self.worked = timings()
-        """From a delivery's slot to its acknowledgement, by queue."""
         self.delivered_ms: dict[str, int] = {}
         """When the request was published that was delivered last, by queue; those that come back from a delay apart."""
         self._ended_by_second: deque[tuple[int, int]] = deque(maxlen=WINDOW_S)
@@ -89,9 +85,6 @@ class LaneActivity:
         cause: str = "other",
         since_delivery: bool = False,
     ) -> None:
-        """Count the outcome of a delivery. `run_ms`: None if no provider was called, or if the attempt does not count,
-        because the provider was down. `total_ms`: since the request was published, or was due. `cause`: why the attempt
-        failed. `since_delivery`: whether the wait is measured from the first delivery."""
         match outcome:
             case Answered():
                 self.answered += 1
@@ -214,7 +207,6 @@ class Recent:
         minute.since_delivery += since_delivery
 
     def over(self, minutes: int) -> tuple[BaseDDSketch, BaseDDSketch]:
-        """The waits and the run times of the last minutes, the current one included."""
         waits, runs, after = DDSketch(ACCURACY), DDSketch(ACCURACY), int(time.monotonic()) // 60 - minutes
         for minute in self._minutes:
             if minute.at > after:
@@ -224,8 +216,6 @@ class Recent:
 
     @property
     def since_delivery(self) -> int:
-        """How many waits of the last hour count from the first delivery, because it is unknown when the request was
-        published."""
         after = int(time.monotonic()) // 60 - HOUR
         return sum(minute.since_delivery for minute in self._minutes if minute.at > after)
 

@@ -33,12 +33,9 @@ from topology.broker.consume import Heads
 from topology.lanes import LaneSpec
 
 PLACE_KEPT_S: Final = 1.0
-"""For how long after a tenant's last request was published to a side queue that queue stays assigned to the tenant. By
-then this process usually holds the queue's first message, which shows to which tenant the queue belongs."""
 PLACES: Final = 10_000
 FULL_FOR_S: Final = 1.0
 LATER_MS: Final = 1000
-"""For how long a request is deferred if it must be set aside, and its side queue is full or does not exist."""
 
 
 class QueueAdmitter:
@@ -128,9 +125,7 @@ class SideQueues:
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
         self._places: TTLCache[str, int] = TTLCache(PLACES, PLACE_KEPT_S, timer=_now_s)
-        """For each tenant: the number of the side queue that is assigned to it."""
         self._full: TTLCache[int, bool] = TTLCache(lane.side_queues, FULL_FOR_S, timer=_now_s)
-        """The side queues that have refused a message because they were full."""
 
     def has(self, tenant: str) -> bool:
         return self._number_of(tenant) is not None
@@ -140,8 +135,6 @@ class SideQueues:
         self._tenants[number] = job.identity.tenant
 
     def head_left(self, job: Job) -> None:
-        """Note that the head of a side queue no longer waits here, because it got a slot, will be moved, or was lost
-        with its channel. So the queue's next message may be fetched."""
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._places[job.identity.tenant] = number
@@ -151,8 +144,6 @@ class SideQueues:
         self._heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
-        """Publish a request to a side queue, and wait for the confirm. Return None if the broker has confirmed it; if
-        the queue is full, the outcome with which the request is settled instead. Raises BrokerError."""
         number = self._place(job.identity.tenant)
         if number in self._full:
             return self._refuse(job)
@@ -193,8 +184,6 @@ class SideQueues:
         return min(preferred, key=lambda number: (is_used(number), waiting[number]))
 
     def _number_of(self, tenant: str) -> int | None:
-        """The number of the side queue whose head, held by this process, is a request of the tenant, or that was
-        assigned to the tenant at most `PLACE_KEPT_S` ago."""
         for number, owner in self._tenants.items():
             if owner == tenant:
                 return number

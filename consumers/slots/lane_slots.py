@@ -56,7 +56,6 @@ class Admission(Enum):
 class _Waiting:
     tenant: str
     rank: int
-    """The request's priority among the waiting requests of its tenant: the request with the highest rank goes first."""
     movable: bool
     admission: "asyncio.Future[Admission]"
 
@@ -68,7 +67,6 @@ class Figures:
     begun: int = 0
     set_aside: int = 0
     seen_s: float = 0.0
-    """When a request of the tenant last got a slot or was set aside, by the event loop's clock."""
 
 
 @dataclass(slots=True)
@@ -78,8 +76,6 @@ class LaneSlots:
     shares: Mapping[str, TenantShare] = field(default_factory=dict)
     """By tenant. Those under the key `*` apply to every tenant that is not listed."""
     has_aside: Callable[[str], bool] | None = None
-    """A function that says whether a tenant has requests in the lane's side queues (`SideQueues.has`); None: the lane
-    has no side queues, so that no request can be set aside."""
     queues: list["QueueSlots"] = field(default_factory=list)
     _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
 
@@ -96,7 +92,6 @@ class LaneSlots:
         return cap is not None and sum(queue.running_of(tenant) for queue in self.queues) >= cap
 
     def figures(self, tenant: str) -> Figures:
-        """The counts of a tenant's requests, which the caller may change. Notes that the tenant is active now."""
         if (found := self._figures.get(tenant)) is None:
             if len(self._figures) >= TENANTS_COUNTED:
                 self._figures.popitem(last=False)
@@ -143,8 +138,6 @@ class QueueSlots:
         the tenant is granted adds 1/weight to it. Of tenants that hold equally many slots in proportion to their
         weights, the one with the lowest pass gets the next slot."""
         self._floor = 0.0
-        """The pass (see `_passes`) with which a new tenant starts: the pass that the tenant which got the latest slot
-        had before it got that slot."""
         self._waiting: list[_Waiting] = []
         self.running = 0
         self.begun = 0
@@ -265,7 +258,6 @@ class QueueSlots:
             self._passes.pop(tenant, None)
 
     def _belongs_aside(self, tenant: str) -> bool:
-        """Whether a new request of the tenant is moved to a side queue at once, without waiting here for a slot."""
         if self.lane.is_at_its_cap(tenant):
             return True
         has_aside = self.lane.has_aside

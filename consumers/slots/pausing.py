@@ -130,7 +130,6 @@ class Watchdog:
         self._taken: dict[str, int] = {}
         self._empty_for: dict[str, int] = {}
         self._looks: dict[str, int] = {}
-        """How many checks in a row have found a queue or a lane standing still, by the text that says so."""
         self.trouble: str | None = None
 
     async def run(self) -> None:
@@ -152,7 +151,6 @@ class Watchdog:
                     await still[what].consume_again()
 
     async def _undelivered(self) -> list[Consumer]:
-        """The pools that have room for a delivery and got none since the last check, although messages wait."""
         quiet = {
             pool.queue: pool
             for pool in self._pools

@@ -75,23 +75,15 @@ class QueueLoad:
 
     slots: int
     reserved: int
-    """How many of its own slots are never lent, even if they are idle."""
     max_slots: int
     target_wait_s: float
     extra: int = 0
-    """How many slots the queue has now in addition to its own, including those that were taken back but on which a
-    request still runs (`ending`)."""
     grown: int = 0
-    """How many of the additional slots are new, that is, not lent by another queue."""
     ending: int = 0
     busiest: int = 0
-    """The highest number of the queue's requests that this worker had at the same time, within `STEADY_S`."""
     waiting: int = 0
-    """How many messages wait in the queue on the broker; 0 while the queue has free slots, because the broker is not
-    asked then."""
     wait_s: float = 0.0
     bottleneck: str | None = None
-    """The provider's limit (such as input tokens per minute) for which requests of the queue's lane wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +93,6 @@ class ExtraSlots:
     lent: int = 0
     grown: int = 0
     limit: str | None = None
-    """Why the queue gets no further slots although its requests wait longer than the lane's target: `AT_MOST`, or the
-    value of `QueueLoad.bottleneck`."""
 
     @property
     def total(self) -> int:
@@ -132,8 +122,6 @@ def decide(queues: Sequence[QueueLoad]) -> list[ExtraSlots]:
 
 
 def _wanted(queue: QueueLoad) -> int:
-    """How many additional slots the queue could use: those that it has, and one more for each waiting message, unless
-    its requests wait for a provider's budget. If no message waits: as many as it used within `STEADY_S`."""
     if not queue.waiting:
         wanted = min(queue.extra, max(0, queue.busiest - queue.slots))
     elif queue.bottleneck is None:
@@ -146,10 +134,7 @@ def _wanted(queue: QueueLoad) -> int:
 # ---- slots are added and taken back ----------------------------------------------------------------------------------
 
 ASK_EVERY_S = 1.0
-"""The time between two questions to the broker about how many messages wait in the queues whose slots are all in use. A
-queue can get further slots only after such a question."""
 STEADY_S = 3.0
-"""A queue lends a slot only after it was idle for this time; likewise, it gives up an added slot that was unused."""
 BOTTLENECK_FOR_S = 2.0
 """A lane counts as waiting for a provider's budget until this time after one of its requests was last seen waiting."""
 LIMIT_LOGGED_EVERY_S = 60.0
@@ -161,8 +146,6 @@ SCOUT_PREFETCH: Final = 64
 """A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
 busy machine; but each takes CPU time from requests of other lanes, and may have 1 MiB."""
 WaitingFor = Callable[[], Mapping[str, str]]
-"""A function that returns, for each lane whose requests wait for a provider's budget now, the limit for which they wait
-(such as input tokens a minute)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -176,7 +159,6 @@ class ScaledQueue:
     load: QueueLoad
     activity: LaneActivity
     side: SlotPool | None = None
-    """The pool of the lane's side queues, whose requests use this queue's slots."""
     shared: QueueSlots
     new_scout: Callable[[], SlotPool] | None = None
     scout: SlotPool | None = None
@@ -186,14 +168,10 @@ class ScaledQueue:
     idle_looks: int = 0
     added: list[SlotPool] = field(default_factory=list)
     taken_back: list[SlotPool] = field(default_factory=list)
-    """Pools whose added slots were taken back, and scouts that were called back, until their requests have ended."""
     used: deque[int] = field(default_factory=lambda: deque(maxlen=round(STEADY_S / LOOK_EVERY_S)))
-    """How many of the queue's requests this worker had at each check within the last `STEADY_S` seconds."""
     extra_slots: ExtraSlots = field(default_factory=ExtraSlots)
     waiting_since_ms: int | None = None
-    """Since when messages have waited in the queue without a break, as far as this worker has seen."""
     limit_logged_s: float | None = None
-    """When it was last logged that a limit keeps the queue from getting more slots, by the event loop's clock."""
 
     @property
     def added_slots(self) -> int:
@@ -205,7 +183,6 @@ class ScaledQueue:
 
     @property
     def in_hand(self) -> int:
-        """How many requests of the queue this worker has, on its own slots and on added ones."""
         aside = 0 if self.side is None else self.side.running
         return self.pool.in_hand + aside + sum(pool.in_hand for pool in self.added) + self.ending
 
@@ -215,7 +192,6 @@ class ScaledQueue:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether it has had no request for `STEADY_S`, and has no added slots, so that nothing is to be decided."""
         return not (any(self.used) or self.added or self.taken_back or self.in_hand or self.extra_slots.total)
 
     def wait_s(self, now_ms: int) -> float:
@@ -236,7 +212,6 @@ class ScaledQueue:
 
 
 IsBraked = Callable[[str], bool]
-"""Whether an operator has paused a lane: its queues then get no further slots, and lend theirs."""
 
 
 class Scaling:
@@ -270,7 +245,6 @@ class Scaling:
             queue.used.append(queue.pool.slots)
 
     async def run(self) -> None:
-        """Runs until `stop` is called and what runs on added slots and on scouts has ended, or until cancelled."""
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
@@ -317,8 +291,6 @@ class Scaling:
         self._publish_figures()
 
     async def _ask(self) -> Mapping[str, int]:
-        """How many messages wait in each queue whose slots are all in use, and whose lane is not paused; empty if the
-        broker does not answer, or while work is paused."""
         full = [queue.pool.queue for queue in self._queues if queue.is_full and not self._is_braked(queue.lane)]
         if not full or self.is_paused:
             return {}
@@ -354,7 +326,6 @@ class Scaling:
             queue.taken_back.append(least)
             self._group.create_task(least.stop(), name=f"take back {queue.pool.queue}")
         while (missing := extra_slots.total - queue.added_slots - queue.ending) > 0:
-            # in pools of 1, 2, 4, … slots, so that taking some back seldom takes back more than needed
             pool = queue.new_pool(1 << missing.bit_length() - 1)
             queue.added.append(pool)
             queue.used.append(queue.pool.slots + queue.added_slots + queue.ending)  # new slots count as used at first
@@ -432,8 +403,6 @@ class Scaling:
             )
 
     def _publish_figures(self) -> None:
-        """Write the decisions into each `LaneActivity`. The two queues of a lane share one, so all values are reset
-        before they are added up."""
         for queue in self._queues:
             queue.activity.extra_slots = 0
             queue.activity.slots_limit = None

@@ -71,8 +71,6 @@ class Tap:
     def __init__(self) -> None:
         self.on_delivery: Callable[[Delivered], None] | None = None
         self.on_confirm: Callable[[int, bool, bool], None] | None = None
-        """Called with a tag, whether it is for all earlier tags too, and whether the broker accepted (ack, not nack).
-        """
         self.on_return: Callable[[Message], None] | None = None
         self._method = b""
         self._header = b""
@@ -367,7 +365,6 @@ class BrokerConnection(aio_pika.Connection):
 
     @property
     def is_closed(self) -> bool:
-        """aio-pika's own is true only after `close`."""
         return self.transport is None or self.underlay.is_closed
 
 

@@ -56,7 +56,6 @@ PROBE_WITHIN_S = 20.0
 NO_QUEUE = "lanekeeper.nobody"
 _LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
 Confirm = type[BrokerError] | None
-"""What the broker answers to a publish: None if it accepted the message, else the error to raise."""
 
 
 class Publisher:
@@ -247,8 +246,6 @@ class Confirming:
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, mandatory: bool
     ) -> "asyncio.Future[Confirm]":
-        """Wait for room in the channel's write queue, and return a future of the broker's answer, which raises
-        AMQPError if the channel is lost."""
         answer: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
         channel = self.channel
         try:

@@ -26,7 +26,6 @@ class Arrivals:
         self._unread_bytes = 0
         self._is_lost = False
         self.is_published = False
-        """Before the confirm, the loss of the channel loses no reply: the message is published again."""
 
     def add(self, reply: Message) -> None:
         """If more than `UNREAD_BYTES` are unread, later replies are dropped, and the reader gets ReplyLost."""

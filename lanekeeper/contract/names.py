@@ -92,7 +92,6 @@ class Names:
         return f"{self.namespace}.reply."
 
     def reply_queue(self, user: str) -> str:
-        """Further reply queues of a user have this name, a dot and a suffix."""
         return f"{self.reply_prefix}{user}"
 
     def lane_pattern(self, lane: str) -> str:

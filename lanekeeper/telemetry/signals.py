@@ -25,7 +25,6 @@ TRACES_EXPORTED_TO: Final = "traces.exported_to"
 TRACES_LOST: Final = "traces.lost"
 LIBRARY_WARNED: Final = "library.warned"
 
-# Log events: the broker and the connection to it.
 BROKER_CONNECTED: Final = "broker.connected"
 BROKER_LOST: Final = "broker.lost"
 BROKER_UNREACHABLE: Final = "broker.unreachable"
@@ -42,7 +41,6 @@ INVALID_UNPARKED: Final = "invalid.unparked"
 NOTICE_DROPPED: Final = "notice.dropped"
 STORE_VOLATILE: Final = "store.volatile"
 
-# Log events: lanes.
 LANE_STARTED: Final = "lane.started"
 LANE_SUMMARY: Final = "lane.summary"
 LANE_STUCK: Final = "lane.stuck"
@@ -54,18 +52,15 @@ TAKING_PAUSED: Final = "taking.paused"
 TAKING_RESUMED: Final = "taking.resumed"
 CONSUMER_CANCELLED: Final = "consumer.cancelled"
 
-# Log events: what operators pause.
 BRAKE_PULLED: Final = "brake.pulled"
 BRAKE_RELEASED: Final = "brake.released"
 BRAKE_ASKED: Final = "brake.asked"
 PAUSES_UNREAD: Final = "pauses.unread"
 
-# Log events: schedules.
 SCHEDULE_FIRED: Final = "schedule.fired"
 SCHEDULE_MISSED: Final = "schedule.missed"
 SCHEDULE_UNPUBLISHED: Final = "schedule.unpublished"
 
-# Log events: control messages.
 CONTROL_REFUSED: Final = "control.refused"
 CANCELLATION_DISPLACED: Final = "cancellation.displaced"
 CANCELLATION_UNSENT: Final = "cancellation.unsent"
@@ -73,7 +68,6 @@ CONTROL_BEHIND: Final = "control.behind"
 CONTROL_POSTPONED: Final = "control.postponed"
 CONTROL_UNANSWERED: Final = "control.unanswered"
 
-# Log events: one request, and the store.
 REQUEST_ANSWERED: Final = "request.answered"
 BODY_UNAVAILABLE: Final = "body.unavailable"
 ANSWER_UNKEPT: Final = "answer.unkept"
@@ -104,11 +98,9 @@ DELIVERY_LOST: Final = "delivery.lost"
 HANDLER_FAILED: Final = "handler.failed"
 HANDLER_STUCK: Final = "handler.stuck"
 
-# Log events: the budget.
 LEARNED_UNREADABLE: Final = "limits.unreadable"
 LIMITS_LEARNED: Final = "limits.learned"
 
-# Log events: providers and spending.
 BREAKER_CHANGED: Final = "breaker.changed"
 PROVIDER_PAUSED: Final = "provider.paused"
 PROVIDER_RESUMED: Final = "provider.resumed"
@@ -141,7 +133,6 @@ SERVER_PORT: Final = "server.port"
 HTTP_METHOD: Final = "http.request.method"
 HTTP_STATUS: Final = "http.response.status_code"
 
-# Attributes: messaging.
 MESSAGING_SYSTEM: Final = "messaging.system"
 RABBITMQ: Final = "rabbitmq"  # the value of MESSAGING_SYSTEM
 MESSAGING_OPERATION_NAME: Final = "messaging.operation.name"
@@ -154,7 +145,6 @@ MESSAGING_BODY_SIZE: Final = "messaging.message.body.size"  # bytes
 MESSAGING_ROUTING_KEY: Final = "messaging.rabbitmq.destination.routing_key"
 MESSAGING_DELIVERY_TAG: Final = "messaging.rabbitmq.message.delivery_tag"
 
-# Attributes: the model's call.
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"  # "chat"
 GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
 GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"

@@ -201,7 +201,6 @@ class Tracing:
         return Scope(span, trace.set_span_in_context(span))
 
     def post(self, host: str) -> Scope:
-        """One HTTP call of a webhook."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NO_SPAN
         span = self._tracer.start_span(signals.POST, kind=SpanKind.CLIENT)

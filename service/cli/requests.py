@@ -216,7 +216,6 @@ async def _client_of(settings: "Settings", *, tracing: "Tracing | None" = None) 
 
 @contextmanager
 def _problem_told(settings: "Settings") -> Iterator[None]:
-    """Tell the error of a request that ended in one, in one line on standard error, and end the command."""
     from lanekeeper.replies import Problem
 
     try:
@@ -295,7 +294,6 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
 
 
 def _print_now(text: str, *, end: str) -> None:
-    """Without buffering. On a terminal control characters are replaced; a pipe or a file gets the text unchanged."""
     print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 

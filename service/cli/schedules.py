@@ -70,7 +70,6 @@ def line(name: str, schedule: Mapping[str, Any]) -> str:
 
 
 async def _told(settings: "Settings") -> Mapping[str, Mapping[str, Any]]:
-    """What the workers tell; of schedules that they do not know, what follows from the settings."""
     from service.status import gather
 
     async with connected(settings, "schedules") as connection:

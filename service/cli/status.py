@@ -261,8 +261,6 @@ async def _findings(config: options.Config, sets: options.Set, *, simulate: bool
 
 
 def _all_that_is_wrong(config: options.Config, sets: options.Set) -> str:
-    """The error that names all wrong settings, missing keys of providers too. If only keys are missing, this is not
-    called: the check of each provider reports the key that it lacks."""
     try:
         options.settings_of(config, sets, for_calls=True)
     except SettingsError as error:

@@ -65,7 +65,6 @@ def _declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place,
 
 
 SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
-"""All settings by their path, such as ("lanes", "batch", "slots"), in the order of their declaration."""
 _GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
 _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
 """For each environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY: the field of `Settings`
@@ -120,7 +119,6 @@ def unknown_variable(name: str) -> str:
     if is_group(place):
         inside = next(setting[len(place) :] for setting in SETTINGS if setting[: len(place)] == pattern(place))
         return f"is a group of settings; set one of them, such as {variable((*place, *inside))}"
-    # A setting whose path contains `*` is a candidate only if the variable has a name at that position.
     candidates = [
         tuple(place[depth] if step == ANY else step for depth, step in enumerate(setting))
         for setting in SETTINGS
@@ -145,7 +143,6 @@ def _no_setting(name: str, known: Mapping[str, str]) -> str:
 
 
 def _inside(place: Place) -> list[str]:
-    """The names of the settings and groups directly inside the group of settings with the path `place`."""
     at = pattern(place)
     return list(dict.fromkeys(setting[len(at)] for setting in SETTINGS if setting[: len(at)] == at))
 
@@ -158,7 +155,6 @@ class Found:
     value: Any
     name: str
     source: str
-    """Where the value comes from: `environment`, `option`, or the file's name."""
 
 
 def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Place, str]:
@@ -187,8 +183,6 @@ def of_disagreements(
 
 
 def _overlap(one: Place, other: Place) -> bool:
-    """Whether two paths of settings or groups of settings are the same, or one group contains the other path: ("lanes",
-    "batch") contains ("lanes", "batch", "slots")."""
     return all(ANY in (x, y) or x == y for x, y in zip(one, other, strict=False))
 
 
@@ -213,7 +207,6 @@ def _line(place: Place, error: ErrorDetails, found: Found) -> str:
 
 
 def _types(field: FieldInfo) -> Iterator[Any]:
-    """All types that occur in a field's annotation, also inside unions and lists, except `None`."""
     todo: list[Any] = [field.annotation]
     while todo:
         kind = todo.pop(0)
@@ -294,7 +287,6 @@ def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Section]]:
-    """All sections (groups) of the settings, each with its path, such as ("lanes", "batch")."""
     if isinstance(node, Section):
         yield place, node
     for name, value in node:
@@ -307,7 +299,6 @@ def _sections(node: BaseModel, place: Place = ()) -> Iterator[tuple[Place, Secti
 
 
 def _lanes(settings: Settings) -> Iterator[Disagreement]:
-    """Find lanes that cannot be beside each other, and settings for lanes that do not exist."""
     lanes = settings.lane_specs()
     at = {lane.name: ("lanes", lane.name) for lane in lanes}
     if not lanes or len(lanes) > MOST_LANES:
@@ -346,8 +337,6 @@ def _lanes(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _speakers(settings: Settings) -> Iterator[Disagreement]:
-    """Find gateway keys of other tenants than the gateway's AMQP user, if the setting `speakers` does not allow this
-    user to publish requests for others."""
     user = settings.credentials[0]
     acts_for_others = any(key.tenant not in (None, user) for key in settings.gateway.keys.values())
     if acts_for_others and user not in settings.speakers:
@@ -360,7 +349,6 @@ def _speakers(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _provider_names(providers: Collection[str]) -> Iterator[Disagreement]:
-    """Find providers whose names are not allowed."""
     for name in providers:
         at = (("providers", name),)
         if name == FIRST:
@@ -394,8 +382,6 @@ def _models(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _output_limits(settings: Settings) -> Iterator[Disagreement]:
-    """Find limits on output tokens a minute that are too low for one answer of the lane with the highest
-    `max_tokens`."""
     lanes = settings.lane_specs()
     if not lanes:
         return
@@ -423,9 +409,7 @@ class Effective:
     """The setting's name in a TOML file and for `--set`, such as `lanes.batch.slots`."""
     variable: str
     value: Any
-    """The setting's value in effect, in a form that JSON can express."""
     source: str
-    """Where the setting's value comes from: `default`, `environment`, `option`, or the file's name."""
 
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
@@ -606,11 +590,8 @@ def _dotenv(path: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Given:
-    """Everything that was read from the sources of settings. A source that is added later overrides earlier ones."""
-
     found: dict[Place, Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    """Error messages: one line for each name that is not a setting."""
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str, group: Place = ()) -> None:
         """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env".
@@ -638,7 +619,6 @@ class _Given:
                 self.found[place] = Found(value, name + where, source)
 
     def settings(self, *, for_calls: bool) -> Settings:
-        """Create the settings and check them. Raises SettingsError, which names everything wrong."""
         settings, wrong = self._validated()
         disagreements = [
             *contradictions(settings),
@@ -682,8 +662,6 @@ class _Given:
                 )
 
     def _validated(self) -> tuple[Settings, dict[Place, str]]:
-        """Create the settings, leaving out wrong values until pydantic accepts the rest. Returns the settings, with
-        defaults in place of wrong values, and the error message for each wrong value."""
         wrong: dict[Place, str] = {}
         while True:
             try:
@@ -695,8 +673,6 @@ class _Given:
                 wrong |= lines
 
     def _nested(self, *, omitted: Collection[Place]) -> dict[str, Any]:
-        """The values from all sources as nested dictionaries with the structure of `Settings`, without those of the
-        settings in `omitted`."""
         nested: dict[str, Any] = {}
         for place, found in self.found.items():
             group = nested

@@ -20,7 +20,6 @@ from lanekeeper.contract.identity import urls_of
 from service.telemetry import redaction
 
 SHOWN = 60
-"""The maximum number of characters of a wrong value that an error message about settings quotes."""
 _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
 
 
@@ -52,7 +51,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def disagreements(self) -> Iterator[Disagreement]:
-        """Find contradictions between settings of this group that are each valid by themselves."""
         return iter(())
 
 
@@ -119,8 +117,6 @@ def _namespace(value: str) -> str:
 
 
 def _named(name: re.Pattern[str], what: str) -> Callable[[str], str]:
-    """Make a validator that accepts only text that matches the pattern `name`. `what`: what is allowed, for the error
-    message."""
 
     def validate(value: str) -> str:
         if name.fullmatch(value) is None:
@@ -131,7 +127,6 @@ def _named(name: re.Pattern[str], what: str) -> Callable[[str], str]:
 
 
 model = _named(_MODEL, "the name of a model, such as claude-haiku-5-5")
-"""Checks a setting that is a model's name, as a request may give it. Raises a validation error for any other text."""
 _place = _named(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
 _provider = _named(_PROVIDER, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
 
@@ -155,8 +150,6 @@ def words(value: Any) -> Any:
 
 
 def _user(value: str) -> str:
-    """Check the name of a broker's user. Brackets and quotes are refused, because a name with these characters shows
-    that the setting was written as JSON, but not as a JSON array."""
     if _USER.fullmatch(value) is None or value != value.strip():
         raise wrong("users of the broker, separated by commas, or a JSON array of them; none with { } [ ] or quotes")
     return value
@@ -181,8 +174,6 @@ def listed(names: Sequence[Any]) -> str:
 
 
 def _secret(check: Callable[[str], str]) -> AfterValidator:
-    """The validator of a setting whose text is secret. `check` returns the text in the form in which it is used, or
-    raises a validation error."""
     return AfterValidator(lambda value: SecretStr(check(value.get_secret_value().strip())))
 
 
@@ -206,8 +197,6 @@ def _split(url: str, *, schemes: tuple[str, ...], example: str) -> SplitResult:
 
 
 def _amqp_urls(text: str) -> str:
-    """Check the setting with the broker's URL, or the URLs of one cluster's nodes, separated by commas. All must have
-    the same scheme and virtual host."""
     every = [_amqp_url(url) for url in urls_of(text)]
     if len({(parts.scheme, unquote(parts.path[1:]) or "/") for parts in every}) > 1:
         raise wrong("URLs of one cluster: all amqp:// or all amqps://, and with the same virtual host")
@@ -304,8 +293,6 @@ _EARLIEST = timezone(timedelta(hours=14))
 
 
 def _table(value: Any, what: str) -> Any:
-    """Read a setting that is a table. As text, in an environment variable, it is a JSON object or `name=value` pairs
-    separated by commas. `what`: what is allowed, for the error message."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):

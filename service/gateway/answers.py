@@ -55,7 +55,6 @@ class Drain:
 
     @asynccontextmanager
     async def limited(self, *, more_s: float = 0.0) -> AsyncIterator[None]:
-        """Abort the connection, and raise ConnectionError, if the block takes `more_s` longer than `WRITE_WITHIN_S`."""
         try:
             async with asyncio.timeout(WRITE_WITHIN_S + more_s):
                 yield

@@ -137,8 +137,6 @@ class CallReader:
         request_id: str,
         task: str = MESSAGES,
     ) -> CheckedCall:
-        """Check one call. `task`: the third word of the routing key; `MESSAGES` if the caller waits for the answer.
-        Raises ApiError, RequestProblem."""
         lane = lane_of(caller, only_value(call_headers, n.LANE_NAME), self.lanes)
         headers: dict[str, str | int | bool] = {**_headers(call_headers)}
         handler = None if task == MESSAGES else only_value(call_headers, n.TYPE)
@@ -206,7 +204,6 @@ def _timeout_ms(headers: MultiMapping[str]) -> int:
     for name in TIMEOUTS:
         with suppress(ValueError):  # Python's SDK also sends NOT_GIVEN and None
             if 0 <= (timeout_s := float(headers.get(name, ""))) < math.inf:
-                # TypeScript's SDK sends 0 for what is below a second
                 return max(1, round(1000 * min(timeout_s or 1, LONGEST_S)))
     return TIMEOUT_MS
 
@@ -236,8 +233,6 @@ class Bodies:
     async def checked_call(
         self, request: web.Request, caller: GatewayKey, *, request_id: str, task: str = MESSAGES
     ) -> AsyncIterator[CheckedCall]:
-        """Receive the body of a call, and check the call. A file with a large body exists until the end of the block.
-        Raises ApiError, RequestProblem."""
         packed = _packed(request, most_bytes=self._most_bytes)
         with (
             self._shares.calls.taken(caller.tenant),
@@ -273,8 +268,6 @@ class Bodies:
     async def in_memory(
         self, request: web.Request, caller: GatewayKey, *, check: Callable[[bytes], None]
     ) -> AsyncIterator[bytes]:
-        """Receive the body of a call that is passed on to the provider, and yield it if `check` raises nothing. The
-        call counts as in progress until the end of the block. Raises ApiError, RequestProblem."""
         packed = _packed(request, most_bytes=COUNTED_BYTES)
         with self._shares.calls.taken(caller.tenant), self._shares.memory.taken(caller.tenant, 0) as memory:
             came = bytearray()

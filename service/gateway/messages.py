@@ -161,8 +161,6 @@ class Forwarding:
         self._stop: bytes | None = None
 
     def part(self, part: Part) -> bytes:
-        """The bytes to write now, which may be none. Raises ApiError if the client has events of an answer that a
-        worker has begun anew."""
         if part.kind == "restart":
             self._start_over("an attempt failed in the middle of the answer, and another one has begun")
             self._next_seq = 1

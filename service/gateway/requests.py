@@ -177,7 +177,6 @@ async def _event_of(head: bytes, pieces: AsyncIterable[bytes]) -> AsyncGenerator
 
 
 def _in_one_line(json: bytes) -> bytes:
-    """Replace line breaks, which would end the event's field `data`. In JSON they occur only between values."""
     return json.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
@@ -236,9 +235,6 @@ class SubmittedRequests:
         return None
 
     async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | End, None]:
-        """Yield the request's entries (steps and events) with a number above `after`, as soon as they are stored. The
-        last one says how the request ended. It is not stored, but made from the request's result; when the process
-        stops, it does not come. Raises ApiError if the request is unknown, and StoreUnavailable."""
         identity = identity_of(id, caller)
         while (look := await self.poller.news(identity, after)) is not None:
             for entry in look.entries:
@@ -436,8 +432,6 @@ class Poller:
 
     @asynccontextmanager
     async def following(self, caller: GatewayKey) -> AsyncIterator[None]:
-        """Count the caller as a follower while the block runs. Raises ApiError if there are too many, if the process
-        stops, or as soon as the caller's key is revoked."""
         if self.closing.is_set():
             raise stopping()
         with self._places.taken(caller.tenant):
@@ -445,8 +439,6 @@ class Poller:
                 yield
 
     async def news(self, identity: Identity, after: int) -> Look | None:
-        """Wait until the request has entries with a number above `after`, or has ended, also while the store cannot be
-        reached. Returns None if the process stops. Raises ApiError after several unexpected errors in a row."""
         if self.closing.is_set():
             return None
         waiter = _Waiter(identity, after, asyncio.get_running_loop().create_future())

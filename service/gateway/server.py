@@ -194,9 +194,6 @@ async def _send_no_100(request: web.Request) -> None:
 
 
 class _Connections:
-    """The open connections of a server. If there are too many, the oldest on which no caller showed a key is closed,
-    else the oldest idle one, else the new one."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: set[Connection] = set()

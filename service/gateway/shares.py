@@ -56,7 +56,6 @@ class SharedLimit:
             yield taken
 
     async def close(self) -> None:
-        """Refuse to give anything more, and return when everything has been given back."""
         self.is_closed = True
         while self.used:
             await self._given_back.wait()
@@ -92,7 +91,6 @@ class Taken:
         self.amount = 0
 
     def change(self, amount: int) -> None:
-        """Take more, or give a part back. Raises ApiError, and changes nothing, if it does not fit."""
         if amount != self.amount:
             self._limit._take(self._tenant, amount - self.amount)
             self.amount = amount

@@ -418,7 +418,6 @@ class _Frames:
             self._connection.hold(False)
 
     def _read(self, data: bytes) -> int:
-        """Returns where the part ends that was read: all, or `FRAMES_AT_ONCE` frames."""
         at = frames = 0
         memory = self._socket.memory
         while at < len(data) and frames < FRAMES_AT_ONCE:

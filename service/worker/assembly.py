@@ -111,7 +111,6 @@ class BrokerParts:
     reply_sender: ReplySender
 
     def deliveries(self, queue: str, *, prefetch: int, heads: Heads | None = None) -> Deliveries:
-        """A consumer of a queue or, if `heads` is given, of the queues in it; `queue` is then a name for them all."""
         first = queue if heads is None else heads.queues[0]
         # for the messages of quorum queues the broker counts the deliveries
         counted = any(each.name == first and each.type == "quorum" for each in self.topology.queues)
@@ -125,7 +124,6 @@ class BrokerParts:
         )
 
     async def ready(self, queues: list[str]) -> Mapping[str, int]:
-        """How many messages wait in each queue. Raises BrokerError."""
         return {queue: depth.ready for queue, depth in (await depths(self.consuming, queues)).items()}
 
 
@@ -277,8 +275,6 @@ class Budgeting:
     budget_gate: BudgetGate
 
     def waiting_for(self) -> Mapping[str, str]:
-        """The lanes whose requests wait for a provider's budget, each with the limit that they wait for, such as `rpm`
-        (requests per minute). Lanes whose requests have all waited for less than `HELD_FROM_S` are left out."""
         return {
             lane: waiting.reason
             for lanes in self.budgets.waiting().values()
@@ -336,8 +332,6 @@ def open_budgeting(
 
 
 def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Budgets:
-    """The providers' budgets. If the store is in Redis, all processes that use this store share the budgets; otherwise
-    the budgets belong to this process alone."""
     if not settings.store.startswith(("redis://", "rediss://")):
         return own_budgets(spec)
 
@@ -366,7 +360,6 @@ class Worker:
     pausing: Pausing
     pools: Sequence[Pool]
     lane_slots: Mapping[str, LaneSlots]
-    """The slots of each lane (how many requests it may work on at a time), by the lane's name."""
     activities: Sequence[LaneActivity]
     scaling: Scaling
     watchdog: Watchdog
@@ -375,15 +368,12 @@ class Worker:
     posting: Posting
     schedules: Schedules
     simulated: bool
-    """Whether a simulated provider answers the requests, so that their calls cost nothing."""
 
     @property
     def version(self) -> str:
         return self.broker.publishing.version
 
     def reasons(self) -> Mapping[str, str | None]:
-        """The parts that must work before the worker takes requests, each with a text that says what is wrong with it,
-        or None if nothing is wrong."""
         paused = self.paused_providers()
         return {
             "consume connection": self.broker.consuming.trouble,
@@ -397,7 +387,6 @@ class Worker:
         }
 
     def limitations(self) -> Mapping[str, str]:
-        """What this worker can do its work without, each with the reason."""
         braked = (f"lane {lane.name}" for lane in self.lanes if self.brake.of("lane", lane.name))
         posting = {} if self.posting.trouble is None else {"webhooks": self.posting.trouble}
         return {**self.paused_providers(), **dict.fromkeys(braked, "paused by an operator"), **posting}
@@ -435,9 +424,6 @@ class Pools:
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
-        """Create a lane's pools (consumers): one for its due queue (retried and delayed requests; its slots are never
-        lent), one for its intake (new requests), and one for all its side queues (requests over their tenant's share),
-        which uses the intake's slots."""
         names = self.broker.names
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
         heads = Heads(names.side(lane.name, number) for number in range(lane.side_queues))
@@ -509,8 +495,6 @@ class Pools:
         )
 
     def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
-        """Create the pool that consumes `lane.fallen`, the queue of messages that the broker dead-lettered or could not
-        route. `lanes`: all lanes, including those that this worker does not consume."""
         names = self.broker.names
         fallen = Fallen(lanes, names=names, speakers=self.speakers)
         self.made.append(
@@ -536,14 +520,11 @@ class Pools:
         }
 
     async def unfetched(self, queues: list[str]) -> Mapping[str, int]:
-        """How many messages wait in the queue of each of these pools. For the pool of a lane's side queues: 1 if a
-        message waits in a side queue from which none is held here. Raises BrokerError."""
         sides = {side_of(intake): heads for intake, heads in self.heads.items()}
         ready = await self.broker.ready([queue for queue in queues if queue not in sides])
         return {**ready, **{queue: int(sides[queue].next() is not None) for queue in queues if queue in sides}}
 
     def lost_slots(self) -> Mapping[str, int]:
-        """For each lane: how many slots count as used without a request that runs."""
         return {each.lane: self.lane_slots[each.lane].running - each.running for each in self.activities}
 
 
@@ -689,7 +670,6 @@ def _settler(
     tracing: Tracing,
     stack: AsyncExitStack,
 ) -> Settler:
-    """What ends a delivery: the replies, the stores of results and bodies, the delays, the dead letters."""
     claiming, own, spec = Claiming(store), settings.body_store(), settings.bodies
     web = WebBodies([url for url in spec.allow if url.startswith(WEB)], private=spec.allow_private)
     bodies = Fetching(own, others=[*spec.allowed_stores(), web], most_bytes=spec.most_bytes)
@@ -774,7 +754,6 @@ def _handler(
     handlers: Handlers,
     pipelines: Pipelines,
 ) -> Handler:
-    """What finds the outcome of a delivery: the gates, in order, and the attempt."""
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
     decoding = Decoding(
         parsing,

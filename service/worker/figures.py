@@ -48,7 +48,6 @@ class QueueLengths:
         self._empty_ms: dict[str, int] = {}
 
     async def run(self) -> None:
-        """Read them until cancelled."""
         lanes = [queue for queues in self._queues.values() for queue in queues]
         while True:
             pause_s, asked_ms, found = READ_EVERY_S, time.time_ns() // 1_000_000, dict[str, Depth]()
@@ -73,7 +72,6 @@ class QueueLengths:
         return None if depth is None else depth.ready
 
     def waiting(self, lane: str) -> int | None:
-        """How many requests wait in the lane's queues."""
         queues = self._queues[lane]
         if not self._depths.keys() >= set(queues):
             return None
@@ -192,7 +190,6 @@ def _of_lane(worker: "Worker", lane: LaneSpec, activity: LaneActivity) -> Iterat
 
 
 def _accounts(worker: "Worker") -> dict[str, dict[str, dict[str, float]]]:
-    """For each account and limit: `limit`, `left` and `used`."""
     return {name: dict(account.figures(now_s)) for name, account, now_s in worker.budgeting.budgets.known()}
 
 

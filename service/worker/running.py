@@ -82,8 +82,6 @@ async def run(
 
 
 async def _stop(worker: Worker) -> None:
-    """First stop all consumers, and only then return to the broker the requests for which no call has begun; in another
-    order, the broker would deliver the returned requests to this worker again."""
     await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop())
     for pool in worker.pools:
         pool.give_back_waiting()
@@ -100,7 +98,6 @@ async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
 
 
 async def _answer_status(worker: Worker) -> None:
-    """Answer the status questions that arrive in this worker's own queue. If that queue is lost, declare a new one."""
     worker_name = f"{platform.node()}:{os.getpid()}"
     while True:
         with suppress(BrokerError):

@@ -139,12 +139,9 @@ class Verification:
     differences: tuple[Difference, ...]
     seen: Literal["everything", "existence"]
     note: str | None = None
-    """For people: what could not be checked, why, and what to do about it."""
 
     @property
     def missing(self) -> tuple[Difference, ...]:
-        """Listed separately: requests cannot be served without them, whereas an operator may have changed properties of
-        others on purpose."""
         return tuple(difference for difference in self.differences if difference.change == "missing")
 
 
@@ -176,8 +173,6 @@ async def verify(topology: Topology, management: Management | None, connection: 
 async def _check_existence(
     topology: Topology, connection: AbstractConnection
 ) -> tuple[tuple[Difference, ...], list[str]]:
-    """Returns the missing objects, and the names of those that could not be checked: from RabbitMQ 4.3 on, the user
-    needs some right to an object."""
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():

@@ -200,7 +200,6 @@ class Heads:
         self._ready = dict.fromkeys(queues, 0)
         self._held: set[str] = set()
         self.empty_ms = 0
-        """When all were found empty last, ms since 1970; 0: not yet."""
         self.changed = asyncio.Event()
         self.begun: Callable[[], int] = lambda: 0
         """How many requests of the lane have begun in this process; set by whoever knows."""
@@ -226,7 +225,6 @@ class Heads:
         self.changed.set()
 
     def next(self) -> str | None:
-        """Of the queues that have messages, and none of whose is held: the one whose last fetch is longest ago."""
         for queue, ready in self._ready.items():
             if ready > 0 and queue not in self._held:
                 return queue
@@ -392,13 +390,11 @@ class Deliveries:
                 await self._back_off(failures)
 
     async def stop(self) -> None:
-        """Stop consuming for good. The session ends when its remaining deliveries have been iterated over."""
         self._stopping.set()
         if self._session is not None:
             await self._session.stop()
 
     async def stopped(self) -> None:
-        """Wait for `stop`."""
         await self._stopping.wait()
 
     async def pause(self, reason: str) -> None:
@@ -414,8 +410,6 @@ class Deliveries:
             await self._session.resume()
 
     async def consume_again(self, *, keeps_channel: bool) -> None:
-        """Consume by a new consumer: on the same channel, so that what was delivered can still be settled, or on a new
-        one."""
         if (session := self._session) is None:
             return
         if not keeps_channel:

@@ -174,9 +174,7 @@ class Reader(Protocol):
     @property
     def is_enough(self) -> bool: ...
 
-    def keeps(self, message: Message, tag: int) -> bool:
-        """Called with each message and its delivery tag; must not block. True: the message stays with the scan."""
-        ...
+    def keeps(self, message: Message, tag: int) -> bool: ...
 
 
 R = TypeVar("R", bound=Reader)
@@ -244,7 +242,6 @@ class Scan(Generic[R]):
         return await depth(self._channel, self._queue)
 
     async def _arrived(self, count: int) -> None:
-        """Wait until so many messages have come, or none comes any more, because somebody else took some."""
         while self._seen < count and not (self.reader.is_enough or self._failed or self._channel.is_closed):
             before = self._seen
             with suppress(TimeoutError):
