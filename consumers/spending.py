@@ -262,7 +262,7 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
 )
 
 
-BATCH: Final = 0.5
+BATCH_SHARE: Final = 0.5
 """The price of an answer in a batch, as a share of its price in a live call."""
 
 
@@ -270,7 +270,9 @@ class Prices:
     """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`. `batch`:
     what an answer in a provider's batch costs, as a share of its price in a live call."""
 
-    def __init__(self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF, batch: float = BATCH) -> None:
+    def __init__(
+        self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF, batch: float = BATCH_SHARE
+    ) -> None:
         self.as_of = as_of
         self._table = {**DEFAULTS, **(given or {})}
         self._batch = batch

@@ -32,6 +32,7 @@ PIECE_WITHIN_S: Final = 60.0
 RESULTS_WITHIN_S: Final = 20 * 60.0
 """Reading all results of a batch takes at most this long, with the work on each: less than the broker waits for the
 acknowledgement of the message that they belong to."""
+MISSING_FOR_S: Final = 3600.0
 PAGE: Final = 100
 PAGES: Final = 100
 LINE_BYTES: Final = 8 * 1024 * 1024
@@ -41,8 +42,12 @@ _RESULTS_HEADERS: Final = {"Accept": "application/binary"}
 _NO_SUCH_PATH: Final = (404, 405)
 _LEAST_URGENT: Final = 1_000_000
 _HEAD_BYTES: Final = 256
-_CUSTOM_ID: Final = re.compile(rb'\s*\{\s*"custom_id"\s*:\s*"([a-zA-Z0-9_-]{1,64})"')
-"""In a line that is not JSON. It is sought at the begin alone, because an answer may contain such a text."""
+_HEAD: Final = re.compile(
+    rb'\s*\{\s*"custom_id"\s*:\s*"([a-zA-Z0-9_-]{1,64})"'
+    rb'(?:\s*,\s*"result"\s*:\s*\{\s*"type"\s*:\s*"([a-z]+)"(\s*,\s*"message"\s*:\s*)?)?'
+)
+"""The begin of a result as Anthropic writes it, with which the line need not be parsed to know whose result it is, or
+to cut out the Message. An answer cannot contain it, because it would not be at the begin."""
 
 Kind = Literal["succeeded", "errored", "canceled", "expired", "broken"]
 _KINDS: Final[Mapping[str, Kind]] = {
@@ -99,8 +104,13 @@ class Batches:
         self._max_line_bytes = min(max_answer_bytes, LINE_BYTES)
         self._max_values = max_values
         self._parsing = parsing or Parsing()
-        self.is_missing = False
-        """Whether the provider has answered that it has no batches, as APIs do that are like Anthropic's in part."""
+        self._missing_until_s = 0.0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the provider has answered within the last hour that it has no batches, as APIs do that are like
+        Anthropic's in part."""
+        return asyncio.get_running_loop().time() < self._missing_until_s
 
     async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
         """Create a batch of (custom_id, body of the Messages request). `beta`: the header `anthropic-beta`, for all.
@@ -113,7 +123,8 @@ class Batches:
         try:
             return _info(await self._object("post", PATH, within_s=CREATE_WITHIN_S, headers=headers, content=body))
         except RejectedError as error:
-            self.is_missing = error.status in _NO_SUCH_PATH
+            if error.status in _NO_SUCH_PATH:
+                self._missing_until_s = asyncio.get_running_loop().time() + MISSING_FOR_S
             raise
 
     async def retrieve(self, id: str) -> BatchInfo:
@@ -150,38 +161,35 @@ class Batches:
     async def answer(self, line: bytes) -> Answer:
         """The answer in one line of results, without its cost. Raises the `ProviderError` that it tells instead."""
         rank = (_LEAST_URGENT, len(line))
-        result = (await self._parsing.run(partial(_parsed, line), rank=rank)).get("result")
-        fields = result if isinstance(result, dict) else {}
-        match fields.get("type"):
-            case "succeeded" if isinstance(message := fields.get("message"), dict):
-                body = await self._parsing.run(partial(to_json, message), rank=rank)
+        if (excess := await self._parsing.excess(line, max_values=self._max_values, rank=rank)) is not None:
+            raise AnswerTooLargeError(excess)
+        result, body = await self._parsing.run(partial(_result, line), rank=rank)
+        match result:
+            case {"type": "succeeded", "message": dict(message)}:
                 answer = read_answer(message, body, provider=self._name, request_id=None)
                 return replace(answer, usage=replace(answer.usage, is_batch=True))
-            case "errored":
-                error = fields.get("error")
-                raise from_body(error if isinstance(error, dict) else {}, secret=self._key)
-            case "too_large":
+            case {"type": "errored", "error": dict(error)}:
+                raise from_body(error, secret=self._key)
+            case {"type": "too_large"}:
                 raise AnswerTooLargeError(f"more than {self._max_line_bytes} bytes")
         raise TransientError("its line of the batch's results is no result", type="broken_answer")
 
     async def _read(self, line: bytes, *, is_whole: bool) -> ResultLine:
-        head = _CUSTOM_ID.match(line)
-        custom_id = head[1].decode() if head else ""
-        rank = (_LEAST_URGENT, len(line))
-        if not is_whole or await self._parsing.excess(line, max_values=self._max_values, rank=rank) is not None:
+        head = _HEAD.match(line)
+        custom_id, kind = (head[1].decode(), (head[2] or b"").decode()) if head else ("", "")
+        if not is_whole:
             too_large = json.dumps({"custom_id": custom_id, "result": {"type": "too_large"}}).encode()
             return ResultLine(custom_id=custom_id, kind="errored", line=too_large)
-        try:
-            found = await self._parsing.run(partial(_parsed, line), rank=rank)
-        except TransientError:
-            return ResultLine(custom_id=custom_id, kind="broken", line=line)
-        result, given = found.get("result"), found.get("custom_id")
-        kind = result.get("type") if isinstance(result, dict) else None
-        return ResultLine(
-            custom_id=given if isinstance(given, str) else custom_id,
-            kind=_KINDS.get(kind, "broken") if isinstance(kind, str) else "broken",
-            line=line,
-        )
+        rank = (_LEAST_URGENT, len(line))
+        if (
+            kind not in _KINDS
+            and await self._parsing.excess(line, max_values=self._max_values, rank=rank) is None
+            and (found := await self._parsing.run(partial(_object_in, line), rank=rank)) is not None
+        ):
+            match found:
+                case {"custom_id": str(custom_id), "result": {"type": str(kind)}}:
+                    pass
+        return ResultLine(custom_id=custom_id, kind=_KINDS.get(kind, "broken"), line=line)
 
     async def _lines(self, response: httpx2.Response) -> AsyncGenerator[tuple[bytes, bool], None]:
         """Each line that is not empty, and whether it is whole: of one that is too long, only the begin is kept."""
@@ -285,12 +293,29 @@ def _info(found: object) -> BatchInfo:
     raise TransientError("the answer is JSON, but no batch", type="broken_answer")
 
 
-def _parsed(body: bytes) -> dict[str, Any]:
-    """Raises `TransientError` if it is not a JSON object."""
+def _result(line: bytes) -> tuple[object, bytes]:
+    """The field `result` of a line, and the JSON of its Message, if it has one. Raises `TransientError`."""
+    head = _HEAD.match(line)
+    if head and head[3] and head[2] == b"succeeded":
+        body = line.rstrip().removesuffix(b"}}")[head.end() :]
+        if (message := _object_in(body)) is not None:
+            return {"type": "succeeded", "message": message}, body
+    result = _parsed(line).get("result")
+    match result:
+        case {"message": dict(message)}:
+            return result, to_json(message)
+    return result, b""
+
+
+def _object_in(body: bytes) -> dict[str, Any] | None:
     try:
         found = from_json(body)
-    except ValueError as error:
-        raise TransientError(f"the answer ({len(body)} bytes) is not JSON", type="broken_answer") from error
-    if not isinstance(found, dict):
-        raise TransientError("the answer is JSON, but no object", type="broken_answer")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    if (found := _object_in(body)) is None:
+        raise TransientError(f"the answer ({len(body)} bytes) is no JSON object", type="broken_answer")
     return found

@@ -60,9 +60,27 @@ def simulate(
         list[str] | None,
         typer.Option("--fault", metavar="NAME=SHARE", help="A fault at random: overloaded=0.1; can be repeated."),
     ] = None,
+    batch_time: Annotated[
+        float, typer.Option("--batch-time", parser=options.seconds, metavar="DURATION", help="How long a batch takes.")
+    ] = "0",  # type: ignore[assignment]
+    batch_item_time: Annotated[
+        float,
+        typer.Option(
+            "--batch-item-time",
+            parser=options.seconds,
+            metavar="DURATION",
+            help="In addition, for each of its requests.",
+        ),
+    ] = "0",  # type: ignore[assignment]
+    batch_fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--batch-fault", metavar="ENDPOINT NAME=SHARE", help="A fault of an endpoint of batches; can be repeated."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
 ) -> None:
-    r"""Run a simulated Anthropic API: messages, streams, models, rate limits, and faults.
+    r"""Run a simulated Anthropic API: messages, streams, models, batches, rate limits, and faults.
 
     Markers in a prompt change the answer to this prompt (docs/simulated.md has all markers):
 
@@ -81,6 +99,7 @@ def simulate(
       ANTHROPIC_BASE_URL=http://127.0.0.1:8099 ANTHROPIC_API_KEY=any lanekeeper serve
     """
     from service.simulated.app import SimulatedAPI, SimulatedOptions
+    from service.simulated.batches import BatchOptions, parse_batch_share
     from service.simulated.faults import parse_share
 
     try:
@@ -95,6 +114,11 @@ def simulate(
             output_tokens_per_minute=output_tokens_per_minute,
             burst_s=burst,
             faults=dict(map(parse_share, fault or ())),
+            batches=BatchOptions(
+                processing_s=batch_time,
+                item_s=batch_item_time,
+                faults=dict(map(parse_batch_share, batch_fault or ())),
+            ),
             seed=seed,
         )
         api = SimulatedAPI(given, host=host, port=port)

@@ -25,7 +25,7 @@ from consumers.limits.base import LEAST_LIMITS, AccountCaps, BudgetSpec, shares_
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
-from consumers.spending import AS_OF, Cap, CapsSpec, Prices
+from consumers.spending import AS_OF, BATCH_SHARE, Cap, CapsSpec, Prices
 from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import urls_of
@@ -565,9 +565,11 @@ class PricesSettings(Section):
     models: PriceTable = Field(default_factory=dict)
     """Prices in US dollars per million tokens, over those of the built-in table. Example: {"my-model": {"input": 1,
     "output": 5}}"""
+    batch: Number[float] = Field(default=BATCH_SHARE, ge=0, le=1)
+    """What an answer in a provider's batch costs, as a share of its price in a live call."""
 
     def table(self) -> Prices:
-        return Prices(self.models, as_of=self.as_of)
+        return Prices(self.models, as_of=self.as_of, batch=self.batch)
 
 
 class CapSettings(Section):

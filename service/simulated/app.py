@@ -4,24 +4,23 @@
 import asyncio
 import itertools
 import json
-import socket
-import struct
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 from aiohttp import web
 
 from service.simulated import messages
+from service.simulated.batches import BATCHES_PATH, Batches, BatchOptions
 from service.simulated.buckets import Limits
-from service.simulated.faults import ERROR_TYPES, Fault, Faults, Refusal, error_body, event, invalid
+from service.simulated.faults import IN_BATCHES, Fault, Faults, Refusal, invalid
+from service.simulated.ledger import Ledger
+from service.simulated.sending import before_answering, html, json_answer, read_body, send_message, send_stream
 
 BODY_KEPT_BYTES = 16 * 1024
 TEXT_KEPT = 200
-_FOREVER_S = 10 * 365 * 86_400.0
-_HTML = b"<html><head><title>502 Bad Gateway</title></head><body><h1>502 Bad Gateway</h1></body></html>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +44,7 @@ class SimulatedOptions:
     seed: int = 0
     keep_calls: int = 2_000
     max_body_bytes: int = 32 * 1024 * 1024
+    batches: BatchOptions = field(default_factory=BatchOptions)
 
 
 @dataclass(slots=True)
@@ -71,19 +71,24 @@ class SimulatedAPI:
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
         self.port = port
+        self.ledger = Ledger()
+        self.batches = Batches(self.ledger, check_model=self._check_model, notify=self._notify)
+        self._waiting: set[asyncio.Event] = set()
         self.configure(options or SimulatedOptions())
         self.running = 0
         self._latest: deque[Call] = deque(maxlen=self.options.keep_calls)
         self._outcomes: Counter[str] = Counter()
         self._models: Counter[str] = Counter()
         self._total = self._peak = self._input_tokens = self._output_tokens = 0
-        self._waiting: set[asyncio.Event] = set()
         self._ids = itertools.count(1)
         self._runner: web.ServerRunner | None = None
 
     def configure(self, options: SimulatedOptions) -> None:
         """Use other options from now on. All token buckets are full again; the recorded calls stay."""
         self._faults = Faults(options.faults, seed=options.seed)
+        self.batches.configure(
+            options.batches, item_faults=self._faults, output_tokens=options.output_tokens, seed=options.seed
+        )
         self._limits = {
             name: Limits(
                 requests=options.requests_per_minute,
@@ -114,6 +119,8 @@ class SimulatedAPI:
             "models": dict(self._models),
             "input_tokens": self._input_tokens,
             "output_tokens": self._output_tokens,
+            "batches": self.batches.stats(),
+            "usd": self.ledger.totals(),
         }
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
@@ -151,6 +158,8 @@ class SimulatedAPI:
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop, most = asyncio.get_running_loop(), self.options.max_body_bytes
+        if message.path.startswith(BATCHES_PATH):
+            most = self.options.batches.bytes
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=most)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -160,22 +169,24 @@ class SimulatedAPI:
             if method == "POST" and path == "/v1/messages":
                 return await self._messages(request, request_id)
             if method == "GET" and path == "/healthz":
-                return _json({"status": "ok"}, {})
+                return json_answer({"status": "ok"}, {})
             if method == "GET" and path == "/simulated/stats":
-                return _json(self.stats(), {})
+                return json_answer(self.stats(), {})
             self._authorise(request)
             headers = self._headers(request_id, "")
+            if path.startswith(BATCHES_PATH):
+                return await self.batches.answer(request, request_id, headers)
             if method == "POST" and path == "/v1/messages/count_tokens":
-                asked = messages.read_request(await _body(request), counting=True)
-                return _json({"input_tokens": asked.input_tokens}, headers)
+                asked = messages.read_request(await read_body(request), counting=True)
+                return json_answer({"input_tokens": asked.input_tokens}, headers)
             if method == "GET" and path == "/v1/models":
                 found = [messages.model_info(model) for model in sorted(self._known_models)]
                 page = {"data": found, "has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
-                return _json(page, headers)
+                return json_answer(page, headers)
             if method == "GET" and path.startswith("/v1/models/"):
                 model = path.removeprefix("/v1/models/")
                 self._check_model(model)
-                return _json(messages.model_info(model), headers)
+                return json_answer(messages.model_info(model), headers)
             raise Refusal(404, "Not found", outcome="not_found")
         except Refusal as refusal:
             return self._refused(refusal, request_id, "")
@@ -185,12 +196,14 @@ class SimulatedAPI:
         outcome, status = "client_gone", 0
         try:
             self._authorise(request)
-            body = await _body(request)
+            body = await read_body(request)
             call.body = body if len(body) <= BODY_KEPT_BYTES else b""
             asked = messages.read_request(body)
             call.model, call.stream, call.prompt = asked.model[:TEXT_KEPT], asked.stream, asked.prompt[:TEXT_KEPT]
             self._check_model(asked.model)
             fault = self._faults.choose(asked.script, asked.prompt)
+            if fault is not None and fault.name in IN_BATCHES:
+                fault = None
             if fault is not None:
                 outcome = fault.name
             response = await self._answer(request, asked, fault, request_id)
@@ -222,7 +235,7 @@ class SimulatedAPI:
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
     ) -> web.StreamResponse:
         if fault is not None:
-            await _before_answering(request, asked, fault)
+            await before_answering(request, fault, streamed=asked.stream)
         limits = self._limits[messages.limit_class(asked.model)]
         limits.enter(asked.estimated_tokens)
         headers = self._headers(request_id, asked.model)
@@ -247,6 +260,7 @@ class SimulatedAPI:
             self._models[asked.model] += 1
             self._input_tokens += asked.input_tokens
             self._output_tokens += output.tokens
+            self.ledger.bill_live(asked.model, input_tokens=asked.input_tokens, output_tokens=output.tokens)
 
     def _duration_s(self, asked: messages.Asked, output: messages.Output) -> float:
         if asked.script.latency_s is not None:
@@ -280,147 +294,3 @@ class SimulatedAPI:
     def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:
         headers = {**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"}
         return web.Response(status=refusal.status, body=refusal.body(request_id), headers=headers)
-
-
-async def _body(request: web.BaseRequest) -> bytes:
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise Refusal(413, "Request exceeds the maximum size", outcome="too_large") from None
-
-
-async def _before_answering(request: web.BaseRequest, asked: messages.Asked, fault: Fault) -> None:
-    if (refusal := fault.refusal()) is not None:
-        raise refusal
-    match fault.name:
-        case "hang":
-            await hang()
-        case "slow_first_byte":
-            await asyncio.sleep(fault.delay_s)
-        case "reset" if fault.at == "start" or (fault.at is None and not asked.stream):
-            await reset(request)
-        case "error_mid_stream" if not asked.stream:
-            status = next((status for status, type in ERROR_TYPES.items() if type == fault.type), 500)
-            raise Refusal(status, f"{fault.type} instead of an answer", outcome=fault.name)
-
-
-def _json(content: dict[str, Any], headers: dict[str, str]) -> web.Response:
-    return web.Response(body=json.dumps(content).encode(), headers={**headers, "content-type": "application/json"})
-
-
-# ---- sending an answer, whole, slowly, or with a fault ---------------------------------------------------------------
-
-
-def html(headers: Mapping[str, str]) -> web.Response:
-    """502 with HTML, as a proxy sends it that cannot reach the API."""
-    return web.Response(status=502, body=_HTML, headers={**headers, "content-type": "text/html"})
-
-
-async def send_message(
-    request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
-) -> web.StreamResponse:
-    """Send an answer (`message`: its JSON) as one body."""
-    headers = {**headers, "content-type": "application/json"}
-    match fault.name if fault else "":
-        case "broken_json":
-            message = message[: len(message) // 2]
-        case "not_a_message":
-            message = b'{"ok": true}'
-        case "unfinished":
-            message = json.dumps({**json.loads(message), "stop_reason": None}).encode()
-        case "cut":
-            return await _send(request, [message[: len(message) // 2]], headers=headers, fault=None)
-        case "stall" | "drip" | "truncated" | "reset":
-            half = len(message) // 2
-            headers["content-length"] = str(len(message))
-            return await _send(request, [message[:half], message[half:]], headers=headers, fault=fault)
-    return web.Response(body=message, headers=headers)
-
-
-async def send_stream(
-    request: web.BaseRequest,
-    events: Sequence[bytes],
-    *,
-    headers: Mapping[str, str],
-    pause_s: float,
-    fault: Fault | None,
-    request_id: str,
-) -> web.StreamResponse:
-    """Send an answer as a stream of events, with a pause of `pause_s` seconds before each."""
-    headers = {**headers, "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-    events = list(events)
-    half = max(1, len(events) // 2)
-    match fault.name if fault else "":
-        case "broken_json":
-            events[half] = b'event: content_block_delta\ndata: {"type": "content_block_delta", \n\n'
-        case "not_a_message":
-            events = [event("ping"), b'data: {"ok": true}\n\n']
-        case "unfinished":
-            del events[-2]
-        case "error_mid_stream" if fault is not None:
-            error = error_body(fault.type, f"{fault.type} in the middle", request_id=request_id)
-            events[half:] = [b"event: error\ndata: %b\n\n" % error]
-        case "cut":
-            del events[half:]
-    return await _send(request, events, headers=headers, fault=fault, pause_s=pause_s)
-
-
-async def reset(request: web.BaseRequest) -> NoReturn:
-    """End a client's connection with a TCP reset."""
-    if request.transport is not None:
-        connection: socket.socket = request.transport.get_extra_info("socket")
-        # With a linger time of zero, closing the socket sends RST.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        request.transport.abort()
-    _break_off()
-
-
-async def hang() -> NoReturn:
-    """Send nothing until the client has disconnected."""
-    await asyncio.sleep(_FOREVER_S)
-    _break_off()
-
-
-async def _send(
-    request: web.BaseRequest,
-    chunks: Sequence[bytes],
-    *,
-    headers: Mapping[str, str],
-    fault: Fault | None,
-    pause_s: float = 0.0,
-) -> web.StreamResponse:
-    name = fault.name if fault else ""
-    delay_s = fault.delay_s if fault else 0.0
-    response = web.StreamResponse(headers=headers)
-    if "content-length" not in headers:
-        response.enable_chunked_encoding()
-    await response.prepare(request)
-    if not pause_s and name not in ("stall", "drip", "truncated", "reset"):
-        await response.write(b"".join(chunks))
-        await response.write_eof()
-        return response
-    half = max(1, len(chunks) // 2)
-    for nth, chunk in enumerate(chunks):
-        if pause_s:
-            await asyncio.sleep(pause_s)
-        if nth == half:
-            match name:
-                case "stall":
-                    await asyncio.sleep(delay_s)
-                case "truncated":
-                    _break_off()
-                case "reset":
-                    await reset(request)
-        if name == "drip":
-            for at in range(len(chunk)):
-                await response.write(chunk[at : at + 1])
-                await asyncio.sleep(delay_s)
-        else:
-            await response.write(chunk)
-    await response.write_eof()
-    return response
-
-
-def _break_off() -> NoReturn:
-    # When a handler is cancelled, aiohttp's server closes the connection at once.
-    raise asyncio.CancelledError

@@ -67,6 +67,13 @@ BROKEN: Final[Mapping[str, str]] = {
     "unfinished": "a whole Message (or stream) without a stop_reason",
 }
 
+IN_BATCHES: Final[Mapping[str, str]] = {
+    "expired": "the request expires",
+    "no_line": "the results have no line of the request",
+    "vanish": "the batch is gone from now on",
+}
+"""Further faults of batches; live calls are answered."""
+
 _RETRY_AFTER: Final[Mapping[str, str]] = {"rate_limited": "1", "acceleration": "1"}
 _DELAYS_S: Final[Mapping[str, float]] = {"slow_first_byte": 10.0, "stall": 3600.0, "drip": 1.0}
 _ERROR_CODES: Final[Mapping[str, str]] = {
@@ -163,6 +170,10 @@ class Faults:
     def choose(self, script: Script, prompt: str) -> Fault | None:
         if script.faults:
             return self._scripted(script.faults, prompt)
+        return self.draw()
+
+    def draw(self) -> Fault | None:
+        """A random fault, or none."""
         if not self._ratios:
             return None
         drawn = self._rng.random()
@@ -210,8 +221,8 @@ def parse_script(prompt: str) -> Script:
 def parse_fault(text: str) -> Fault:
     """Read a fault from text such as `overloaded retry_after=2 x1`. Raises `ValueError` that names what is allowed."""
     name, *words = text.split() or [""]
-    if name not in REFUSED and name not in BROKEN:
-        raise ValueError(f"no fault {name!r}; there are {', '.join([*REFUSED, *BROKEN])}")
+    if name not in (known := [*REFUSED, *BROKEN, *IN_BATCHES]):
+        raise ValueError(f"no fault {name!r}; there are {', '.join(known)}")
     times: int | None = None
     given: dict[str, str] = {}
     for word in words:

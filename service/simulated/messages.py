@@ -173,7 +173,7 @@ def answer(asked: Asked, *, output_tokens: int | None) -> Output:
     return Output(blocks=tuple(blocks), stop_reason=stop_reason, tokens=_tokens_of(len(text)))
 
 
-def message(asked: Asked, output: Output, *, id: str) -> dict[str, Any]:
+def message(asked: Asked, output: Output, *, id: str, tier: str = "standard") -> dict[str, Any]:
     """The answer as the JSON of an Anthropic Message."""
     return {
         "id": id,
@@ -188,7 +188,7 @@ def message(asked: Asked, output: Output, *, id: str) -> dict[str, Any]:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": output.tokens,
-            "service_tier": "standard",
+            "service_tier": tier,
         },
     }
 

@@ -1,0 +1,454 @@
+"""The simulated Message Batches: create, retrieve, list, cancel, delete, and results as lines of JSON. A batch takes
+its time by the clock; what has become of it is determined when somebody asks.
+
+An invalid request in a batch fails alone, with its error in the results. Only what is wrong with the batch itself (no
+or duplicated ids, too many requests) is answered 400. The markers in a request's prompt work in a batch too: an error
+answer becomes the error of this request (docs/simulated.md has the others).
+"""
+
+import asyncio
+import json
+import math
+import random
+import re
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, Final
+
+from aiohttp import web
+
+from service.simulated import messages
+from service.simulated.faults import Fault, Faults, Refusal, invalid, parse_fault, parse_share
+from service.simulated.ledger import Ledger
+from service.simulated.sending import before_answering, html, json_answer, read_body, send_message
+
+BATCHES_PATH: Final = "/v1/messages/batches"
+ENDPOINTS: Final = ("create", "retrieve", "list", "cancel", "delete", "results")
+KINDS: Final = ("succeeded", "errored", "canceled", "expired")
+_KEPT_BYTES: Final = 64 * 1024 * 1024
+"""Of the requests in batches that have ended; older batches are archived: their results are gone."""
+_BATCHES_KEPT: Final = 10_000
+_CALLS_KEPT: Final = 1000
+_BODY_KEPT_BYTES: Final = 64 * 1024
+_CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_SOME: Final = 100
+_NEVER_S: Final = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """How long batches take, what they may have, and how their endpoints fail. With the defaults, a batch ends at
+    once."""
+
+    processing_s: float = 0.0
+    item_s: float = 0.0
+    """How long each request of a batch takes in addition, one after the other."""
+    cancelling_s: float = 0.0
+    """How long a batch goes on after it was cancelled."""
+    expires_s: float = 24 * 3600.0
+    is_shuffled: bool = True
+    """Whether the results are in another order than the requests."""
+    requests: int = 100_000
+    bytes: int = 256 * 1024 * 1024
+    enqueued: int = 500_000
+    """How many requests may be in all batches that have not ended."""
+    faults: Mapping[str, float] = field(default_factory=dict)
+    """The shares of faults that hit calls of an endpoint at random, such as `create overloaded`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Item:
+    """One request of a batch. `asked`: None if it is invalid; `done_s`: when its answer is there."""
+
+    custom_id: str
+    asked: messages.Asked | None = None
+    refusal: Refusal | None = None
+    fault: Fault | None = None
+    done_s: float = _NEVER_S
+    bytes: int = 0
+    kind: str = "processing"
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """A batch, and what it has cost so far. `ends_s`: when its processing ends, if it is not cancelled."""
+
+    id: str
+    items: list[Item]
+    created_s: float
+    began_s: float
+    ends_s: float
+    expires_s: float
+    request_id: str
+    cancelled_s: float | None = None
+    ended_s: float | None = None
+    is_archived: bool = False
+    usd: Decimal = Decimal(0)
+
+    @property
+    def counts(self) -> Counter[str]:
+        return Counter(item.kind for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCall:
+    """The record of one call to an endpoint of the batches."""
+
+    endpoint: str
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    status: int
+
+
+class Batches:
+    """The batches of a simulated API. `calls`: the latest calls to their endpoints."""
+
+    def __init__(self, ledger: Ledger, *, check_model: Callable[[str], None], notify: Callable[[], None]) -> None:
+        self._ledger = ledger
+        self._check_model = check_model
+        self._notify = notify
+        self._batches: OrderedDict[str, Batch] = OrderedDict()
+        self._wanted: defaultdict[str, deque[Fault]] = defaultdict(deque)
+        self._outcomes: Counter[str] = Counter()
+        self._archived_bytes = 0
+        self._created = 0
+        self.calls: deque[BatchCall] = deque(maxlen=_CALLS_KEPT)
+
+    def configure(self, options: BatchOptions, *, item_faults: Faults, output_tokens: int | None, seed: int) -> None:
+        """Use other options from now on. The batches stay."""
+        self._options, self._item_faults, self._output_tokens, self._seed = options, item_faults, output_tokens, seed
+        shares: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for text, share in options.faults.items():
+            endpoint, _, fault = text.partition(" ")
+            shares[_endpoint(endpoint)][fault] = share
+        self._random = {endpoint: Faults(of, seed=seed) for endpoint, of in shares.items()}
+
+    def fail(self, endpoint: str, fault: str) -> None:
+        """Let the next call of an endpoint fail; with `x3` the next three."""
+        found = parse_fault(fault)
+        self._wanted[_endpoint(endpoint)].extend([found] * (found.times or 1))
+
+    @property
+    def all(self) -> Mapping[str, Batch]:
+        """By id, the oldest first."""
+        for batch in self._batches.values():
+            self._look_at(batch)
+        return self._batches
+
+    def stats(self) -> dict[str, Any]:
+        batches = self.all.values()
+        return {
+            "created": self._created,
+            "processing": sum(batch.ended_s is None for batch in batches),
+            "requests": dict(sorted(self._outcomes.items())),
+        }
+
+    async def answer(self, request: web.BaseRequest, request_id: str, headers: dict[str, str]) -> web.StreamResponse:
+        body = await read_body(request)
+        endpoint, id = _asked(request.method, request.path.removeprefix(BATCHES_PATH))
+        status = 0
+        try:
+            response = await self._answer(request, endpoint, id, body, request_id, headers)
+            status = response.status
+            return response
+        except Refusal as refusal:
+            status = refusal.status
+            raise
+        finally:
+            kept = body if len(body) <= _BODY_KEPT_BYTES else b""
+            self.calls.append(
+                BatchCall(
+                    endpoint=endpoint,
+                    method=request.method,
+                    path=request.path_qs,
+                    headers=request.headers,
+                    body=kept,
+                    status=status,
+                )
+            )
+            self._notify()
+
+    async def _answer(
+        self, request: web.BaseRequest, endpoint: str, id: str, body: bytes, request_id: str, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        fault = self._fault(endpoint)
+        if fault is not None:
+            await before_answering(request, fault, streamed=endpoint == "create")
+            if fault.name == "html":
+                return html(headers)
+        url = f"{request.scheme}://{request.host}{BATCHES_PATH}"
+        if fault is not None and fault.name == "vanish" and id:
+            self._batches.pop(id, None)
+        match endpoint:
+            case "create":
+                batch = await self._create(body, request_id)
+                found = _described(batch, url)
+                if fault is not None and fault.name == "vanish":
+                    del self._batches[batch.id]
+            case "list":
+                found = self._list(request.query, url)
+            case "results":
+                return await self._results(request, self._batch(id), headers, fault)
+            case _:
+                found = getattr(self, f"_{endpoint}")(self._batch(id), url)
+        if fault is None:
+            return json_answer(found, headers)
+        return await send_message(request, json.dumps(found).encode(), headers=headers, fault=fault)
+
+    def _fault(self, endpoint: str) -> Fault | None:
+        if wanted := self._wanted[endpoint]:
+            return wanted.popleft()
+        return self._random[endpoint].draw() if endpoint in self._random else None
+
+    async def _create(self, body: bytes, request_id: str) -> Batch:
+        given = _requests_in(body)
+        options = self._options
+        if len(given) > options.requests:
+            raise invalid(f"requests: at most {options.requests} are allowed, not {len(given)}")
+        waiting = sum(len(batch.items) for batch in self.all.values() if batch.ended_s is None)
+        if waiting + len(given) > options.enqueued:
+            raise Refusal(
+                429,
+                f"This batch would exceed your organization's limit of {options.enqueued} requests in batches.",
+                outcome="rate_limited",
+                headers={"retry-after": "60"},
+            )
+        began_s = time.monotonic()
+        items: list[Item] = []
+        for nth, (custom_id, params) in enumerate(given):
+            items.append(self._item(custom_id, params, began_s=began_s, nth=nth))
+            if nth % _SOME == _SOME - 1:
+                await asyncio.sleep(0)
+        self._created += 1
+        batch = Batch(
+            id=f"msgbatch_{self._created:024d}",
+            items=items,
+            created_s=time.time(),
+            began_s=began_s,
+            ends_s=min(max(item.done_s for item in items), began_s + options.expires_s),
+            expires_s=options.expires_s,
+            request_id=request_id,
+        )
+        self._batches[batch.id] = batch
+        if len(self._batches) > _BATCHES_KEPT:
+            self._batches.popitem(last=False)
+        return batch
+
+    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> Item:
+        body = json.dumps(params).encode()
+        done_s = began_s + self._options.processing_s + (nth + 1) * self._options.item_s
+        item = Item(custom_id=custom_id, done_s=done_s, bytes=len(body))
+        try:
+            item.asked = asked = messages.read_request(body)
+            self._check_model(asked.model)
+            if asked.stream or "speed" in params:
+                raise invalid(f"{'stream' if asked.stream else 'speed'}: not supported in batches")
+        except Refusal as refusal:
+            item.refusal = refusal
+            return item
+        item.fault = self._item_faults.choose(asked.script, asked.prompt)
+        if asked.script.latency_s is not None:
+            item.done_s = began_s + asked.script.latency_s
+        if item.fault is not None:
+            item.refusal = item.fault.refusal()
+            if item.fault.name == "hang":
+                item.done_s = _NEVER_S
+        return item
+
+    def _look_at(self, batch: Batch) -> None:
+        """Let the batch end, if it is over by now."""
+        if batch.ended_s is not None or time.monotonic() < batch.ends_s:
+            return
+        batch.ended_s = batch.created_s + batch.ends_s - batch.began_s
+        for item in batch.items:
+            item.kind = _kind(item, batch)
+            self._outcomes[item.kind] += 1
+            if item.kind == "succeeded" and item.asked is not None:
+                output = messages.answer(item.asked, output_tokens=self._output_tokens)
+                batch.usd += self._ledger.bill_batched(
+                    item.asked.model, input_tokens=item.asked.input_tokens, output_tokens=output.tokens
+                )
+            self._archived_bytes += item.bytes
+        for old in list(self._batches.values()):
+            if self._archived_bytes <= _KEPT_BYTES:
+                break
+            if old.ended_s is not None and not old.is_archived and old is not batch:
+                old.is_archived = True
+                self._archived_bytes -= sum(item.bytes for item in old.items)
+                for item in old.items:
+                    item.asked = item.fault = item.refusal = None
+
+    def _batch(self, id: str) -> Batch:
+        if (batch := self._batches.get(id)) is None:
+            raise Refusal(404, f"Batch {id[:100]} not found", outcome="not_found")
+        self._look_at(batch)
+        return batch
+
+    def _retrieve(self, batch: Batch, url: str) -> dict[str, Any]:
+        return _described(batch, url)
+
+    def _cancel(self, batch: Batch, url: str) -> dict[str, Any]:
+        if batch.ended_s is not None:
+            raise invalid(f"Batch {batch.id} cannot be canceled: its processing has ended")
+        if batch.cancelled_s is None:
+            batch.cancelled_s = time.monotonic()
+            batch.ends_s = min(batch.ends_s, batch.cancelled_s + self._options.cancelling_s)
+        return _described(batch, url)
+
+    def _delete(self, batch: Batch, _: str) -> dict[str, Any]:
+        if batch.ended_s is None:
+            raise invalid(f"Batch {batch.id} cannot be deleted: cancel it first")
+        if not batch.is_archived:
+            self._archived_bytes -= sum(item.bytes for item in batch.items)
+        del self._batches[batch.id]
+        return {"id": batch.id, "type": "message_batch_deleted"}
+
+    def _list(self, query: Mapping[str, str], url: str) -> dict[str, Any]:
+        limit = query.get("limit", "20")
+        if not limit.isdigit() or not 1 <= int(limit) <= 1000:
+            raise invalid("limit: Input should be an integer from 1 to 1000")
+        newest_first = list(self.all.values())[::-1]
+        start, most = 0, int(limit)
+        if "after_id" in query:
+            start = newest_first.index(self._batch(query["after_id"])) + 1
+        elif "before_id" in query:
+            before = newest_first.index(self._batch(query["before_id"]))
+            start, most = max(0, before - most), min(before, most)
+        end = start + most
+        has_more = start > 0 if "before_id" in query else end < len(newest_first)
+        found = [_described(batch, url) for batch in newest_first[start:end]]
+        return {
+            "data": found,
+            "has_more": has_more,
+            "first_id": found[0]["id"] if found else None,
+            "last_id": found[-1]["id"] if found else None,
+        }
+
+    async def _results(
+        self, request: web.BaseRequest, batch: Batch, headers: dict[str, str], fault: Fault | None
+    ) -> web.StreamResponse:
+        if batch.ended_s is None or batch.is_archived:
+            raise Refusal(404, f"Batch {batch.id} has no results", outcome="not_found")
+        lines = self._lines(batch)
+        if fault is not None:
+            return await send_message(request, b"".join(lines), headers=headers, fault=fault)
+        response = web.StreamResponse(headers={**headers, "content-type": "application/x-jsonl"})
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for line in lines:
+            await response.write(line)
+        await response.write_eof()
+        return response
+
+    def _lines(self, batch: Batch) -> Iterator[bytes]:
+        order = list(range(len(batch.items)))
+        if self._options.is_shuffled:
+            random.Random(f"{self._seed} {batch.id}").shuffle(order)
+        for nth in order:
+            item = batch.items[nth]
+            line = json.dumps({"custom_id": item.custom_id, "result": self._result(item, batch, nth)}).encode()
+            match item.fault.name if item.fault else "":
+                case "broken_json":
+                    line = line[: len(line) // 2]
+                case "no_line":
+                    continue
+            yield line + b"\n"
+
+    def _result(self, item: Item, batch: Batch, nth: int) -> dict[str, Any]:
+        match item.kind:
+            case "succeeded" if item.asked is not None:
+                output = messages.answer(item.asked, output_tokens=self._output_tokens)
+                id = f"msg_{batch.id[9:]}{nth}"
+                return {"type": item.kind, "message": messages.message(item.asked, output, id=id, tier="batch")}
+            case "errored" if item.refusal is not None:
+                return {"type": item.kind, "error": json.loads(item.refusal.body(batch.request_id))}
+            case kind:
+                return {"type": kind}
+
+
+def _kind(item: Item, batch: Batch) -> str:
+    if item.fault is not None and item.fault.name == "expired":
+        return "expired"
+    if item.done_s > batch.ends_s:
+        return "expired" if batch.cancelled_s is None else "canceled"
+    return "succeeded" if item.refusal is None else "errored"
+
+
+def _asked(method: str, path: str) -> tuple[str, str]:
+    match method, path.strip("/").split("/"):
+        case "POST", [""]:
+            return "create", ""
+        case "GET", [""]:
+            return "list", ""
+        case "GET", [id]:
+            return "retrieve", id
+        case "DELETE", [id]:
+            return "delete", id
+        case "POST", [id, "cancel"]:
+            return "cancel", id
+        case "GET", [id, "results"]:
+            return "results", id
+    raise Refusal(404, "Not found", outcome="not_found")
+
+
+def parse_batch_share(text: str) -> tuple[str, float]:
+    """Read an option ENDPOINT NAME=SHARE, such as `create overloaded=0.1`. Raises `ValueError`."""
+    endpoint, _, rest = text.partition(" ")
+    fault, share = parse_share(rest)
+    return f"{_endpoint(endpoint)} {fault}", share
+
+
+def _endpoint(name: str) -> str:
+    if name not in ENDPOINTS:
+        raise ValueError(f"no endpoint {name!r} of batches; there are {', '.join(ENDPOINTS)}")
+    return name
+
+
+def _requests_in(body: bytes) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"The request body is not valid JSON: {error}") from error
+    given = fields.get("requests") if isinstance(fields, dict) else None
+    if not isinstance(given, list) or not given:
+        raise invalid("requests: at least one request is required")
+    found: dict[str, dict[str, Any]] = {}
+    for nth, each in enumerate(given):
+        custom_id, params = (each.get("custom_id"), each.get("params")) if isinstance(each, dict) else (None, None)
+        if not isinstance(custom_id, str) or not _CUSTOM_ID.fullmatch(custom_id):
+            raise invalid(f"requests.{nth}.custom_id: String should match pattern '^[a-zA-Z0-9_-]{{1,64}}$'")
+        if not isinstance(params, dict):
+            raise invalid(f"requests.{nth}.params: Input should be a valid dictionary")
+        if custom_id in found:
+            raise invalid(f"requests.{nth}.custom_id: {custom_id} is duplicated")
+        found[custom_id] = params
+    return list(found.items())
+
+
+def _described(batch: Batch, url: str) -> dict[str, Any]:
+    counts = batch.counts
+    has_ended = batch.ended_s is not None
+    return {
+        "id": batch.id,
+        "type": "message_batch",
+        "processing_status": "ended" if has_ended else "in_progress" if batch.cancelled_s is None else "canceling",
+        "request_counts": {kind: counts[kind] for kind in ("processing", *KINDS)},
+        "created_at": _time(batch.created_s),
+        "expires_at": _time(batch.created_s + batch.expires_s),
+        "ended_at": _time(batch.ended_s),
+        "cancel_initiated_at": _time(
+            None if batch.cancelled_s is None else batch.created_s + batch.cancelled_s - batch.began_s
+        ),
+        "archived_at": _time(batch.ended_s if batch.is_archived else None),
+        "results_url": f"{url}/{batch.id}/results" if has_ended and not batch.is_archived else None,
+    }
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,405 @@
+"""Batches through Anthropic's client, against the simulated API."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from aiohttp import web
+from anthropic import AsyncAnthropic
+
+from consumers.failures import (
+    AccountError,
+    AnswerTooLargeError,
+    OverloadedError,
+    Paid,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    TransientError,
+)
+from consumers.job import Route
+from consumers.providers import batches as module
+from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.batches import Batches, BatchInfo, ResultLine
+from consumers.providers.cloud import foundry
+from consumers.providers.registry import Registry
+from consumers.spending import Prices, Usage
+from lanekeeper.telemetry.tracing import Tracing
+from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.batches import BatchOptions
+
+from .conftest import KEY, Answering
+
+MODEL = "claude-haiku-5-5"
+ROUTE = Route(provider="anthropic", model=MODEL, name=MODEL, account="anthropic/haiku")
+MESSAGE = (
+    b'{ "type":"message", "model":"claude-x","content":[{"type":"text","text":"h\\u00e9","new":1.50}],\n'
+    b'"stop_reason": "end_turn","usage":{"input_tokens":3,"output_tokens":4},"x":1e2}'
+).replace(b"\n", b"")
+
+
+@pytest.fixture
+def batches(provider: AnthropicProvider) -> Batches:
+    assert provider.batches is not None
+    return provider.batches
+
+
+@pytest.fixture
+def registry(provider: AnthropicProvider) -> Registry:
+    return Registry(provider, tracing=Tracing(), prices=Prices())
+
+
+@pytest.fixture
+async def sdk(api: SimulatedAPI) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(api_key=KEY, base_url=api.base_url, max_retries=0) as client:
+        yield client
+
+
+def body(prompt: str = "hello", **more: Any) -> bytes:
+    return json.dumps(fields(prompt, **more)).encode()
+
+
+def fields(prompt: str = "hello", **more: Any) -> Any:
+    return {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": prompt}], **more}
+
+
+async def all_of(batches: Batches, id: str) -> dict[str, ResultLine]:
+    async with aclosing(batches.results(id)) as lines:
+        return {line.custom_id: line async for line in lines}
+
+
+async def test_each_endpoint_is_called_as_the_vendors_client_calls_it(
+    batches: Batches, sdk: AsyncAnthropic, api: SimulatedAPI
+) -> None:
+    theirs = sdk.messages.batches
+    batch = await theirs.create(requests=[{"custom_id": "a-1", "params": fields()}])
+    await theirs.retrieve(batch.id)
+    async for _ in await theirs.results(batch.id):
+        pass
+    api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9)))
+    running = await theirs.create(requests=[{"custom_id": "a-1", "params": fields()}])
+    await theirs.cancel(running.id)
+    async for _ in theirs.list(limit=module.PAGE):
+        pass
+    called = list(api.batches.calls)
+    api.configure(SimulatedOptions())
+    api.batches.calls.clear()
+
+    ours = await batches.create([("a-1", body())])
+    assert await batches.retrieve(ours.id) == BatchInfo(
+        id=ours.id, status="ended", requests=1, created_ms=ours.created_ms
+    )
+    assert list(await all_of(batches, ours.id)) == ["a-1"]
+    api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9)))
+    other = await batches.create([("a-1", body())])
+    await batches.cancel(other.id)
+    assert [info.id async for info in batches.list_since(0)][:2] == [other.id, ours.id]
+
+    theirs_by_endpoint = {call.endpoint: call for call in called}
+    ours_by_endpoint = {call.endpoint: call for call in api.batches.calls}
+    assert theirs_by_endpoint.keys() == ours_by_endpoint.keys() == {"create", "retrieve", "results", "cancel", "list"}
+    ids = {batch.id: "ID", ours.id: "ID", running.id: "ID", other.id: "ID"}
+    for endpoint, expected in theirs_by_endpoint.items():
+        found = ours_by_endpoint[endpoint]
+        assert (found.method, found.status) == (expected.method, expected.status)
+        assert _without(found.path, ids) == _without(expected.path, ids)
+        assert json.loads(found.body or b"null") == json.loads(expected.body or b"null")
+        for name in ("accept", "content-type", "anthropic-version", "x-api-key", "user-agent"):
+            assert found.headers.get(name) == expected.headers.get(name), (endpoint, name)
+
+
+def _without(text: str, ids: dict[str, str]) -> str:
+    for id, name in ids.items():
+        text = text.replace(id, name)
+    return text
+
+
+async def test_what_is_created_is_what_the_vendors_types_describe(
+    batches: Batches, sdk: AsyncAnthropic, api: SimulatedAPI
+) -> None:
+    info = await batches.create([("a-1", body()), ("a-2", body("[[fault: invalid]]"))], beta="some-beta-2026")
+
+    (call,) = api.batches.calls
+    assert call.headers["anthropic-beta"] == "some-beta-2026"
+    told = await sdk.messages.batches.retrieve(info.id)
+    assert info.created_ms == round(told.created_at.timestamp() * 1000)
+    counts = told.request_counts
+    assert info.requests == counts.succeeded + counts.errored == 2
+    lines = await all_of(batches, info.id)
+    async for theirs in await sdk.messages.batches.results(info.id):
+        ours = lines[theirs.custom_id]
+        assert ours.kind == theirs.result.type
+        if theirs.result.type == "succeeded":
+            answer = await batches.answer(ours.line)
+            assert json.loads(answer.body) == theirs.result.message.to_dict()
+            assert answer.usage.output_tokens == theirs.result.message.usage.output_tokens
+
+
+async def test_an_answer_has_the_bytes_that_came_and_half_the_price(batches: Batches, registry: Registry) -> None:
+    line = b'{"custom_id":"a-1","result":{"type":"succeeded","message":' + MESSAGE + b"}}"
+
+    answer = await registry.from_batch(ROUTE, line)
+
+    assert answer.body == MESSAGE
+    assert answer.usage == Usage(input_tokens=3, output_tokens=4, is_batch=True)
+    live_usd = (3 * 0.10 + 4 * 0.50) / 1e6
+    assert answer.cost_usd == answer.saved_usd == pytest.approx(live_usd / 2)
+    calls = registry.calls["anthropic", "anthropic/haiku", MODEL]
+    assert calls.usd == calls.saved_usd == pytest.approx(live_usd / 2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"result":{"message":%b,"type":"succeeded"},"custom_id":"a-1"}',
+        b' { "custom_id" : "a-1", "result" : { "type" : "succeeded" , "message" : %b , "x": 1 } , "y": {} } ',
+    ],
+)
+async def test_the_fields_of_a_result_may_have_any_order(batches: Batches, line: bytes) -> None:
+    line = line % MESSAGE
+
+    read = await batches._read(line, is_whole=True)
+
+    assert (read.custom_id, read.kind) == ("a-1", "succeeded")
+    assert json.loads((await batches.answer(line)).body) == json.loads(MESSAGE)
+
+
+@pytest.mark.parametrize(
+    ("type", "expected", "paid"),
+    [
+        ("invalid_request_error", RejectedError, Paid.REQUEST),
+        ("request_too_large", RejectedError, Paid.REQUEST),
+        ("not_found_error", RejectedError, Paid.REQUEST),
+        ("permission_error", RejectedError, Paid.REQUEST),
+        ("api_error", TransientError, Paid.REQUEST),
+        ("overloaded_error", OverloadedError, Paid.REQUEST),
+        ("rate_limit_error", RateLimitedError, Paid.REQUEST),
+        ("authentication_error", AccountError, Paid.REQUEST),
+        ("new_error", TransientError, Paid.REQUEST),
+    ],
+)
+async def test_an_errored_result_is_the_error_that_a_live_call_would_raise(
+    batches: Batches, type: str, expected: type[ProviderError], paid: Paid
+) -> None:
+    error = {"type": "error", "error": {"type": type, "message": f"no {KEY}"}, "request_id": "req_1"}
+    line = json.dumps({"custom_id": "a-1", "result": {"type": "errored", "error": error}}).encode()
+
+    with pytest.raises(ProviderError) as caught:
+        await batches.answer(line)
+
+    assert isinstance(caught.value, expected)
+    assert caught.value.paid is paid
+    assert KEY not in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"{",
+        b'{"custom_id":"a-1","result":{"type":"succeeded","message":{"type":"mess',
+        b'{"custom_id":"a-1","result":{"type":"succeeded","message":3}}',
+        b'{"custom_id":"a-1","result":{"type":"succeeded","message":{}}}',
+        b'{"custom_id":"a-1","result":{"type":"succeeded","message":{"type":"message","content":[]}}}',
+        b'{"custom_id":"a-1","result":{"type":"errored"}}',
+        b'{"custom_id":"a-1","result":{"type":"new"}}',
+        b'{"custom_id":"a-1","result":[]}',
+        b'{"custom_id":"a-1"}',
+        b"[" * 10_000,
+    ],
+)
+async def test_a_line_that_is_no_result_costs_an_attempt(batches: Batches, line: bytes) -> None:
+    with pytest.raises(TransientError):
+        await batches.answer(line)
+
+
+async def test_a_broken_line_tells_whose_it_is_and_does_not_stop_the_others(
+    batches: Batches, api: SimulatedAPI
+) -> None:
+    requests = [("a-1", body()), ("a-2", body("[[fault: broken_json]]" + "x" * 300)), ("a-3", body())]
+    batch = await batches.create([*requests, ("a-4", body("[[fault: no_line]]"))])
+
+    await batches.retrieve(batch.id)
+    lines = await all_of(batches, batch.id)
+
+    assert sorted(lines) == ["a-1", "a-2", "a-3"]
+    with pytest.raises(TransientError):
+        await batches.answer(lines["a-2"].line)
+
+
+async def test_results_in_any_pieces_are_split_into_lines(answering: Answering) -> None:
+    results = b"\n".join(
+        [
+            b'{"custom_id":"a-1","result":{"type":"expired"}}',
+            b"",
+            b'{"custom_id":"long","result":{"type":"succeeded","message":"' + b"x" * 1_000_000 + b'"}}\r',
+            b'"custom_id":"a-9"',
+            b'{"custom_id":"a-3","result":{"type":"canceled"}}',
+        ]
+    )
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for at in (0, 1, 40, 48, 49, 50, 60, 500_000, len(results) - 60, len(results) - 1):
+            await response.write(results[at : next((to for to in CUTS if to > at), len(results))])
+        return response
+
+    CUTS = (1, 40, 48, 49, 50, 60, 500_000, len(results) - 60, len(results) - 1, len(results))
+    async with answering(answer) as provider:
+        assert provider.batches is not None
+        lines = await all_of(provider.batches, "b")
+
+        assert {id: line.kind for id, line in lines.items()} == {
+            "a-1": "expired", "long": "errored", "": "broken", "a-3": "canceled"
+        }  # fmt: skip
+        with pytest.raises(AnswerTooLargeError):
+            await provider.batches.answer(lines["long"].line)
+        assert len(lines["long"].line) < 1000
+
+
+async def test_a_line_is_read_when_the_one_before_it_was_worked_on(batches: Batches, api: SimulatedAPI) -> None:
+    batch = await batches.create([(f"a-{nth}", body(str(nth))) for nth in range(3)])
+    await batches.retrieve(batch.id)
+
+    async with aclosing(batches.results(batch.id)) as lines:
+        first = await anext(lines)
+
+    assert first.kind == "succeeded"  # and closing it early leaves nothing open: the fixtures check that
+
+
+@pytest.mark.parametrize("fault", ["truncated", "cut", "reset at=middle", "stall delay=1h", "broken_json"])
+async def test_results_that_break_off_are_a_failure_after_the_lines_that_came(
+    batches: Batches, api: SimulatedAPI, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(module, "PIECE_WITHIN_S", 0.3)
+    api.configure(SimulatedOptions(batches=BatchOptions(is_shuffled=False)))
+    batch = await batches.create([(f"a-{nth}", body("x" * 99)) for nth in range(3)])
+    await batches.retrieve(batch.id)
+    api.batches.fail("results", fault)
+
+    async with aclosing(batches.results(batch.id)) as lines:
+        assert (await anext(lines)).custom_id == "a-0"
+        with pytest.raises(TransientError):
+            await anext(lines)
+
+
+ENDPOINT_FAULTS = [
+    ("overloaded retry_after=3", OverloadedError),
+    ("rate_limited retry_after=2", RateLimitedError),
+    ("server_error", TransientError),
+    ("unavailable", TransientError),
+    ("invalid", RejectedError),
+    ("too_large", RejectedError),
+    ("authentication", AccountError),
+    ("billing", AccountError),
+    ("permission", AccountError),
+    ("spend_limit", AccountError),
+    ("html", AccountError),
+    ("reset at=start", TransientError),
+    ("truncated", TransientError),
+    ("cut", TransientError),
+    ("broken_json", TransientError),
+    ("not_a_message", TransientError),
+    ("hang", TransientError),
+]
+
+
+@pytest.mark.parametrize(("fault", "expected"), ENDPOINT_FAULTS)
+async def test_the_endpoints_errors_are_those_of_live_calls(
+    batches: Batches, api: SimulatedAPI, monkeypatch: pytest.MonkeyPatch, fault: str, expected: type[ProviderError]
+) -> None:
+    monkeypatch.setattr(module, "CREATE_WITHIN_S", 0.3)
+    api.batches.fail("create", fault)
+
+    with pytest.raises(expected) as caught:
+        await batches.create([("a-1", body())])
+
+    told = (3.0 if "overloaded" in fault else 2.0) if "retry_after" in fault else None
+    assert caught.value.retry_after_s == told
+    assert not batches.is_missing
+
+
+async def test_a_batch_may_exist_although_its_answer_was_lost(batches: Batches, api: SimulatedAPI) -> None:
+    since_ms = round(time.time() * 1000) - 1000
+    await batches.create([("b-1", body())])
+    api.batches.fail("create", "reset")
+
+    with pytest.raises(TransientError) as caught:
+        await batches.create([("a-1", body()), ("a-2", body())])
+
+    assert caught.value.paid is Paid.UNKNOWN
+    found = [info async for info in batches.list_since(since_ms)]
+    assert [info.requests for info in found] == [2, 1]
+    assert sorted(await all_of(batches, found[0].id)) == ["a-1", "a-2"]
+    assert [info async for info in batches.list_since(since_ms + 3_600_000)] == []
+
+
+async def test_a_list_of_several_pages_is_read_to_the_given_time(
+    batches: Batches, api: SimulatedAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAGE", 2)
+    ids = [(await batches.create([("a-1", body())])).id for _ in range(5)]
+
+    assert [info.id async for info in batches.list_since(0)] == ids[::-1]
+
+
+async def test_a_batch_that_is_gone_is_told_apart_from_a_provider_without_batches(
+    batches: Batches, registry: Registry, api: SimulatedAPI
+) -> None:
+    with pytest.raises(RejectedError) as caught:
+        await batches.retrieve("msgbatch_of/another?")
+    assert caught.value.status == 404
+    assert registry.batches("anthropic") is batches
+
+    api.batches.fail("create", "not_found")
+    with pytest.raises(RejectedError) as caught:
+        await batches.create([("a-1", body())])
+
+    assert caught.value.status == 404
+    assert registry.batches("anthropic") is None
+
+
+async def test_only_providers_with_batches_have_some(registry: Registry) -> None:
+    other = foundry(name="azure", api_key=KEY, base_url="http://127.0.0.1:1")
+    both = Registry(other, tracing=Tracing())
+
+    assert both.batches("azure") is both.batches("unknown") is None
+    with pytest.raises(TransientError, match="gone"):
+        await both.from_batch(ROUTE, b"")
+    await other.aclose()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"[]",
+        b"{}",
+        b'{"id":"a","processing_status":"new","created_at":"2026-11-26T10:00:00Z","request_counts":{}}',
+        b'{"id":"a","processing_status":"ended","created_at":"soon","request_counts":{}}',
+        b'{"id":"' + b"x" * 2_000_000 + b'"}',
+    ],
+)
+async def test_an_answer_that_describes_no_batch_is_a_failure(answering: Answering, page: bytes) -> None:
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=page, content_type="application/json")
+
+    async with answering(answer) as provider:
+        assert provider.batches is not None
+        with pytest.raises((TransientError, AnswerTooLargeError)):
+            await provider.batches.retrieve("a")
+
+
+async def test_a_cancelled_call_closes_its_connection(batches: Batches, api: SimulatedAPI) -> None:
+    api.batches.fail("create", "hang")
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await batches.create([("a-1", body())])
+
+    await api.until(lambda: len(api.batches.calls) == 1, timeout_s=10)

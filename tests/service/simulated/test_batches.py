@@ -1,0 +1,231 @@
+"""The simulated batches as the vendor's own client sees them."""
+
+import asyncio
+from decimal import Decimal
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
+
+from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.batches import BatchOptions
+
+MODEL = "claude-haiku-5-5"
+NEVER = BatchOptions(processing_s=1e9)
+
+
+def params(prompt: str = "hello", **more: Any) -> Any:
+    return {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": prompt}], **more}
+
+
+def asking(*prompts: str) -> Any:
+    return [{"custom_id": f"r-{nth}", "params": params(prompt)} for nth, prompt in enumerate(prompts)]
+
+
+async def results(sdk: AsyncAnthropic, id: str) -> dict[str, MessageBatchIndividualResponse]:
+    return {line.custom_id: line async for line in await sdk.messages.batches.results(id)}
+
+
+async def test_a_batch_is_processed_and_its_results_are_read(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    created = await sdk.messages.batches.create(requests=asking("one", "two", "three"))
+
+    assert isinstance(created, MessageBatch)
+    assert (created.type, created.processing_status, created.results_url) == ("message_batch", "in_progress", None)
+    assert created.request_counts.processing == 3
+    assert (created.expires_at - created.created_at).total_seconds() == 24 * 3600
+    ended = await sdk.messages.batches.retrieve(created.id)
+    assert (ended.processing_status, ended.request_counts.succeeded) == ("ended", 3)
+    assert ended.results_url == f"{api.base_url}/v1/messages/batches/{created.id}/results"
+    assert ended.ended_at is not None
+    lines = await results(sdk, created.id)
+    assert sorted(lines) == ["r-0", "r-1", "r-2"]
+    found = lines["r-1"].result
+    assert found.type == "succeeded"
+    assert found.message.content[0].text == "echo: two"  # type: ignore[union-attr]
+    assert found.message.usage.service_tier == "batch"
+
+
+async def test_results_come_in_another_order_unless_the_option_says_so(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    asked = asking(*map(str, range(50)))
+    ids = [each["custom_id"] for each in asked]
+    shuffled = await sdk.messages.batches.create(requests=asked)
+    await sdk.messages.batches.retrieve(shuffled.id)
+
+    assert list(await results(sdk, shuffled.id)) != ids
+    api.configure(SimulatedOptions(batches=BatchOptions(is_shuffled=False)))
+    assert list(await results(sdk, shuffled.id)) == ids
+
+
+async def test_a_request_fails_alone(sdk: AsyncAnthropic) -> None:
+    asked: list[Any] = [
+        {"custom_id": "good", "params": params()},
+        {"custom_id": "sampling", "params": params(temperature=1)},
+        {"custom_id": "streamed", "params": params(stream=True)},
+        {"custom_id": "model", "params": {**params(), "model": "claude-next"}},
+        {"custom_id": "empty", "params": {}},
+        {"custom_id": "told", "params": params("[[fault: overloaded]]")},
+        {"custom_id": "late", "params": params("[[fault: expired]]")},
+        {"custom_id": "lost", "params": params("[[fault: no_line]]")},
+    ]
+    batch = await sdk.messages.batches.create(requests=asked)
+    ended = await sdk.messages.batches.retrieve(batch.id)
+
+    assert ended.request_counts.to_dict() == {
+        "processing": 0, "succeeded": 2, "errored": 5, "canceled": 0, "expired": 1
+    }  # fmt: skip
+    lines = await results(sdk, batch.id)
+    kinds = {id: line.result.type for id, line in lines.items()}
+    errors = {id: line.result.error.error.type for id, line in lines.items() if line.result.type == "errored"}
+    assert {id for id, kind in kinds.items() if kind == "succeeded"} == {"good"}
+    assert {id for id, kind in kinds.items() if kind == "expired"} == {"late"}
+    assert errors == {
+        "sampling": "invalid_request_error",
+        "streamed": "invalid_request_error",
+        "model": "not_found_error",
+        "empty": "invalid_request_error",
+        "told": "overloaded_error",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ([], "at least one"),
+        ([*asking("a"), *asking("b")], "r-0 is duplicated"),
+        ([{"custom_id": "a b", "params": params()}], "custom_id"),
+        ([{"custom_id": "x" * 65, "params": params()}], "custom_id"),
+        ([{"custom_id": "a", "params": "b"}], "params"),
+        (asking(*"abcd"), "at most 3"),
+    ],
+)
+async def test_a_batch_that_is_wrong_as_a_whole_is_refused(
+    sdk: AsyncAnthropic, api: SimulatedAPI, wrong: Any, told: str
+) -> None:
+    api.configure(SimulatedOptions(batches=BatchOptions(requests=3)))
+
+    with pytest.raises(anthropic.BadRequestError, match=told):
+        await sdk.messages.batches.create(requests=wrong)
+
+    assert not api.batches.all
+
+
+async def test_size_and_queue_have_limits(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    api.configure(SimulatedOptions(batches=BatchOptions(bytes=5000, enqueued=3, processing_s=1e9)))
+    with pytest.raises(anthropic.ContentTooLargeError):
+        await sdk.messages.batches.create(requests=asking("x" * 6000))
+    first = await sdk.messages.batches.create(requests=asking("a", "b"))
+
+    with pytest.raises(anthropic.RateLimitError):
+        await sdk.messages.batches.create(requests=asking("c", "d"))
+
+    await sdk.messages.batches.cancel(first.id)
+    await sdk.messages.batches.create(requests=asking("c", "d"))
+
+
+async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None:
+    ids = [(await sdk.messages.batches.create(requests=asking("a"))).id for _ in range(5)][::-1]
+
+    assert [batch.id async for batch in sdk.messages.batches.list(limit=2)] == ids
+    page = await sdk.messages.batches.list(limit=2, after_id=ids[1])
+    assert ([batch.id for batch in page.data], page.has_more) == (ids[2:4], True)
+    page = await sdk.messages.batches.list(limit=2, before_id=ids[3])
+    assert ([batch.id for batch in page.data], page.has_more) == (ids[1:3], True)
+    assert [batch.id async for batch in sdk.messages.batches.list(limit=2, before_id=ids[4])] == [*ids[2:4], *ids[:2]]
+    with pytest.raises(anthropic.BadRequestError):
+        await sdk.messages.batches.list(limit=1001)
+
+
+async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_then(
+    sdk: AsyncAnthropic, api: SimulatedAPI
+) -> None:
+    api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9, cancelling_s=0.05)))
+    batch = await sdk.messages.batches.create(requests=asking("[[latency: 1ms]] quick", "slow"))
+    running = await sdk.messages.batches.retrieve(batch.id)
+    assert (running.processing_status, running.request_counts.processing) == ("in_progress", 2)
+    with pytest.raises(anthropic.AnthropicError, match="results_url"):
+        await sdk.messages.batches.results(batch.id)
+    with pytest.raises(anthropic.BadRequestError):
+        await sdk.messages.batches.delete(batch.id)
+
+    cancelled = await sdk.messages.batches.cancel(batch.id)
+
+    assert (cancelled.processing_status, cancelled.cancel_initiated_at is None) == ("canceling", False)
+    async with asyncio.timeout(10):
+        while (await sdk.messages.batches.retrieve(batch.id)).processing_status != "ended":
+            pass
+    kinds = {id: line.result.type for id, line in (await results(sdk, batch.id)).items()}
+    assert kinds == {"r-0": "succeeded", "r-1": "canceled"}
+    assert (await sdk.messages.batches.delete(batch.id)).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        await sdk.messages.batches.retrieve(batch.id)
+
+
+async def test_what_is_not_done_in_time_expires(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    api.configure(SimulatedOptions(batches=BatchOptions(expires_s=0.001)))
+    batch = await sdk.messages.batches.create(requests=asking("quick", "[[fault: hang]] slow"))
+    async with asyncio.timeout(10):
+        while (await sdk.messages.batches.retrieve(batch.id)).processing_status != "ended":
+            pass
+
+    assert {line.result.type for line in (await results(sdk, batch.id)).values()} == {"succeeded", "expired"}
+
+
+async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    batches = sdk.messages.batches
+    api.batches.fail("create", "overloaded x2")
+    api.batches.fail("create", "reset")
+    for expected in (anthropic.OverloadedError, anthropic.OverloadedError, anthropic.APIConnectionError):
+        with pytest.raises(expected):
+            await batches.create(requests=asking("a"))
+    (cut,) = api.batches.all
+    assert (await batches.retrieve(cut)).processing_status == "ended"
+    api.batches.fail("results", "truncated")
+    with pytest.raises(Exception, match=r"payload|peer|closed|complete"):
+        await results(sdk, cut)
+    api.batches.fail("retrieve", "vanish")
+    for _ in range(2):
+        with pytest.raises(anthropic.NotFoundError):
+            await batches.retrieve(cut)
+    with pytest.raises(ValueError, match="no endpoint"):
+        api.batches.fail("update", "overloaded")
+    with pytest.raises(ValueError, match="no fault"):
+        api.batches.fail("create", "overloded")
+
+
+async def test_endpoints_fail_at_random(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    api.configure(SimulatedOptions(batches=BatchOptions(faults={"list rate_limited retry_after=2": 1.0})))
+
+    with pytest.raises(anthropic.RateLimitError) as caught:
+        await sdk.messages.batches.list()
+
+    assert caught.value.response.headers["retry-after"] == "2"
+    await sdk.messages.batches.create(requests=asking("a"))
+
+
+async def test_the_ledger_bills_answers_alone_and_those_of_batches_by_half(
+    sdk: AsyncAnthropic, api: SimulatedAPI
+) -> None:
+    live = (await sdk.messages.create(**params())).usage
+    asked = asking("hello", "[[fault: expired]]", "[[fault: invalid]]")
+    batch = await sdk.messages.batches.create(requests=asked)
+    assert api.ledger.batch_usd == 0
+    await sdk.messages.batches.retrieve(batch.id)
+
+    per_token_in, per_token_out = Decimal("0.0000001"), Decimal("0.0000005")
+    assert api.ledger.live_usd == live.input_tokens * per_token_in + live.output_tokens * per_token_out
+    found = (await results(sdk, batch.id))["r-0"].result
+    assert found.type == "succeeded"
+    used = found.message.usage
+    assert api.ledger.batch_usd == (used.input_tokens * per_token_in + used.output_tokens * per_token_out) / 2
+    assert api.ledger.saved_usd == api.ledger.batch_usd == api.batches.all[batch.id].usd
+    assert api.stats()["batches"] == {
+        "created": 1, "processing": 0, "requests": {"errored": 1, "expired": 1, "succeeded": 1}
+    }  # fmt: skip
+    assert api.stats()["usd"]["batch"] == float(api.ledger.batch_usd)
+
+
+async def test_a_live_call_ignores_the_faults_of_batches(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+    assert (await sdk.messages.create(**params("[[fault: expired]]"))).stop_reason == "end_turn"
+    assert api.calls[0].outcome == "ok"
