@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from consumers.attempt import Attempts
 from consumers.decoding import Decoding
@@ -9,10 +10,15 @@ from consumers.flows.pipelines import Pipelines
 from consumers.flows.webhooks import Webhooks
 from consumers.gates import Gate, Leave
 from consumers.job import Decoded, Job, user_id_missing
-from consumers.outcomes import Deferred, Outcome, ended, ended_by
+from consumers.outcomes import Deferred, Outcome, Refused, ended, ended_by
 from consumers.replies import Replies
 from consumers.settle import Failpoints
+from lanekeeper import __version__
 from lanekeeper.contract.problems import RequestProblem
+from topology.lanes import LaneSpec
+
+ANOTHER_VERSION_MS: Final = 5000
+"""How long what another version has to read is deferred, each time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +41,8 @@ class Handler:
         if (refused := self._refused(job)) is not None:
             return refused
         assert job.lane is not None
+        if job.hop.flow_unread:
+            return of_another_version(job, job.lane)
         try:
             job.decoded = decoded = await self.decoding.decode(job, job.lane)
         except RequestProblem as problem:
@@ -76,6 +84,16 @@ class Handler:
         if (forbidden := self.replies.refusal(job) or self.webhooks.refusal(job)) is not None:
             return ended_by(forbidden)
         return None
+
+
+def of_another_version(job: Job, lane: LaneSpec) -> Outcome:
+    """The outcome of a pipeline's message, or an item's, whose place only workers of another version can read: it waits
+    for one of them, because run from here it would take its state for its input."""
+    since_ms = job.hop.first_seen_ms or job.taken_ms
+    if job.taken_ms < since_ms + round(1000 * lane.deadline_max_s):
+        return Deferred(delay_ms=ANOTHER_VERSION_MS, reason="another version")
+    detail = f"version {__version__} cannot read where its pipeline stands, and no worker that can has taken it"
+    return Refused(RequestProblem("deadline_exceeded", detail))
 
 
 async def _leave(passed: list[Leave], job: Job, decoded: Decoded, outcome: Outcome | None) -> None:

@@ -97,7 +97,7 @@ class Settler:
                     outcome = await self._kept_and_stored(job, outcome)
                 self.failpoints.reach("after_store")
                 try:
-                    await self._carry_out(job, outcome)
+                    outcome = await self._carry_out(job, outcome)
                 except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
                     if not isinstance(outcome, Buried):
                         await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self.now_ms())
@@ -230,7 +230,8 @@ class Settler:
             return Replayed(completion=valid, buries=came_before or isinstance(outcome, Buried))
         return outcome
 
-    async def _carry_out(self, job: Job, outcome: Outcome) -> None:
+    async def _carry_out(self, job: Job, outcome: Outcome) -> Outcome:
+        """Returns the outcome that was carried out: another one, if a pipeline's message is too large to go on."""
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
                 due_ms = job.hop.due_ms if due_ms is None else due_ms
@@ -244,7 +245,7 @@ class Settler:
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
                 await self._delay(job, delay_ms, past)
             case Stepped():
-                await self._go_on(job, outcome)
+                return await self._go_on(job, outcome)
             case Batched(hop=hop, params=params):
                 message = gathered(job, hop, params, now_ms=self.now_ms(), names=self.names)
                 self.failpoints.reach_soon("after_publish")
@@ -265,6 +266,7 @@ class Settler:
                 await self._answer(job, completion, replayed=not job.hop.reply_error)
             case _:
                 assert_never(outcome)
+        return outcome
 
     def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
         """How the request ended, in the form in which it is stored and sent. It is computed only once for a job, so
@@ -326,7 +328,7 @@ class Settler:
         self.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
-    async def _go_on(self, job: Job, outcome: Stepped) -> None:
+    async def _go_on(self, job: Job, outcome: Stepped) -> Outcome:
         """Publish a pipeline's message to the lane in which it goes on, through the delay exchanges, because nobody may
         publish to the due queues directly."""
         at_ms, first_hop = self.now_ms(), hop(outcome.delay_ms, self.names)
@@ -349,7 +351,8 @@ class Settler:
         except MessageTooLarge as error:
             detail = f"step {outcome.step}: the state has {error.size} bytes, the broker takes {error.limit}"
             job.completion = None
-            await self._carry_out(job, await self._stored(job, Buried(RequestProblem("too_large", detail))))
+            return await self._carry_out(job, await self._stored(job, Buried(RequestProblem("too_large", detail))))
+        return outcome
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
         if job.is_item:
@@ -452,6 +455,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         expiration=job.hop.expiration,
         dead_at=job.hop.dead_at,
         flow=hop.flow or job.hop.flow,
+        flow_unread=job.hop.flow_unread,
         batch=hop.batch or job.batch,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,

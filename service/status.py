@@ -216,7 +216,7 @@ def merge(
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
         pauses=tuple({pause["id"]: pause for answer in answers for pause in answer.get("pauses", ())}.values()),
-        schedules={name: told for answer in answers for name, told in answer.get("schedules", {}).items()},
+        schedules=schedules_in(answers),
         breakers=tuple(
             sorted(
                 {
@@ -243,6 +243,12 @@ def merge(
 def _last_failures(answers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     found = [failure for answer in answers for failure in answer.get("failures", ())]
     return tuple(sorted(found, key=lambda failure: -int(failure["at_ms"]))[:FAILURES])
+
+
+def schedules_in(answers: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """What the workers tell of each schedule; only the one that publishes knows its trouble."""
+    told = [each for answer in answers for each in answer.get("schedules", {}).items()]
+    return dict(sorted(told, key=lambda each: bool(each[1].get("trouble"))))
 
 
 def _accounts(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:

@@ -273,6 +273,7 @@ class Pipelines:
         if len(items) > ITEMS_AT_MOST:
             raise RequestProblem("too_large", f"each: {len(items)} items, allowed are {ITEMS_AT_MOST}")
         flow = job.standing.flow
+        goes_on = flow.since_ms > 0
         flow = replace(flow, since_ms=flow.since_ms or self.now_ms())
         number = _side_of(job.identity.tenant, self.lanes[lane])
         item_of = partial(self._item, job, step, lane, values, items)
@@ -284,15 +285,12 @@ class Pipelines:
                 if job.stopped is not None:
                     return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
                 some = range(flow.items, min(flow.items + AT_ONCE, len(items)))
-                if asks:
-                    found = await self._find(job, step, some)
-                    some_new = [k for k in some if self._is_missing(job, found[k - some.start])]
-                else:
-                    found, some_new = [], list(some)
-                stale = {k: found[k - some.start] for k in some_new} if asks else {}
-                if not await self._publish(job, lane, number, [item_of(k, stale.get(k)) for k in some_new]):
-                    return self._moved(job, job.lane_name, flow=flow, delay_ms=FULL_MS, of=len(items))
-                flow = replace(flow, items=some.stop)
+                found = await self._find(job, step, some) if asks or goes_on else [None] * len(some)
+                new = [(k, was) for k, was in zip(some, found, strict=True) if self._is_missing(job, was)]
+                for part in (new[:1], new[1:]) if goes_on else (new,):  # one shows whether the queue is still full
+                    if not await self._publish(job, lane, number, [item_of(k, was) for k, was in part]):
+                        return self._moved(job, job.lane_name, flow=flow, delay_ms=FULL_MS, of=len(items))
+                flow, goes_on = replace(flow, items=some.stop), False
                 if clock() >= until_s:
                     break
             return self._moved(job, job.lane_name, flow=flow, delay_ms=LEAST_WAIT_MS, of=len(items))

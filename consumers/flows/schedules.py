@@ -31,7 +31,8 @@ LOOK_EVERY_S: Final = 1.0
 LEASE: Final = "schedules"
 LEASE_S: Final = 10.0
 LATE_MS: Final = 60_000
-"""A firing that could not be published for longer than this is missed."""
+"""A firing that could not be published for longer than this is missed. One that is recorded further in the future was
+recorded by a clock that was wrong."""
 log = logs.logger()
 
 
@@ -80,8 +81,11 @@ class ScheduleSpec:
             headers={**self.headers, n.SENT_MS: now_ms},
         )
 
-    def figures(self, now_ms: int, last: Firing | None, pause: Pause | None = None) -> dict[str, str | None]:
-        """What the status tells. `last`: the id of the request that was published last."""
+    def figures(
+        self, now_ms: int, last: Firing | None, pause: Pause | None = None, trouble: str | None = None
+    ) -> dict[str, str | None]:
+        """What the status tells. `last`: the id of the request that was published last. `trouble`: why it could not be
+        looked at last."""
         return {
             "cron": self.cron,
             "timezone": self.timezone,
@@ -90,6 +94,7 @@ class ScheduleSpec:
             "next": moment_text(next(self.after(now_ms))),
             "last": (last and last.id) or None,
             "paused": None if pause is None else pause.told,
+            "trouble": trouble,
         }
 
 
@@ -117,6 +122,7 @@ class Schedules:
         self._firings: Mapping[str, Firing] = {}
         self._paused: set[str] = set()
         """Schedules that something fell due of during a pause that may not have ended."""
+        self._troubles: dict[str, str] = {}
 
     async def run(self, *, owner: str) -> None:
         """Publish what is due, whenever this process has the lease, until cancelled. `owner`: this process's unique
@@ -135,15 +141,29 @@ class Schedules:
         """Publish what is due, if this process has the lease. Raises StoreUnavailable."""
         is_leader = await self._store.hold(LEASE, owner, for_s=LEASE_S)
         self._firings = await self._store.firings()
-        if is_leader:
-            for spec in self.specs:
+        if not is_leader:
+            self._troubles.clear()
+            return
+        for spec in self.specs:
+            try:
                 await self._fire(spec)
+                self._troubles.pop(spec.name, None)
+            except StoreUnavailable:
+                raise
+            except Exception as error:  # a fault of ours in one schedule; it is tried again at the next look
+                if spec.name not in self._troubles:
+                    log.exception(signals.SCHEDULE_FAILED, schedule=spec.name)
+                self._troubles[spec.name] = type(error).__name__
 
     async def _fire(self, spec: ScheduleSpec) -> None:
         now_ms = self._now_ms()
         last = self._firings.get(spec.name)
         if last is None:  # it is new, or the store was lost: what fell due before is not known
             await self._store.fired(spec.name, Firing(now_ms, ""))
+            return
+        if last.at_ms > now_ms + LATE_MS:
+            log.warning(signals.SCHEDULE_AHEAD, schedule=spec.name, recorded=moment_text(last.at_ms))
+            await self._store.fired(spec.name, Firing(now_ms, last.id), instead_of_ms=last.at_ms)
             return
         due = spec.due(last.at_ms, now_ms)
         if not due:
@@ -178,6 +198,8 @@ class Schedules:
     def figures(self) -> dict[str, dict[str, str | None]]:
         now_ms = self._now_ms()
         return {
-            spec.name: spec.figures(now_ms, self._firings.get(spec.name), self._brake.of("schedule", spec.name))
-            for spec in self.specs
+            name: spec.figures(
+                now_ms, self._firings.get(name), self._brake.of("schedule", name), self._troubles.get(name)
+            )
+            for name, spec in ((spec.name, spec) for spec in self.specs)
         }

@@ -410,8 +410,8 @@ class StoredFirings(Protocol):
 
     async def firings(self) -> Mapping[str, Firing]: ...
 
-    async def fired(self, schedule: str, firing: Firing) -> None:
-        """Changes nothing if a later firing is stored."""
+    async def fired(self, schedule: str, firing: Firing, *, instead_of_ms: int = 0) -> None:
+        """Changes nothing if a later firing is stored, other than that of `instead_of_ms`."""
 
 
 class Batching(Protocol):

@@ -60,6 +60,8 @@ PAUSES_UNREAD: Final = "pauses.unread"
 SCHEDULE_FIRED: Final = "schedule.fired"
 SCHEDULE_MISSED: Final = "schedule.missed"
 SCHEDULE_UNPUBLISHED: Final = "schedule.unpublished"
+SCHEDULE_AHEAD: Final = "schedule.ahead"
+SCHEDULE_FAILED: Final = "schedule.failed"
 
 CONTROL_REFUSED: Final = "control.refused"
 CANCELLATION_DISPLACED: Final = "cancellation.displaced"

@@ -62,21 +62,25 @@ def pause(
 
 def line(name: str, schedule: Mapping[str, Any]) -> str:
     """One line of text about a schedule."""
-    paused = f"; {schedule['paused']}" if schedule["paused"] else ""
+    more = "".join(f"; {text}" for text in (schedule["paused"], _fault(schedule)) if text)
     return printable(
         f"{name}: {schedule['cron']} ({schedule['timezone']}) to {schedule['key']}, next {schedule['next']}, "
-        f"last {schedule['last'] or 'never'}{paused}"
+        f"last {schedule['last'] or 'never'}{more}"
     )
 
 
+def _fault(schedule: Mapping[str, Any]) -> str:
+    trouble = schedule.get("trouble")
+    return f"FAILS with {trouble}, tried again each second; see schedule.failed in the log" if trouble else ""
+
+
 async def _told(settings: "Settings") -> Mapping[str, Mapping[str, Any]]:
-    from service.status import gather
+    from service.status import gather, schedules_in
 
     async with connected(settings, "schedules") as connection:
         answers = await gather(connection, names=settings.names())
-    told = {name: schedule for answer in answers for name, schedule in answer.get("schedules", {}).items()}
     now_ms = round(1000 * time.time())
-    return {spec.name: spec.figures(now_ms, None) for spec in settings.schedule_specs()} | told
+    return {spec.name: spec.figures(now_ms, None) for spec in settings.schedule_specs()} | schedules_in(answers)
 
 
 async def _publish(settings: "Settings", spec: "ScheduleSpec") -> str:

@@ -1,6 +1,6 @@
 """Schedules: when they fire, by the clock that is passed in, and what becomes of times at which nobody published."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -56,9 +56,9 @@ class World:
         self.pauses = HeldPauses()
         self.brake = Brake(self.pauses, now_ms=lambda: self.now_ms)
 
-    def process(self) -> Schedules:
+    def process(self, specs: Sequence[ScheduleSpec] | None = None) -> Schedules:
         more: Mapping[str, Any] = {"publisher": self.publisher, "exchange": "lane.requests", "user": None}
-        return Schedules([self.spec], store=self.store, brake=self.brake, now_ms=lambda: self.now_ms, **more)
+        return Schedules(specs or [self.spec], store=self.store, brake=self.brake, now_ms=lambda: self.now_ms, **more)
 
     async def at(self, now: str, process: Schedules, *, owner: str = "one") -> list[str | None]:
         """The ids of the requests that the process publishes when it looks at this time."""
@@ -166,6 +166,34 @@ async def test_a_schedule_of_every_second_that_was_away_for_a_year_is_not_counte
 
     assert due[-1] == now_ms
     assert len(due) <= 101
+
+
+async def test_a_schedule_goes_on_although_a_clock_far_ahead_recorded_its_last_time() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    await world.process().look(owner="one")
+    await world.at("2031-01-01T01:30:01Z", world.process())
+    process = world.process()
+
+    with capture_logs() as logs:
+        assert await world.at("2026-11-25T21:00:00Z", process) == []
+
+    assert [each["event"] for each in logs] == ["schedule.ahead"]
+    assert await world.at("2026-11-26T01:30:01Z", process) == ["schedule-nightly-20261126T013000Z"]
+
+
+async def test_a_fault_in_one_schedule_is_told_once_and_stops_no_other() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    broken = replace(NIGHTLY, name="broken", key="")
+    process = world.process([broken, NIGHTLY])
+    await process.look(owner="one")
+
+    with capture_logs() as logs:
+        found = await world.at("2026-11-26T01:30:01Z", process)
+        assert found == ["schedule-nightly-20261126T013000Z"]
+        assert await world.at("2026-11-26T01:30:02Z", process) == []
+
+    assert [each["schedule"] for each in logs if each["event"] == "schedule.failed"] == ["broken"]
+    assert [each["trouble"] for each in process.figures().values()] == ["AssertionError", None]
 
 
 def test_a_firing_counts_as_missed_after_a_minute() -> None:

@@ -139,8 +139,8 @@ async def test_a_pipeline_whose_middle_step_fails_is_retried_there_and_a_replay_
                 headers={k: v for k, v in letter.headers.items() if k.startswith("x-lane-") and k != "x-lane-sent-ms"},
                 message_id="p-1",
             )
-            assert (await app.final(replayed)).text == "echo: last {'echo': 'echo: first x'}"
-            assert [call.prompt for call in worker.api.calls] == ["last {'echo': 'echo: first x'}"], "first is stored"
+            assert (await app.final(replayed)).text == 'echo: last {"echo": "echo: first x"}'
+            assert [call.prompt for call in worker.api.calls] == ['last {"echo": "echo: first x"}'], "first is stored"
 
 
 @pytest.mark.parametrize("side_queues", [1, 0])

@@ -150,6 +150,8 @@ class HopHeaders:
     reply_error: str | None = None
     """The problem document to send; None: the reply is in the store of results."""
     flow: FlowHop | None = None
+    flow_unread: str = ""
+    """The header in place of `flow`, if another version wrote it and this one cannot read it."""
     batch: BatchHop | None = None
 
 
@@ -220,7 +222,10 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
     found |= {field: headers.get(name) is True for field, name in _FLAGS.items()}
     if isinstance(errors := headers.get(names.ERRORS), list):
         found["errors"] = tuple(map(str, errors[:ERRORS_KEPT]))
-    return HopHeaders(**found, flow=_flow(headers), batch=read_batch(headers))
+    flow = flow_unread = None
+    if isinstance(text := headers.get(names.FLOW), str) and (flow := _flow(text)) is None:
+        flow_unread = text
+    return HopHeaders(**found, flow=flow, flow_unread=flow_unread or "", batch=read_batch(headers))
 
 
 def read_replay(headers: Mapping[str, Any]) -> HopHeaders:
@@ -252,9 +257,7 @@ def _delay_bits(of: Names) -> frozenset[str]:
     return frozenset(of.delay_bit(level) for level in range(LEVELS))
 
 
-def _flow(headers: Mapping[str, Any]) -> FlowHop | None:
-    if not isinstance(text := headers.get(names.FLOW), str):
-        return None
+def _flow(text: str) -> FlowHop | None:
     try:
         return FlowHop(**json.loads(text))
     except (TypeError, ValueError):  # of another version
@@ -282,7 +285,9 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     found = {name: getattr(hop, field) for field, name in (_NUMBERS | _TEXTS).items()}
     found |= {name: getattr(hop, field) or None for field, name in _FLAGS.items()}
     found |= {names.ERRORS: list(hop.errors) or None}
-    if hop.flow is not None:
+    if hop.flow is None:
+        found[names.FLOW] = hop.flow_unread or None
+    else:
         found[names.FLOW] = json.dumps({name: value for name, value in asdict(hop.flow).items() if value})
     if hop.batch is not None:
         found |= batch_header(hop.batch)

@@ -54,9 +54,10 @@ function run.webhooks(most)
   return found
 end
 
-function run.fired(schedule, at_ms, id)
+function run.fired(schedule, at_ms, id, instead_of_ms)
   local last = redis.call('HGET', KEYS[1], schedule)
-  if last and tonumber(last:match('^%d+')) >= tonumber(at_ms) then return end
+  last = last and tonumber(last:match('^%d+'))
+  if last and last >= tonumber(at_ms) and last ~= tonumber(instead_of_ms) then return end
   redis.call('HSET', KEYS[1], schedule, at_ms .. ' ' .. id)
 end
 

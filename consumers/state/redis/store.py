@@ -337,8 +337,8 @@ class RedisStore:
         removed = await self._run("resume", self._pauses, id)
         return None if removed is None else base.pauses_in([removed])[0]
 
-    async def fired(self, schedule: str, firing: base.Firing) -> None:
-        await self._run("fired", [f"{self._namespace}:schedules"], schedule, *firing)
+    async def fired(self, schedule: str, firing: base.Firing, *, instead_of_ms: int = 0) -> None:
+        await self._run("fired", [f"{self._namespace}:schedules"], schedule, *firing, instead_of_ms)
 
     async def firings(self) -> Mapping[str, base.Firing]:
         found = await self._run("firings", [f"{self._namespace}:schedules"])

@@ -189,7 +189,8 @@ _ENQUEUED: Final = (
 FIRINGS_KEPT_MS: Final = 10 * 365 * 86_400_000
 _FIRED: Final = (
     "INSERT INTO kept VALUES ('schedule', '', ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
-    "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = excluded.until_ms WHERE excluded.at_ms > at_ms"
+    "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = excluded.until_ms "
+    "WHERE excluded.at_ms > at_ms OR at_ms = ?"
 )
 _IS_WAITING: Final = "SELECT 1 FROM share WHERE (kind, tenant, member) = ('waiting', ?, ?)"
 _ADD_WAITING: Final = "INSERT INTO share VALUES ('waiting', ?, ?, ?, ?) ON CONFLICT DO NOTHING"
@@ -635,8 +636,8 @@ class Tables:
         rows = self._execute("SELECT body FROM pause WHERE until_ms IS NULL OR until_ms > ?", (today,))
         return base.pauses_in(body for (body,) in rows)
 
-    def fired(self, _: Times, schedule: str, firing: Firing) -> None:
-        self._execute(_FIRED, (schedule, *firing, firing.at_ms + FIRINGS_KEPT_MS))
+    def fired(self, _: Times, schedule: str, firing: Firing, *, instead_of_ms: int = 0) -> None:
+        self._execute(_FIRED, (schedule, *firing, firing.at_ms + FIRINGS_KEPT_MS, instead_of_ms))
 
     def firings(self, _: Times) -> dict[str, Firing]:
         rows = self._execute("SELECT key, at_ms, id FROM kept WHERE kind = 'schedule'")

@@ -1,14 +1,24 @@
 """What a pipeline makes of a delivery: the request of its step, and its step's output."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.decoding import Parsing
 from consumers.flows.pipelines import AT_ONCE, Pipelines, PipelineSpec, StepSpec, output_of
 from consumers.job import Chain, Decoded, Job, Route
-from consumers.outcomes import Stepped
-from tests.support.jobs import NAMES, NOW_MS, Bench, decoded, read
+from consumers.outcomes import Buried, Deferred, Refused, Stepped
+from consumers.providers.registry import Registry
+from lanekeeper import __version__
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import PublishRefused
+from lanekeeper.telemetry.tracing import Tracing
+from tests.consumers.test_handler import FakeProvider
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakePublisher, attempts, decoded, handler, read
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
 
 ROUTES = Chain((Route(provider="one", model="m", name="m", account="one/m"),))
@@ -27,6 +37,21 @@ def pipelines(bench: Bench, *steps: StepSpec) -> Pipelines:
         reach_soon=lambda name: None,
         now_ms=lambda: NOW_MS,
     )
+
+
+class NarrowPublisher(FakePublisher):
+    """Its queue has `room`."""
+
+    room = 0
+    tried = 0
+
+    @override
+    async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
+        self.tried += 1
+        if self.room <= 0:
+            raise PublishRefused("full")
+        self.room -= 1
+        await super().publish(message, exchange=exchange, routing_key=routing_key)
 
 
 def given(bench: Bench, body: bytes) -> tuple[Job, Decoded]:
@@ -56,6 +81,62 @@ async def test_one_delivery_publishes_many_items() -> None:
 
     assert isinstance(outcome, Stepped)
     assert outcome.flow.items == len(bench.publisher.sent) == 3 * AT_ONCE
+
+
+async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_time_shows_whether_it_still_is() -> (
+    None
+):
+    bench = Bench()
+    bench.publisher = narrow = NarrowPublisher(bench.log)
+    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
+    body = b"[" + b",".join([b"1"] * AT_ONCE) + b"]"
+    job, found = given(bench, body)
+    bench.store.now_ms = 0
+
+    for room, tried in ((10, AT_ONCE), (0, 1), (5, AT_ONCE - 10), (AT_ONCE, AT_ONCE - 15)):
+        narrow.room, narrow.tried = room, 0
+        outcome = await steps.enter(job, found)
+        assert isinstance(outcome, Stepped)
+        assert narrow.tried == tried
+        job.hop = replace(job.hop, flow=outcome.flow)
+        found = decoded(job)
+        found = replace(found, request=replace(found.request, body=outcome.state))
+        job.decoded = found
+
+    ids = [each.message.message_id for each in narrow.sent]
+    assert len(ids) == len(set(ids)) == AT_ONCE
+
+
+async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_end() -> None:
+    bench = Bench()
+    flow = FlowHop(step="t", deadline_ms=NOW_MS + 1000, input_bytes=2)
+    job = read(bench.job(headers={n.FLOW: hop_headers(HopHeaders(flow=flow))[n.FLOW]}, exchange="lane.due"))
+    bench.publisher.too_large = {b"state"}
+
+    settled = await bench.settler.settle(job, Stepped(flow=flow, state=b"state", lane="critical", step="s"))
+
+    assert isinstance(settled, Buried)
+    assert "event: step" not in bench.log
+    assert bench.log[-2:] == ["event: failed", "event: dead"]
+
+
+async def test_what_another_version_wrote_is_never_run_as_input_and_waits_as_it_is() -> None:
+    bench = Bench()
+    text = '{"step": "s", "deadline_ms": 1, "of_a_later_version": 1}'
+    job = bench.job(headers={n.FLOW: text}, exchange="lane.due")
+    calls = attempts(Registry(FakeProvider(), tracing=Tracing()), replies=bench.replies, lifecycle=bench.lifecycle)
+    steps = handler(calls, gates=[], provider="fake", replies=bench.replies)
+
+    outcome = await steps.handle(job)
+
+    assert isinstance(outcome, Deferred)
+    assert await bench.settler.settle(job, outcome)
+    assert bench.publisher.sent[0].message.headers[n.FLOW] == text
+    assert bench.publisher.sent[0].message.body == job.message.body
+    job = bench.job(headers={n.FLOW: text, n.FIRST_SEEN_MS: 5}, exchange="lane.due")
+    ended = await steps.handle(job)
+    assert isinstance(ended, Refused)
+    assert f"version {__version__} cannot read" in ended.problem.detail
 
 
 def test_the_output_of_a_model_is_its_text_and_that_of_a_handler_is_what_it_returned() -> None:
