@@ -18,7 +18,7 @@ import pytest
 from lanekeeper import Client, ClientMisused, NoReply, PublishRefused, ReplyLost
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable, TopologyMismatch
+from lanekeeper.contract.problems import TopologyMismatch
 from lanekeeper.replies import Problem
 from lanekeeper.requests import Options
 from service.private_broker import PrivateBroker
@@ -26,7 +26,6 @@ from service.simulated.app import SimulatedOptions
 from service.status import Status, look
 from tests.support.brokers import Vhost, close_connection
 from tests.support.defaults import LANES
-from tests.support.requester import requester
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import STARTED_S, until
 from topology.broker.admin import apply
@@ -64,31 +63,6 @@ async def test_an_error_of_a_publish_names_the_id_to_publish_it_again_under(vhos
         id = refused.value.message_id
         assert id is not None
         assert (await client.request({"prompt": "x"}, key="normal.tests.client", message_id=id)).request_id == id
-
-
-async def test_the_options_are_in_the_message(vhost: Vhost) -> None:
-    async with serving(vhost, works=("critical",)), requester(vhost) as app, Client(vhost.amqp_url) as client:
-        seen: list[object] = []
-        channel = await app.connection.channel()
-
-        async def keep(message: object) -> None:
-            seen.append(message)
-
-        await channel.basic_consume("lane.batch", keep, no_ack=True)
-        before_ms = time.time() * 1000
-        await client.publish(
-            {"prompt": "x"}, key="batch.tests.client", deadline_s=30, beta="b-1", headers={"x-app": "mine"}
-        )
-        after_ms = time.time() * 1000
-        await until(lambda: seen)
-
-    properties = seen[0].header.properties  # type: ignore[attr-defined]
-    assert properties.priority == 4
-    assert properties.delivery_mode == 2
-    assert properties.headers["x-lane-deadline-ms"] == 30_000
-    assert properties.headers["anthropic-beta"] == "b-1"
-    assert properties.headers["x-app"] == "mine"
-    assert before_ms - 1 <= properties.headers["x-lane-sent-ms"] <= after_ms + 1
 
 
 async def test_without_an_answer_in_the_callers_time_an_error_is_raised_and_the_request_forgotten(vhost: Vhost) -> None:
@@ -186,19 +160,6 @@ async def test_without_a_topology_the_error_says_at_once_what_to_run(vhost: Vhos
         with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
             await client.result("id-1", wait_s=30)
         assert time.monotonic() - began < 15
-
-
-async def test_an_unreachable_broker_and_a_wrong_password_are_different_errors(vhost: Vhost) -> None:
-    with pytest.raises(BrokerUnreachable):
-        async with Client("amqp://guest:guest@127.0.0.1:1/"):
-            pass
-    with pytest.raises(AccessRefused):
-        async with Client(
-            vhost.amqp_url.replace(":guest@", ":wrong@")
-            if ":guest@" in vhost.amqp_url
-            else vhost.amqp_url.replace("@", "x@", 1)
-        ):
-            pass
 
 
 KEY = "batch.tests.full"
@@ -308,12 +269,6 @@ async def test_without_workers_depths_are_shown_without_waiting_for_answers(
 
     assert found.workers == ()
     assert [(lane.depth, lane.consumers, lane.running) for lane in found.lanes] == [(0, 0, None)] * 3
-
-
-async def test_without_a_topology_the_error_says_what_to_run(vhost: Vhost) -> None:
-    async with Connection(vhost.amqp_url, name="test") as connection:
-        with pytest.raises(TopologyMismatch, match="lanekeeper topology apply"):
-            await look(connection, lanes=LANES, names=Names())
 
 
 async def test_workers_that_bind_replies_to_users_answer_status_questions(vhost: Vhost) -> None:

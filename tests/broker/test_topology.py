@@ -29,10 +29,9 @@ from tests.support.waiting import until
 from topology.broker import admin as watching
 from topology.broker import management as management_module
 from topology.broker.admin import TopologyWatch, apply, verify
-from topology.broker.management import Management, discover, is_same_broker
+from topology.broker.management import Management, discover
 from topology.declaration import Binding, Exchange, Queue, Topology, declare
 from topology.delays import hop
-from topology.export import definitions
 from topology.lanes import BATCH, CRITICAL, NORMAL
 from topology.plan import compare
 
@@ -150,19 +149,6 @@ async def test_a_name_exclusively_used_by_another_client_is_reported(
     await other.close()
 
 
-@pytest.mark.all_delay_levels
-@pytest.mark.every_version
-async def test_after_an_import_into_an_empty_virtual_host_there_is_no_difference(
-    declared: Topology, connection: AbstractConnection, management: Management
-) -> None:
-    await management.import_definitions(definitions(declared, management.vhost))
-
-    assert await lines(declared, management) == []
-    await apply(declared, connection)
-    assert await lines(declared, management) == []
-    assert len((await management.topology()).bindings) == len(declared.bindings)
-
-
 @pytest.mark.oldest_version
 async def test_a_policy_that_would_remove_messages_is_named(
     declared: Topology, connection: AbstractConnection, management: Management, vhost: Vhost
@@ -260,15 +246,6 @@ async def test_the_api_of_another_broker_is_not_used(
 def port_of_api(vhost: Vhost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the default port be that of the test's broker: the real port is rarely free."""
     monkeypatch.setattr(management_module, "PORT", URL(vhost.management_url).port)
-
-
-async def test_the_api_is_found_at_the_amqp_host(
-    vhost: Vhost, connection: AbstractConnection, port_of_api: None
-) -> None:
-    found = await discover(vhost.amqp_url, connection=connection)
-
-    assert found is not None
-    assert is_same_broker(await found.cluster_name(), connection)
 
 
 @pytest.mark.oldest_version

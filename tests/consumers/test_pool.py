@@ -21,7 +21,7 @@ from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import Bench, FakeDelivery, a_pause
 from tests.support.waiting import until
-from topology.broker.consume import ChannelLost, Deliveries, Delivery
+from topology.broker.consume import Deliveries, Delivery
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -169,57 +169,6 @@ async def test_a_request_that_may_neither_wait_nor_be_moved_is_returned_to_its_q
     working.deliver(bench.delivery())
     await until(lambda: bench.log == ["nack"])
     await working.stop()
-
-
-async def test_a_lost_channel_ends_the_work_on_its_deliveries_and_a_new_one_is_opened() -> None:
-    bench = Bench()
-    cancelled: list[str] = []
-
-    async def hold(job: Job) -> Outcome:
-        if job.id == "after":
-            return ANSWERED
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(job.id)
-            raise
-        return ANSWERED
-
-    working = Working(bench, hold)
-    working.deliver(bench.delivery(message_id="before"))
-    await until(lambda: working.activity.running)
-    working.deliver(ChannelLost("gone"), bench.delivery(message_id="after"))
-    await until(lambda: working.activity.answered)
-    assert cancelled == ["before"]
-    assert not {"nack", "reject"} & set(bench.log), "nothing is given back on a lost channel"
-    assert working.deliveries.sessions_opened == 2
-    await working.stop()
-
-
-async def test_on_a_stop_requests_without_a_call_are_returned_at_once_and_those_with_a_call_end() -> None:
-    bench = Bench()
-    go = asyncio.Event()
-
-    async def hold(job: Job) -> Outcome:
-        if job.id.startswith("running"):
-            job.attempted = Attempted(started_ms=1)
-        await go.wait()
-        return ANSWERED
-
-    working = Working(bench, hold)
-    names = ("running-1", "waiting-1", "running-2", "waiting-2", "without-a-slot-1", "without-a-slot-2")
-    deliveries = {name: bench.delivery(message_id=name) for name in names}
-    working.deliver(*deliveries.values())
-    await until(lambda: working.pool.in_hand == 6)
-    await working.pool.stop()
-    working.pool.give_back_waiting()
-    await until(lambda: working.pool.in_hand == 2)
-    assert bench.log == ["nack"] * 4
-    assert (working.activity.running, len(working.pool.jobs), working.running.done()) == (2, 2, False)
-    go.set()
-    await asyncio.wait_for(working.running, 30)
-    assert bench.log.count("ack") == 2
-    assert bench.log.count("nack") == 4
 
 
 async def test_a_request_that_gets_its_turn_while_it_is_returned_does_not_start() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.bodies import LargeAnswers
-from consumers.outcomes import Answered, Buried, Outcome, Refused, Replayed
+from consumers.outcomes import Answered, Buried, Outcome, Refused
 from consumers.replies import PAUSES_S, ReplyRetries, ReplyRule, ReplySender
 from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.bodies import BodyStore
@@ -209,24 +209,6 @@ async def come_back(bench: Bench) -> Outcome:
     assert outcome is not None
     assert await bench.settler.settle(back, outcome)
     return outcome
-
-
-@pytest.mark.parametrize("outcome", [ANSWERED, REJECTED, UNREADABLE, CONFLICT])
-async def test_a_refused_reply_is_sent_again_with_the_same_content(bench: Bench, outcome: Outcome) -> None:
-    bench.publisher.failing = {}
-    await bench.settler.settle(bench.job(message_id="m-0"), outcome)
-    told = bench.to("")
-    bench.publisher.sent.clear()
-    bench.publisher.failing = FULL
-    assert await bench.settler.settle(bench.job(), outcome) is outcome
-    assert bench.log[-4 if outcome in (REJECTED, UNREADABLE) else -3 :][:2] == ["confirmed: lane.delay.03", "ack"]
-    bench.publisher.failing = {}
-    assert isinstance(await come_back(bench), Replayed)
-    again = bench.to("")
-    assert again.body == told.body.replace(b"m-0", b"m-1")
-    same = {n.STATUS, n.ATTEMPT, n.LANE_NAME, n.RUN_MS}
-    assert {key: again.headers[key] for key in same} == {key: told.headers[key] for key in same}
-    assert [each.exchange for each in bench.publisher.sent] == [""], "and is not parked again"
 
 
 async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_under_its_id(bench: Bench) -> None:

@@ -150,11 +150,6 @@ def test_a_delayed_request_is_awaited_from_its_due_time() -> None:
     assert verdict.recoveries[0].recovered_s == 0.25
 
 
-def test_the_same_seed_gives_the_same_schedule_and_another_seed_another() -> None:
-    assert plan(FAULTS, seed=1, seconds=300) == plan(FAULTS, seed=1, seconds=300)
-    assert plan(FAULTS, seed=1, seconds=300) != plan(FAULTS, seed=2, seconds=300)
-
-
 def test_several_runs_together_cause_every_fault_before_repeating_one() -> None:
     begun = [
         each.fault

@@ -116,15 +116,6 @@ async def test_a_retry_storm_ends_soon_after_its_cause(made: Made) -> None:
         assert storm.recovered_s < 4 * 6, "the longest pause begun in the storm, and the work left on a busy machine"
 
 
-async def test_fifty_copies_at_once_make_one_call_and_get_fifty_equal_answers(made: Made) -> None:
-    async with made(mix=Mix(lanes={"normal": 1.0}, twice=0.5)) as service:
-        verdict = await broken(service, ("50 of one id at once", 0))
-        assert is_kept(service, verdict)
-        (burst,) = service.disturbances()
-        assert sum(call.identity == burst.against for call in service.calls()) == 1
-        assert verdict.repeated_calls == 0, "nor is any of the others that were sent twice called twice"
-
-
 async def test_without_its_store_a_worker_makes_no_call_and_loses_nothing(made: Made) -> None:
     async with made() as service:
         titles = [each for each in ("store locked", "store's disk full") if fault(each).needs in service.store.is_a]

@@ -40,118 +40,46 @@ def bad(what: str, *words: str, code: str = "invalid_request", body: Any = GOOD,
     return Bad(what, code, words, body, how)
 
 
-def field_is(name: str, value: Any, *words: str) -> Bad:
-    """A complete body with one wrong field."""
-    whole = {"messages": [{"role": "user", "content": "hi"}], "model": "claude-sonnet-5-5", "max_tokens": 10}
-    return bad(f"{name} is {str(value)[:20]}", name.split(".")[0], *words, body={**whole, name: value})
-
-
 def header(name: str, value: Any, *words: str) -> Bad:
     return bad(f"{name} is {str(value)[:20]!r} ({type(value).__name__})", name, *words, headers={name: value})
 
 
-def prompt(text: bytes) -> bytes:
-    return b'{"prompt": ' + text + b"}"
-
+# one of each kind; tests/topology/codec has them all
 
 BODIES = [
     bad("empty", "empty", body=b""),
-    bad("not JSON", "JSON", body=b"hello"),
-    bad("NaN", "JSON", body=b'{"messages": [{"role": "user", "content": "a"}], "x": NaN}'),
-    bad("duplicate keys", "prompt", body=b'{"prompt": "a", "prompt": "b"}'),
-    bad("UTF-16", "JSON", body=json.dumps(GOOD).encode("utf-16")),
-    bad("a lone surrogate", "JSON", body=prompt(rb'"\ud800"')),
     bad("a pickle", "JSON", body=b"\x80\x04\x95\x0e\x00\x00\x00\x00\x00\x00\x00\x8c\x05hello\x94."),
+    bad("duplicate keys", "prompt", body=b'{"prompt": "a", "prompt": "b"}'),
+    bad("a lone surrogate", "JSON", body=rb'{"prompt": "\ud800"}'),
     bad("a thousand arrays deep", "nested too deeply", body=b'{"messages": ' + b"[" * 1000 + b"]" * 1000 + b"}"),
-    bad("an array", "object", body=[]),
     bad("null", "object", "null", body=None),
     bad("prompt and messages", "both", body={"prompt": "a", "messages": []}),
-    bad("the short form with a field it has not", "tools", body={"prompt": "a", "tools": []}),
-    bad("an empty prompt", "prompt", body={"prompt": ""}),
-    field_is("messages", []),
-    field_is("messages", [{"role": "user"}], "content"),
-    field_is("model", 5, "5"),
-    field_is("max_tokens", 1.5, "1.5"),
-    field_is("max_tokens", 10**40),
-    field_is("stream", True, "x-lane-stream"),
-    field_is("system", 5, "5"),
-    bad("2 MiB", "1048576", code="too_large", body={"prompt": "a" * 2 * MIB}),
+    bad("no messages", "messages", body={"messages": [], "max_tokens": 10}),
     bad("one byte over 1 MiB", str(MIB + 1), code="too_large", body=b" " * (MIB + 1)),
     bad("a gzip bomb", "8388608", code="too_large", body=gzip.compress(b" " * 64 * MIB), content_encoding="gzip"),
     bad("gzip that is not", "gzip", body=b"hello", content_encoding="gzip"),
 ]
 
 PROPERTIES = [
-    *(
-        bad(f"content type {each}", "content_type", "application/json", code="unsupported_media", content_type=each)
-        for each in (
-            "text/plain",
-            "application/x-python-serialize",
-            "application/jsonp",
-            "application/json; charset=latin-1",
-            "text/json\r\nx: y",
-        )
-    ),
-    *(
-        bad(f"encoding {each}", "content_encoding", "gzip", code="unsupported_media", content_encoding=each)
-        for each in ("br", "deflate", "utf-8", "gzip, gzip", "base64")
-    ),
+    bad("content type", "content_type", code="unsupported_media", content_type="text/json\r\nx: y"),
+    bad("encoding", "content_encoding", "gzip", code="unsupported_media", content_encoding="gzip, gzip"),
     bad("another type", "type", "no handler has this name", message_type="resize"),
-    bad("an empty id with a space", "message_id", message_id=" "),
     bad("an id with a line break", "message_id", message_id="a\r\nb"),
-    bad("an id that is too long", "message_id", "128", message_id="a" * 129),
     bad("a priority above nine", "priority: found 200, allowed are 0 to 9", priority=200),
     bad("a key for another lane, by CC", "CC", headers={"CC": ["nobody.x"]}),
 ]
 
 HEADERS = [
     bad("a typo", "x-lane-stram", "did you mean x-lane-stream", headers={"x-lane-stram": True}),
-    bad("an unknown one", "x-lane-zzz", "known", headers={"x-lane-zzz": None}),
     *(
-        bad(name, name, "not available in this version", headers={name: value, "x-lane-delay-ms": 100})
-        for name, value in (("x-lane-order", "doc-1"),)
-    ),
-    *(
-        header(name, value)
-        for name in ("x-lane-deadline-ms", "x-lane-delay-ms", "x-lane-sent-ms")
-        for value in (
-            -1,
-            "soon",
-            "",
-            1.5,
-            True,
-            bytearray(b"5"),
-            [5],
-            datetime(2026, 1, 1, tzinfo=UTC),
-        )
+        header("x-lane-deadline-ms", value)
+        for value in (-1, "soon", 1.5, True, bytearray(b"5"), [5], datetime(2026, 1, 1, tzinfo=UTC))
     ),
     header("x-lane-deadline-ms", 10_000_000, "3600000"),
-    header("x-lane-delay-ms", 50, "found 50, allowed is whole milliseconds from 100"),
-    *(
-        header("x-lane-at", value)
-        for value in (
-            "tomorrow",
-            "2026-11-21",
-            "2026-11-21T18:00:00",
-            "2026-13-41T18:00:00Z",
-            (datetime.now(UTC) + timedelta(days=400)).isoformat(),
-            datetime(2026, 1, 1, tzinfo=UTC),
-            "9" * 5000,
-        )
-    ),
-    bad(
-        "a delay and a time",
-        "x-lane-at",
-        "x-lane-delay-ms",
-        headers={"x-lane-at": "2026-11-21T18:00:00Z", "x-lane-delay-ms": 500},
-    ),
-    *(
-        header(name, value)
-        for name in ("x-lane-stream", "x-lane-no-batch")
-        for value in ("yes", 1, 0, "", None, [True])
-    ),
-    *(header("x-lane-tenant", value) for value in (5, ["a"], bytearray(b"a"))),
-    *(header("anthropic-beta", value) for value in (5, "", "a\r\nx-api-key: b", "ü", "a" * 2000, ["a"])),
+    header("x-lane-at", (datetime.now(UTC) + timedelta(days=400)).isoformat()),
+    *(header("x-lane-stream", value) for value in ("yes", 1, None)),
+    header("x-lane-tenant", 5),
+    header("anthropic-beta", "a\r\nx-api-key: b"),
 ]
 
 

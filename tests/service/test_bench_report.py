@@ -1,11 +1,9 @@
 from pathlib import Path
 
-import pytest
-
 from benchmarks import bench, gateway
 from benchmarks.harness import report
 from benchmarks.harness.provider import CallLog
-from benchmarks.harness.report import PAGE, marks
+from benchmarks.harness.report import marks
 from benchmarks.harness.results import Median, Results, Run, ratio
 
 BEGIN, END = marks(bench.COMMAND)
@@ -39,10 +37,6 @@ def test_an_aim_shows_the_ratio_to_the_floor_and_its_range() -> None:
     assert "| ≤ 1.4 × | 1.3 × (1.2 to 1.6) | yes |" in report.aims(found, bench.AIMS)
 
 
-def test_an_aim_without_a_measurement_is_listed_in_the_table() -> None:
-    assert report.aims(results(), bench.AIMS).count("not measured") == len(bench.AIMS)
-
-
 def test_a_run_that_lost_a_message_has_no_figure_and_is_reported() -> None:
     lost = Run(scenario="drain", contestant="celery", round=0, error="Spoiled: celery: 1 of 800 requests are lost")
 
@@ -61,11 +55,6 @@ def test_a_report_is_written_only_between_the_markers(tmp_path: Path) -> None:
     assert page.read_text() == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
 
 
-@pytest.mark.parametrize("command", [bench.COMMAND, gateway.COMMAND])
-def test_a_commands_tables_have_a_place_in_the_page(command: str) -> None:
-    assert all(mark in PAGE.read_text() for mark in marks(command))
-
-
 def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_round() -> None:
     def took(contestant: str, number: int, p50_ms: float) -> Run:
         return Run(scenario="first token", contestant=contestant, round=number, figures={"p50_ms": p50_ms})
@@ -73,16 +62,6 @@ def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_
     found = results(took("direct", 0, 1), took("lanekeeper", 0, 6), took("direct", 1, 10), took("lanekeeper", 1, 16))
 
     assert "| first token: added p50 | ≤ 5 ms | 5.5 ms (5 to 6) | **no** |" in gateway.tables(found)
-
-
-def test_a_page_without_markers_is_not_changed(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("nothing here")
-
-    with pytest.raises(ValueError, match="marks"):
-        report.between(page, "new", command=bench.COMMAND)
-
-    assert page.read_text() == "nothing here"
 
 
 def test_the_books_count_requests_that_were_called_twice(tmp_path: Path) -> None:

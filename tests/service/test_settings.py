@@ -196,16 +196,6 @@ def test_a_wrong_store_url_is_reported_without_its_password(url: str) -> None:
     assert SECRET not in told
 
 
-def test_the_limits_of_stored_results_can_be_set() -> None:
-    env = {"LANEKEEPER_RESULTS__KEEP_S": "3600", "LANEKEEPER_RESULTS__MAX_BYTES": "10485760"}
-    spec = load(env=env).store_spec()
-
-    assert (spec.keep_s, spec.max_bytes) == (3600, 10 * 1024**2)
-    told = wrong(env={"LANEKEEPER_RESULTS__KEEP_S": "0", "LANEKEEPER_RESULTS__MAX_BYTES": "1"})
-    assert "LANEKEEPER_RESULTS__KEEP_S: found '0'" in told
-    assert "LANEKEEPER_RESULTS__MAX_BYTES: found '1'" in told
-
-
 def test_speakers_is_a_list_of_users() -> None:
     assert load().speakers == ()
     assert load(env={"LANEKEEPER_SPEAKERS": "gateway, other"}).speakers == ("gateway", "other")

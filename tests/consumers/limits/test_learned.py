@@ -152,18 +152,6 @@ def test_a_refusal_that_shows_what_is_spent_lowers_that_by_a_fifth() -> None:
     assert some.per_minute() == (100, 800, 1_000)
 
 
-def test_a_low_limit_that_is_not_announced_again_is_forgotten_after_three_minutes() -> None:
-    some = limits()
-    some.learn(told(requests=10, tokens=40_000), now_s=0.0)
-    assert not some.is_stale(179.9)
-    assert some.is_stale(180.0)
-    some.forget(180.0)
-
-    assert some.per_minute() == (50, 40_000, 8_000)  # one above the first guess slows nobody down
-    assert some.guessed() == (True, False, True)
-    assert not some.is_stale(1000.0)
-
-
 def test_what_refusals_lowered_is_forgotten_after_three_minutes_without_an_answer() -> None:
     some = limits(requests=100)
     some.refused(100.0)

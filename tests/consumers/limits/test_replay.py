@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import replay
 from benchmarks.replaying import guarantees
-from benchmarks.replaying.bounds import Clairvoyant, Own, own_starts_s
-from benchmarks.replaying.load import Ask, load
+from benchmarks.replaying.bounds import Own, own_starts_s
+from benchmarks.replaying.load import Ask
 from benchmarks.replaying.replay import run
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, SCENARIOS
@@ -23,16 +22,6 @@ def ask(arrived_s: float, tokens: int, *, output_tokens: int = 0, lane: str = "c
 @pytest.fixture(scope="module")
 def result() -> Result:
     return run(SCENARIOS["full-104"])
-
-
-def test_the_recorded_requests_ask_for_the_share_of_the_budget_that_the_scenario_states() -> None:
-    found = load(SCENARIOS["full-104"])
-
-    assert found.demand["critical"].input_tokens == pytest.approx(0.62, abs=0.005)
-    assert found.demand["normal"].input_tokens == pytest.approx(0.42, abs=0.005)
-    assert found.limits == pytest.approx((180, 240_000, 40_000), rel=0.05)
-    assert sum(demand.requests for demand in found.demand.values()) < 1
-    assert sum(demand.output_tokens for demand in found.demand.values()) < 1
 
 
 @pytest.mark.slow
@@ -54,10 +43,6 @@ def test_no_more_is_used_than_the_provider_allows(result: Result) -> None:
             at_s = started_s
             # a call's output tokens are estimated at its start, and settled after it
             assert level > -0.03 * limit
-
-
-def test_batch_always_has_waiting_requests_in_the_replay(result: Result) -> None:
-    assert result.busy("batch")[0][1] >= result.load.ends_s - 1
 
 
 @pytest.mark.slow
@@ -90,45 +75,6 @@ def test_tokens_that_an_own_account_reserved_in_excess_return_after_the_call() -
     starts = own_starts_s(asks, Own(0.5, 1 / 3), limits=LIMITS, bucket_s=60)
 
     assert starts == pytest.approx([0, asks[0].takes_s], abs=0.02)
-
-
-def test_the_clairvoyant_gate_delays_no_request_of_a_higher_lane() -> None:
-    future = Clairvoyant(LIMITS, bucket_s=60)
-
-    critical = future.place([ask(0, 60_000), ask(30, 30_000)])
-    normal = future.place([ask(0, 10_000), ask(35, 1_000)])
-
-    assert critical == pytest.approx([0, 30])
-    assert normal == pytest.approx([40, 41])
-
-
-def test_the_clairvoyant_gate_uses_budget_that_would_overflow() -> None:
-    future = Clairvoyant(LIMITS, bucket_s=60)
-
-    critical = future.place([ask(20, 60_000)])
-    normal = future.place([ask(0, 20_000)])
-
-    assert (critical, normal) == ([20], [0])
-
-
-def test_in_strict_order_no_request_goes_before_a_waiting_critical_one(result: Result) -> None:
-    waits = guarantees.without_reserves(result, by_lane=True)["critical"]
-
-    assert min(waits) >= 0
-    assert max(waits) < 5
-
-
-def test_first_come_first_served_critical_requests_wait_behind_all_others(result: Result) -> None:
-    waits = guarantees.without_reserves(result, by_lane=False)
-
-    assert max(waits["critical"]) > 10
-    assert sum(waits["critical"]) / len(waits["critical"]) > sum(waits["normal"]) / len(waits["normal"]) / 2
-
-
-def test_a_lane_is_compared_with_its_own_account_request_by_request(result: Result) -> None:
-    nothing = guarantees.beside_own(result, "critical", Own(0.001, 0.001))
-
-    assert (nothing.count, nothing.late) == (len(result.of("critical")), 0)
 
 
 @pytest.mark.slow
@@ -170,11 +116,3 @@ def test_a_large_request_of_another_lane_delays_no_critical_request() -> None:
     found = run(replace(scenario, large=tuple(each for each in scenario.large if each.lane != "critical")))
 
     assert guarantees.beside_own(found, "critical").late == 0
-
-
-@pytest.mark.slow
-def test_tables_and_picture_name_every_lane(result: Result) -> None:
-    critical = [each for each in result.of("critical") if each.counts]
-
-    assert all(lane in replay.waits([result]) and lane in replay.bounds([result]) for lane in LANES)
-    assert replay.picture(result).count("<circle") == 2 * len(critical) + 2
