@@ -8,12 +8,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import NamedTuple, assert_never
 
-from consumers.bodies import Fetching
 from consumers.brake import Brake
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, now_ms
 from consumers.decoding import Decoding
 from consumers.job import Attempted, Decoded, Interruptible, Job, Reserved, Route
+from consumers.large_bodies import Fetching
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
 from consumers.limits.budgets import Budgets
 from consumers.limits.estimates import Estimates, UsageClass, task_of

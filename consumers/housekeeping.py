@@ -43,7 +43,7 @@ class DeadSpec:
 
 
 @dataclass(slots=True)
-class DeadLetters:
+class DeadLetterLimits:
     """Keeps `lane.dead`, the queue of dead letters, within the limits in `spec`, by removing the oldest letters. If
     there is a folder, each letter is written to a file in it before."""
 

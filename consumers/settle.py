@@ -17,11 +17,11 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, assert_never
 
-from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
 from consumers.job import SETTLE_WITHIN_S, Job, side_priority
+from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import (
     LATER_MS,

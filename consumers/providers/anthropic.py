@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from ipaddress import ip_address
 from ssl import SSLContext
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypedDict, Unpack
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -88,6 +88,14 @@ class Dialect:
 ANTHROPIC: Final = Dialect()
 
 
+class Reading(TypedDict, total=False):
+    """How answers are read: the same for all providers."""
+
+    max_answer_bytes: int
+    max_values: int
+    parsing: Parsing | None
+
+
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
@@ -121,12 +129,12 @@ class AnthropicProvider:
         self._parsing = parsing or Parsing()
 
     @classmethod
-    def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **more: Any) -> Self:
+    def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **reading: Unpack[Reading]) -> Self:
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         options = client_options(base_url)
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
-        batches = Batches(client, name=name, secret=api_key, **more)
-        return cls(client, name=name, secret=api_key, http=options["http_client"], batches=batches, **more)
+        batches = Batches(client, name=name, secret=api_key, **reading)
+        return cls(client, name=name, secret=api_key, http=options["http_client"], batches=batches, **reading)
 
     async def stream(
         self,

@@ -16,11 +16,11 @@ machine's role.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from anthropic import AsyncAnthropicFoundry
 
-from consumers.providers.anthropic import AnthropicProvider, Dialect, client_options
+from consumers.providers.anthropic import AnthropicProvider, Dialect, Reading, client_options
 from consumers.providers.streams import FrameSplitter
 
 MISSING: Final = "needs a package that is not installed; run: pip install {package}"
@@ -33,7 +33,7 @@ class ExtraMissing(Exception):
 
 
 def bedrock(
-    *, name: str, region: str, api_key: str | None = None, base_url: str | None = None, **more: Any
+    *, name: str, region: str, api_key: str | None = None, base_url: str | None = None, **reading: Unpack[Reading]
 ) -> AnthropicProvider:
     """The adapter for Amazon Bedrock. Without `api_key` (a Bedrock API key) requests are signed; that needs
     `boto3`."""
@@ -45,11 +45,17 @@ def bedrock(
     client_of = import_module("anthropic.lib.bedrock").AsyncAnthropicBedrock
     client = client_of(api_key=api_key, aws_region=region, base_url=url, **client_options(url))
     dialect = Dialect(needs_dict=True, lists_models=False, splitter=FrameSplitter, signing_errors=errors)
-    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **more)
+    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **reading)
 
 
 def vertex(
-    *, name: str, region: str, project: str, api_key: str | None = None, base_url: str | None = None, **more: Any
+    *,
+    name: str,
+    region: str,
+    project: str,
+    api_key: str | None = None,
+    base_url: str | None = None,
+    **reading: Unpack[Reading],
 ) -> AnthropicProvider:
     """The adapter for Google Vertex AI. Without `api_key` (an access token, which is valid for an hour at most) the
     machine's credentials are used and renewed; that needs `google-auth[requests]`."""
@@ -61,15 +67,15 @@ def vertex(
     client_of = import_module("anthropic.lib.vertex").AsyncAnthropicVertex
     client = client_of(region=region, project_id=project, access_token=api_key, base_url=url, **client_options(url))
     dialect = Dialect(needs_dict=True, lists_models=False, signing_errors=errors)
-    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **more)
+    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **reading)
 
 
-def foundry(*, name: str, api_key: str, base_url: str, **more: Any) -> AnthropicProvider:
+def foundry(*, name: str, api_key: str, base_url: str, **reading: Unpack[Reading]) -> AnthropicProvider:
     """The adapter for Microsoft Foundry, with an API key. `base_url`:
     `https://<resource>.services.ai.azure.com/anthropic`."""
     options = client_options(base_url)
     client = AsyncAnthropicFoundry(api_key=api_key, base_url=base_url, **options)
-    return AnthropicProvider(client, name=name, secret=api_key, http=options["http_client"], **more)
+    return AnthropicProvider(client, name=name, secret=api_key, http=options["http_client"], **reading)
 
 
 KINDS: Final[dict[str, Callable[..., AnthropicProvider]]] = {

@@ -5,12 +5,10 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
-from consumers.bodies import Fetching, LargeAnswers, WebBodies
 from consumers.brake import Brake
 from consumers.claiming import Claiming
 from consumers.clock import now_ms
@@ -34,14 +32,15 @@ from consumers.gates import (
     refuse_if_late,
 )
 from consumers.handler import Handler
-from consumers.housekeeping import DeadLetters
+from consumers.housekeeping import DeadLetterLimits
 from consumers.job import Job, source_of
+from consumers.large_bodies import Fetching, LargeAnswers, WebBodies
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
 from consumers.limits.budgets import Budgets, own_budgets
 from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
-from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.anthropic import AnthropicProvider, Reading
 from consumers.providers.breakers import Breakers, Pauses
 from consumers.providers.cloud import KINDS, ExtraMissing
 from consumers.providers.registry import Provider, Registry
@@ -209,18 +208,9 @@ def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicPr
     return tuple(found)
 
 
-def open_provider(
-    settings: Settings,
-    name: str,
-    *,
-    parsing: Parsing | None = None,
-) -> AnthropicProvider:
+def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = None) -> AnthropicProvider:
     """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
-    common: dict[str, Any] = {
-        "parsing": parsing,
-        "max_answer_bytes": settings.answer_bytes,
-        "max_values": settings.json_values,
-    }
+    common = Reading(parsing=parsing, max_answer_bytes=settings.answer_bytes, max_values=settings.json_values)
     if name == FIRST:
         if settings.api_key is None:
             raise SettingsError(
@@ -364,7 +354,7 @@ class Worker:
     scaling: Scaling
     watchdog: Watchdog
     lengths: QueueLengths
-    dead_letters: DeadLetters
+    dead_letters: DeadLetterLimits
     posting: Posting
     schedules: Schedules
     simulated: bool
@@ -636,7 +626,7 @@ async def assemble(
             ),
             watchdog=Watchdog(pools.made, unfetched=pools.unfetched, lost_slots=pools.lost_slots),
             lengths=QueueLengths(broker.consuming, worked_lanes, names=names, heads=pools.heads),
-            dead_letters=DeadLetters(
+            dead_letters=DeadLetterLimits(
                 partial(OldestMessages, broker.consuming, names.dead),
                 store=store,
                 spec=settings.dead.spec(),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.bodies import Fetching
 from consumers.failures import UNREACHABLE, OverloadedError, TransientError
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Decoded, Job, Route
+from consumers.large_bodies import Fetching
 from consumers.limits.base import Underway
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers

@@ -11,7 +11,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from consumers.housekeeping import DEAD_LEASE, DeadLetters, DeadSpec, probing, sweep_once, sweeping
+from consumers.housekeeping import DEAD_LEASE, DeadLetterLimits, DeadSpec, probing, sweep_once, sweeping
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesUnavailable
@@ -52,10 +52,10 @@ def moment(age_s: float) -> str:
     return datetime.fromtimestamp(NOW_MS / 1000 - age_s, tz=UTC).isoformat()
 
 
-def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetters:
+def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetterLimits:
     lifecycle = Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)
     oldest: Callable[[], Any] = lambda: queue  # noqa: E731
-    return DeadLetters(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
+    return DeadLetterLimits(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
 
 
 @pytest.mark.parametrize(("bound", "left"), [({"max_count": 3}, 3), ({"max_bytes": 250}, 2)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.bodies import LargeAnswers
+from consumers.large_bodies import LargeAnswers
 from consumers.outcomes import Answered, Buried, Outcome, Refused
 from consumers.replies import PAUSES_S, ReplyRetries, ReplyRule, ReplySender
 from lanekeeper.amqp.publisher import Confirm, Publisher
@@ -285,8 +285,8 @@ class Hangs(BodyStore):
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.bodies.SOON_S", 0.05)
-    monkeypatch.setattr("consumers.bodies.KEEP_WITHIN_S", 0.05)
+    monkeypatch.setattr("consumers.large_bodies.SOON_S", 0.05)
+    monkeypatch.setattr("consumers.large_bodies.KEEP_WITHIN_S", 0.05)
 
 
 @pytest.fixture

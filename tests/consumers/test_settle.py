@@ -8,8 +8,8 @@ import pytest
 from typing_extensions import override
 
 from consumers import claiming, settle
-from consumers.bodies import Fetching, LargeAnswers
 from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source
+from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from lanekeeper.bodies import BodyStore

@@ -13,7 +13,6 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.attempt import Attempts
-from consumers.bodies import Fetching, LargeAnswers
 from consumers.brake import Brake
 from consumers.claiming import Claiming
 from consumers.control import BrakeCommands, Control, ControlAnswers
@@ -23,6 +22,7 @@ from consumers.flows.webhooks import Webhooks, WebhookSpec
 from consumers.gates import BudgetGate, Gate
 from consumers.handler import Handler
 from consumers.job import Chain, Decoded, Job, source_of
+from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
 from consumers.limits.budgets import own_budgets

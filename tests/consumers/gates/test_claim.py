@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.bodies import Fetching
 from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
+from consumers.large_bodies import Fetching
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge

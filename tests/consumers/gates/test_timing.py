@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.bodies import Fetching
 from consumers.claiming import Claiming
 from consumers.failures import AccountError, OverloadedError, ProviderError
 from consumers.gates import defer_until_due, refuse_if_late
 from consumers.job import Attempted, Job
+from consumers.large_bodies import Fetching
 from consumers.outcomes import Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import Breakers
 from consumers.state.base import Completion, Found, Identity, WaitingLimit

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from typing_extensions import override
 
-from consumers.bodies import Fetching, LargeAnswers
 from consumers.claiming import Claiming
 from consumers.clock import moment_text
 from consumers.decoding import Parsing
@@ -28,6 +27,7 @@ from consumers.fallen import Fallen
 from consumers.flows.webhooks import Webhooks, WebhookSpec
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Job, source_of
+from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import Underway
 from consumers.pool import Pool

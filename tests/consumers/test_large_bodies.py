@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from consumers.bodies import Fetching, WebBodies
+from consumers.large_bodies import Fetching, WebBodies
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress, Message
