@@ -104,7 +104,9 @@ class Attempts:
                     answer = await self._call_handler(job, decoded.request)
                 else:
                     answer = await self._call_routes(job, decoded, parts, limit)
-                _record_run(job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd)
+                _record_run(
+                    job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd, saved_usd=answer.saved_usd
+                )
                 return Answered(body=answer.body, model=answer.model, provider=answer.provider)
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
             _record_run(job, clock() - began_s)

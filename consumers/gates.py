@@ -441,7 +441,8 @@ class CapsGate:
             usage = None if attempted is None else attempted.usage
             tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
             used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
-            self.spending.count(job.lane_name, job.identity.tenant, used)
+            saved_usd = 0.0 if attempted is None else attempted.saved_usd
+            self.spending.count(job.lane_name, job.identity.tenant, used, saved_usd=saved_usd)
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = hold.spent
         for model, amounts in () if attempted is None else attempted.lost:

@@ -111,6 +111,7 @@ class Attempted:
     run_ms: int = 0
     usage: Amounts | None = None
     cost_usd: float | None = None
+    saved_usd: float = 0.0
     lost: tuple[tuple[str, Amounts], ...] = ()
     """The attempt's failed calls that may have to be paid for, without its last call: for each, the model, and the
     requests and tokens that it used."""

@@ -40,6 +40,16 @@ class Spent(NamedTuple):
     usd: float = 0.0
 
 
+class Total(NamedTuple):
+    """What all answered requests of a lane or a tenant have used. `saved_usd`: how much less the answers in providers'
+    batches have cost than live ones."""
+
+    requests: float = 0.0
+    tokens: float = 0.0
+    usd: float = 0.0
+    saved_usd: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
     """What a lane or a tenant may use in one day (UTC): how many requests, tokens and dollars. None: there is no such
@@ -111,7 +121,7 @@ class Spending:
         self._spec = spec
         self._reported: LRUCache[str, tuple[int, float]] = LRUCache(TENANTS_COUNTED)
         # no LRUCache: reading them all for the metrics would count as a use of each
-        self._totals: OrderedDict[tuple[str, str], Spent] = OrderedDict()
+        self._totals: OrderedDict[tuple[str, str], Total] = OrderedDict()
         self._used: OrderedDict[Bound, tuple[float, float]] = OrderedDict()
         self._background = Background()
 
@@ -138,15 +148,15 @@ class Spending:
     async def finish(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
 
-    def count(self, lane: str, tenant: str, spent: Spent) -> None:
+    def count(self, lane: str, tenant: str, spent: Spent, *, saved_usd: float = 0.0) -> None:
         for key in ((LANE, lane), (TENANT, tenant)):
-            before = self._totals.pop(key, Spent())
-            self._totals[key] = Spent(*(x + y for x, y in zip(before, spent, strict=True)))
+            before = self._totals.pop(key, Total())
+            self._totals[key] = Total(*(x + y for x, y in zip(before, (*spent, saved_usd), strict=True)))
         if len(self._totals) > TENANTS_COUNTED:
             self._totals.popitem(last=False)
 
-    def totals(self) -> Mapping[str, Mapping[str, Spent]]:
-        found: dict[str, dict[str, Spent]] = {LANE: {}, TENANT: {}}
+    def totals(self) -> Mapping[str, Mapping[str, Total]]:
+        found: dict[str, dict[str, Total]] = {LANE: {}, TENANT: {}}
         for (kind, name), spent in self._totals.items():
             found[kind][name] = spent
         return found

@@ -109,7 +109,7 @@ class Status:
     breakers: tuple[str, ...] = ()
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What lanes and tenants have used since the workers started. The keys are "lane" or "tenant", then the name of a
-    lane or tenant, then `requests`, `tokens` or `usd` (dollars)."""
+    lane or tenant, then `requests`, `tokens`, `usd` (dollars) or `saved_usd`."""
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     """For each lane and each of its latest tenants: how many requests are `running`, and how many are `in_hand`
     (received by a worker, and waiting for a slot). Since the workers started: how many requests were `begun`, and how

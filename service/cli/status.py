@@ -163,6 +163,10 @@ def _show_status(found: "Status", console: "Console") -> None:
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
         say(f"spent since the workers began, at prices of {found.prices_as_of}: {text}")
+    saved = {lane: usd for lane, of in found.spent.get("lane", {}).items() if (usd := of.get("saved_usd"))}
+    if saved:
+        text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in saved.items())
+        say(f"saved by providers' batches: {text}")
     for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.webhooks, WEBHOOKS), (found.control, CONTROL)):
         if text := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
             say(f"since the workers began: {text}")

@@ -231,7 +231,7 @@ function accounts(found) {
   draw($("accounts"), [found.accounts, lines, found.spent?.lane, found.simulated?.length], ([budget, told, spent, simulated]) => [
     ...Object.entries(budget ?? {}).flatMap(([account, limits]) => [el("div", { class: "note" }, account), ...Object.entries(limits).map(([limit, of]) => budgetBar(limit, of))]),
     ...told.map((line) => el("p", { class: "note bad" }, line)),
-    table(["lane", "requests", "tokens", "money"], Object.entries(spent ?? {}).map(([lane, of]) => [lane, count(of.requests), count(of.tokens), dollars(of.usd ?? 0)])),
+    table(["lane", "requests", "tokens", "money", "saved"], Object.entries(spent ?? {}).map(([lane, of]) => [lane, count(of.requests), count(of.tokens), dollars(of.usd ?? 0), of.saved_usd ? dollars(of.saved_usd) : "–"])),
     told.length ? "" : el("p", { class: "note" }, simulated ? "The provider is simulated: nothing is spent." : "No provider is paused, no breaker open, nothing waits for a budget."),
   ]);
 }

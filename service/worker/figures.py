@@ -251,8 +251,9 @@ def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
     for lane, spent in totals[LANE].items():
         yield "lanekeeper.lane.tokens", {"lane": lane}, spent.tokens
         yield "lanekeeper.lane.cost_usd", {"lane": lane}, spent.usd
+        yield "lanekeeper.lane.saved_usd", {"lane": lane}, spent.saved_usd
     for tenant in tenants & totals[TENANT].keys():
-        for what, value in zip(("requests", "tokens", "cost_usd"), totals[TENANT][tenant], strict=True):
+        for what, value in zip(("requests", "tokens", "cost_usd", "saved_usd"), totals[TENANT][tenant], strict=True):
             yield f"lanekeeper.tenant.{what}", {"tenant": tenant}, value
     for bound, used in spending.used().items():
         if bound.reason == LANE or bound.who in tenants:

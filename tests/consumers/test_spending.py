@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,20 @@ from consumers.job import Attempted, Job
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers
-from consumers.spending import TENANTS_COUNTED, Bound, Cap, CapsSpec, Hold, Over, Price, Prices, Spending, Spent, Usage
+from consumers.spending import (
+    TENANTS_COUNTED,
+    Bound,
+    Cap,
+    CapsSpec,
+    Hold,
+    Over,
+    Price,
+    Prices,
+    Spending,
+    Spent,
+    Total,
+    Usage,
+)
 from consumers.state.base import Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
@@ -36,6 +50,18 @@ def test_the_cost_of_a_call_follows_from_its_tokens_including_cached_ones() -> N
     assert Prices({"m": Price(10, 20)}).cost_usd("m", usage) == pytest.approx(
         (1000 * 10 + 100 * 20 + 10_000 * 1 + 200 * 12.5) / 1e6
     )
+
+
+def test_an_answer_in_a_batch_costs_its_share_and_saves_the_rest() -> None:
+    live = Usage(input_tokens=1000, output_tokens=100, cache_read_input_tokens=10_000)
+    batched = replace(live, is_batch=True)
+    usd = (1000 * 2 + 100 * 10 + 10_000 * 0.20) / 1e6
+
+    assert Prices().cost_usd(MODEL, batched) == Prices().saved_usd(MODEL, batched) == pytest.approx(usd / 2)
+    assert Prices(batch=0.8).cost_usd(MODEL, batched) == pytest.approx(usd * 0.8)
+    assert Prices(batch=0.8).saved_usd(MODEL, batched) == pytest.approx(usd * 0.2)
+    assert Prices().saved_usd(MODEL, live) == Prices().saved_usd("unpriced", batched) == 0
+    assert Prices().cost_usd("unpriced", batched) is None
 
 
 def test_a_dated_model_name_has_its_models_price_and_an_unknown_model_has_none() -> None:
@@ -200,7 +226,21 @@ async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
     assert ground.store.used["cap lane critical requests"] == 1
     assert ground.store.used["cap lane critical tokens"] == 2200
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
-    assert ground.spending.totals()["lane"]["critical"] == Spent(1, 2200, 0.02)
+    assert ground.spending.totals()["lane"]["critical"] == Total(1, 2200, 0.02)
+
+
+async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
+    ground = Ground(lanes={"critical": Cap(usd=1)})
+    job = ground.job(user_id="shop")
+    await ground.enter(job)
+    job.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE, cost_usd=0.02, saved_usd=0.03)
+
+    await ground.gate.leave(job, decoded(job), ANSWERED)
+    await ground.spending.finish(within_s=30)
+
+    totals = ground.spending.totals()
+    assert totals["lane"]["critical"] == totals["tenant"]["shop"] == Total(1, 1500, 0.02, 0.03)
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
 
 
 async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
@@ -241,7 +281,7 @@ async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_to
     await ground.through(ground.job(), ANSWERED, usage=None)
 
     assert ground.store.used == {"cap lane critical requests": 1, "cap lane critical tokens": 0}
-    assert ground.spending.totals()["lane"]["critical"] == Spent(1, 0, 0)
+    assert ground.spending.totals()["lane"]["critical"] == Total(1, 0, 0)
 
 
 async def test_a_request_that_was_told_to_stop_takes_nothing() -> None:
@@ -314,7 +354,7 @@ async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> No
 
     await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE, cost_usd=0.5)
 
-    assert ground.spending.totals()["tenant"]["shop"] == Spent(1, 1500, 0.5)
+    assert ground.spending.totals()["tenant"]["shop"] == Total(1, 1500, 0.5)
 
 
 async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_the_reporter() -> None:

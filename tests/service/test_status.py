@@ -164,6 +164,17 @@ def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
     assert alone.spent == {}
 
 
+def test_what_batches_saved_is_printed_by_lane() -> None:
+    spent = {"lane": {"batch": {"usd": 0.02, "saved_usd": 0.02}, "critical": {"usd": 1.0, "saved_usd": 0.0}}}
+    answers = [{"worker": name, "lanes": {}, "spent": spent, "prices_as_of": "2026-11-21"} for name in "ab"]
+    console = Console(file=StringIO(), width=80)
+
+    _show_status(merge(answers, EMPTY, lanes=LANES, names=NAMES), console)
+
+    assert isinstance(console.file, StringIO)
+    assert "saved by providers' batches: batch $0.0400\n" in console.file.getvalue()
+
+
 def test_the_printed_status_names_why_requests_failed_last_and_a_worker_that_hangs() -> None:
     def printed(answers: list[dict[str, Any]], consumers: int) -> str:
         found = {**EMPTY, "lane.batch": Depth(3, consumers)}
