@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, assert_never
 
@@ -34,6 +34,7 @@ from consumers.outcomes import (
     stopped_by,
 )
 from consumers.providers.breakers import Breakers
+from consumers.providers.registry import asking_for
 from consumers.spending import MILLION, Hold, Over, Price, Prices, Spending, Spent
 from consumers.state.base import Conflict, Ended, Granted, Pause, Running, StoreUnavailable, WaitingLimit
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
@@ -41,6 +42,7 @@ from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.decoding import Request
+from topology.codec.headers import BatchHop
 
 LEAST_WAIT_MS = 200
 """The shortest deferral of a request that runs elsewhere, or for which no provider may be called."""
@@ -196,7 +198,7 @@ class BrakeGate:
     """When the next of very many requests may come back."""
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        if not self.brake.pauses:
+        if not self.brake.pauses or job.batch_result is not None:
             return None
         pause = self.brake.of_request(tenant=job.identity.tenant, app=job.app, routes=decoded.chain.routes)
         if pause is None:
@@ -346,6 +348,8 @@ async def await_route(
     """The route gate: whether the lane and the tenant may use the model, and a provider may be called for it. While all
     are paused or their circuit breakers are open, a request waits here for at most `HOLD_S`. Then it is deferred, so
     that requests for other providers can pass it."""
+    if job.batch_result is not None:
+        return None
     if decoded.chain.forbidden:
         return ended("forbidden_model", decoded.chain.forbidden)
     clock = asyncio.get_running_loop().time
@@ -411,6 +415,11 @@ class CapsGate:
         bounds = self.spending.bounds(job.lane_name, tenant)
         if not bounds or job.stopped is not None:
             return None
+        if job.batch is not None and job.batch.held:  # it was counted when it was gathered
+            ends_s = _loop_s() + (job.batch.held_until_ms - self.now_ms()) / 1000
+            self._held[job] = Hold(bounds, Spent(*job.batch.held), ends_s)
+            job.batch = replace(job.batch, held=(), held_until_ms=0)
+            return None
         route = self.breakers.usable(decoded.chain.routes)[0]
         price = self.prices.of(route.model)
         if price is None and any(bound.what == "usd" for bound in bounds):
@@ -436,6 +445,17 @@ class CapsGate:
         counted. In each case, earlier calls of the same attempt that failed and may have to be paid for are counted
         too."""
         hold, attempted = self._held.pop(job, None), job.attempted
+        if (
+            hold is not None
+            and job.batch is not None
+            and (
+                isinstance(outcome, Batched)
+                or (attempted is None and (outcome is None or isinstance(outcome, Deferred)))
+            )
+        ):  # it goes on with the request, or is still in the message that is delivered again
+            left_ms = round(1000 * (hold.ends_s - _loop_s()))
+            job.batch = replace(job.batch, held=tuple(hold.spent), held_until_ms=self.now_ms() + left_ms)
+            return
         used = Spent()
         if isinstance(outcome, Answered):
             usage = None if attempted is None else attempted.usage
@@ -450,6 +470,23 @@ class CapsGate:
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if hold is not None:
             self.spending.correct(hold, used)
+
+    async def come_back(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """A gate before all that can end a request, so that `end` is called."""
+        return None
+
+    async def end(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+        """Give back what is counted for a request that was in a batch, and ended before `enter`: too late, or
+        cancelled."""
+        if job.batch is None or not job.batch.held:
+            return
+        match outcome:
+            case Replayed(completion=completion) if completion.code != "cancelled":
+                return  # it was delivered twice, and the first one has counted it
+            case Refused() | Buried() | Dropped() | Replayed():
+                ends_s = _loop_s() + (job.batch.held_until_ms - self.now_ms()) / 1000
+                bounds = self.spending.bounds(job.lane_name, job.identity.tenant)
+                self.spending.correct(Hold(bounds, Spent(*job.batch.held), ends_s), Spent())
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
         left_ms = request.deadline_ms - self.now_ms()
@@ -469,6 +506,49 @@ def _spent(amounts: Amounts, price: Price | None) -> Spent:
     if price is not None:
         usd = (amounts.input_tokens * price.input + amounts.output_tokens * price.output) / MILLION
     return Spent(1, amounts.input_tokens + amounts.output_tokens, usd)
+
+
+LARGEST_PART = 32
+"""A request that is larger than this part of a batch's bytes runs live: others would not fit beside it."""
+
+
+@dataclass(slots=True, eq=False)
+class BatchGate:
+    """Sends requests that can wait to be gathered for a provider's batch (`batches/gather.py`). `has_batches`: whether
+    the provider with this name has any. `estimate`: `BudgetGate.amounts`."""
+
+    breakers: Breakers
+    _: KW_ONLY
+    estimate: Estimate
+    has_batches: Callable[[str], bool]
+    now_ms: NowMs = now_ms
+
+    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        spec, request, before = decoded.lane.batches, decoded.request, job.batch
+        if not spec.enabled or request.stream or request.no_batch or job.stopped is not None:
+            return None
+        if job.batch_result is not None or (before is not None and before.live):
+            return None
+        if request.deadline_ms - self.now_ms() < 1000 * spec.least_s:
+            return None
+        route = self.breakers.usable(decoded.chain.routes)[0]
+        if not self.has_batches(route.provider):
+            return None
+        params = asking_for(request, route.name).body
+        if len(job.message.body) + len(params) > spec.bytes // LARGEST_PART:
+            return None
+        amounts = self.estimate(job, request, route)
+        job.batch = BatchHop(
+            account=route.account,
+            provider=route.provider,
+            model=route.model,
+            beta=request.beta or "",
+            tokens=round(amounts.input_tokens + amounts.output_tokens),
+            deadline_ms=request.deadline_ms,
+            tenant=job.identity.tenant,
+            tries=0 if before is None else before.tries,
+        )
+        return Batched(params=params)
 
 
 REPORTED_FROM_S = 1.0
@@ -542,6 +622,8 @@ class BudgetGate:
     """How many waits have begun, by account, lane and limit."""
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
+        if job.batch_result is not None:  # nothing is called
+            return None
         routes = self.breakers.usable(decoded.chain.routes)
         route = routes[0]
         began_s = _loop_s()

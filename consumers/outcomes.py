@@ -7,7 +7,7 @@ from typing import assert_never
 from consumers.state.base import Completion, Stop
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import RequestProblem
-from topology.codec.headers import BatchHop, FlowHop
+from topology.codec.headers import FlowHop
 
 LATER_MS = 1000
 """If a request cannot be worked on now, because another worker works on it or this worker is paused, it is deferred by
@@ -107,9 +107,8 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batched:
-    """The request goes to the queue `lane.batches`, where it is gathered for a provider's batch."""
+    """The request goes to the queue `lane.batches`, where it is gathered for a provider's batch (`Job.batch`)."""
 
-    hop: BatchHop
     params: bytes
     """The JSON for the provider."""
 

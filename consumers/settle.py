@@ -48,7 +48,7 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery, Session
 from topology.codec.decoding import PACKED_BYTES, input_of
-from topology.codec.headers import ERRORS_KEPT, BatchHop, HopHeaders, carried, hop_headers
+from topology.codec.headers import ERRORS_KEPT, BatchHop, HopHeaders, batch_header, carried, hop_headers
 from topology.delays import MAX_DELAY_MS, Hop, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
@@ -239,15 +239,16 @@ class Settler:
                 if job.failure is not None:  # it did not count
                     errors = (job.failure, *errors)[:ERRORS_KEPT]
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=due_ms, redelivered=redelivered)
-                await self._delay(job, delay_ms, past)
+                unused = job.batch_result if job.attempted is None else None
+                await self._delay(job, delay_ms, past, result=unused)
             case Retried(delay_ms=delay_ms, error=error):
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
                 await self._delay(job, delay_ms, past)
             case Stepped():
                 return await self._go_on(job, outcome)
-            case Batched(hop=hop, params=params):
-                message = gathered(job, hop, params, now_ms=self.now_ms(), names=self.names)
+            case Batched(params=params):
+                message = gathered(job, params, now_ms=self.now_ms(), names=self.names)
                 self.failpoints.reach_soon("after_publish")
                 await self.publisher.publish_surely(message, exchange="", routing_key=self.names.batches)
             case Refused(is_repeat=True):
@@ -320,11 +321,17 @@ class Settler:
         )
         await self._delay(job, pause_ms, past, body=None if error is None else b"")
 
-    async def _delay(self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None) -> None:
+    async def _delay(
+        self, job: Job, delay_ms: int, past: HopHeaders, *, body: bytes | None = None, result: bytes | None = None
+    ) -> None:
         first_hop = hop(min(delay_ms, MAX_DELAY_MS), self.names)
         message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
         if body is not None:
             message.body = body
+        if result is not None and job.batch is not None:  # it was not read yet
+            message.body += result
+            header = batch_header(replace(job.batch, result_bytes=len(result)))
+            message.headers = {**message.headers, **header}
         self.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
@@ -340,7 +347,7 @@ class Settler:
             flow=outcome.flow,
         )
         headers = {**_hop_headers(job, past), **first_hop.headers}
-        for of_the_step in (n.RAN_MS, n.DEATHS):
+        for of_the_step in (n.RAN_MS, n.DEATHS, n.BATCH):
             headers.pop(of_the_step, None)
         message = _copy(job, headers, names=self.names)
         message.body, message.content_encoding = outcome.state, None
@@ -386,7 +393,7 @@ def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: N
     return _copy(job, {**_hop_headers(job, hop), **first_hop.headers}, names=names)
 
 
-def gathered(job: Job, batch: BatchHop, params: bytes, *, now_ms: int, names: Names) -> Message:
+def gathered(job: Job, params: bytes, *, now_ms: int, names: Names) -> Message:
     """The copy of a request that is published to `lane.batches`. The JSON for the provider follows the body, unless it
     is the same. A header keeps the routing key, because the key is the queue's name there."""
     body = job.message.body
@@ -394,8 +401,9 @@ def gathered(job: Job, batch: BatchHop, params: bytes, *, now_ms: int, names: Na
     past = HopHeaders(
         attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, hop_ms=now_ms, back_ms=now_ms
     )
-    hop = replace(past, batch=replace(batch, params_bytes=len(tail)))
-    message = _copy(job, {**_hop_headers(job, hop), n.ROUTING_KEY: job.routing_key}, names=names)
+    batch = batch_header(replace(job.batch or BatchHop(), params_bytes=len(tail)))
+    headers = {**_hop_headers(job, past), **batch, n.ROUTING_KEY: job.routing_key}
+    message = _copy(job, headers, names=names)
     message.body = body + tail
     return message
 
@@ -456,7 +464,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         dead_at=job.hop.dead_at,
         flow=hop.flow or job.hop.flow,
         flow_unread=job.hop.flow_unread,
-        batch=hop.batch or job.batch,
+        batch=job.batch,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,
         ran_ms=job.ran_ms,

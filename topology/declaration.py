@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lanekeeper.contract.names import CONTROL_BINDING_KEYS, Names
+from lanekeeper.contract.names import CONTROL_BINDING_KEYS, TICKETS_KEY, Names
 from topology import delays
 from topology.lanes import LaneSpec
 
@@ -189,7 +189,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
                 Binding(exchange, names.webhooks, routing_key=names.webhook_key("#"))
                 for exchange in (names.webhooks, names.due_exchange)
             ),
-            Binding(names.due_exchange, names.tickets, routing_key=names.ticket_key("#")),
+            Binding(names.due_exchange, names.tickets, routing_key=f"{TICKETS_KEY}.#"),
             *(Binding(names.control, names.control, routing_key=key) for key in CONTROL_BINDING_KEYS),
         ),
         namespace=names.namespace,

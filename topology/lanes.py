@@ -13,6 +13,24 @@ GIB = 1024 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """How requests of a lane are gathered for the batches of its providers, which cost half and may take a day."""
+
+    enabled: bool = False
+    count: int = 500
+    bytes: int = 8_000_000
+    """A batch is complete with so many requests, with so many bytes of them, or when its first one has waited for
+    `window_s`."""
+    window_s: float = 20
+    least_s: float = 7200
+    """A request whose deadline is nearer runs live."""
+    promote_s: float = 1800
+    """So long before its deadline, a request leaves its batch and runs live."""
+    first_poll_s: float = 30
+    """A batch is looked at first after this time, then less and less often."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpec:
     """The settings of one lane."""
 
@@ -32,6 +50,7 @@ class LaneSpec:
     models: frozenset[str] | None = None
     max_length: int
     max_length_bytes: int = GIB
+    batches: BatchSpec = BatchSpec()
     side_queues: int = 8
 
     @property
@@ -86,6 +105,7 @@ BATCH = LaneSpec(
     max_attempts=8,
     model="claude-haiku-5-5",
     max_length=1_000_000,
+    batches=BatchSpec(enabled=True),
 )
 
 DEFAULT_LANES: tuple[LaneSpec, ...] = (CRITICAL, NORMAL, BATCH)

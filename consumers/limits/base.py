@@ -47,6 +47,16 @@ class AccountCaps:
 
 
 NO_CAPS = AccountCaps()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """How much of one account may be in batches that have not ended; None: no limit."""
+
+    requests: int = 100_000
+    tokens: int | None = None
+
+
 DEFAULT_SHARES: Mapping[str, float] = MappingProxyType({CRITICAL.name: 0.30, NORMAL.name: 0.20, BATCH.name: 0.05})
 
 

@@ -101,9 +101,10 @@ class Names:
         """The routing key of a webhook's message; its first word is no lane's name."""
         return f"{WEBHOOKS_KEY}.{lane}"
 
-    def ticket_key(self, provider: str) -> str:
+    @property
+    def ticket_key(self) -> str:
         """The routing key of a ticket that comes back from a delay; its first word is no lane's name."""
-        return f"{TICKETS_KEY}.{provider}"
+        return f"{TICKETS_KEY}.batch"
 
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"

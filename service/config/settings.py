@@ -5,7 +5,7 @@ import os
 import re
 import ssl
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,7 @@ from consumers.flows.pipelines import PipelineSpec
 from consumers.flows.schedules import ScheduleSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
-from consumers.limits.base import LEAST_LIMITS, AccountCaps, BudgetSpec, shares_of
+from consumers.limits.base import LEAST_LIMITS, AccountCaps, BatchLimits, BudgetSpec, shares_of
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
@@ -66,11 +66,37 @@ from service.config.value_types import (
     wrong,
 )
 from topology.codec.bounds import ANSWER_BYTES, VALUES
-from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, LaneSpec, nearest
+from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, BatchSpec, LaneSpec, nearest
 
 YEAR_S = 365 * 86_400
 """The highest value, in seconds, that most settings of a duration may have: a year."""
 MOST_RANK = 1_000_000
+
+
+class BatchesSettings(Section):
+    """How a lane's requests are gathered for the batches of its providers, which cost half (docs/batches.md)."""
+
+    enabled: bool = False
+    """Whether requests that can wait are answered in batches, where the provider has them."""
+    count: Number[int] = Field(default=BatchSpec().count, ge=1, le=10_000)
+    """A batch is complete with so many requests."""
+    bytes: Number[int] = Field(default=BatchSpec().bytes, ge=MIB, le=64 * MIB)
+    """A batch is complete with so many bytes of requests. A request of more than a thirty-second part runs live."""
+    window_s: Number[float] = Field(default=BatchSpec().window_s, gt=0, le=600)
+    """A batch is complete when its first request has waited for so long."""
+    least_s: Number[float] = Field(default=BatchSpec().least_s, gt=0, le=YEAR_S)
+    """A request whose deadline is nearer than this runs live."""
+    promote_s: Number[float] = Field(default=BatchSpec().promote_s, gt=0, le=YEAR_S)
+    """So long before its deadline, a request whose batch has not ended runs live."""
+    first_poll_s: Number[float] = Field(default=BatchSpec().first_poll_s, ge=0.1, le=3600)
+    """A batch is looked at first after this time; each further pause is twice as long, up to ten minutes."""
+
+    def disagreements(self) -> Iterator[Disagreement]:
+        if self.promote_s >= self.least_s:
+            yield Disagreement(
+                f"promote_s ({self.promote_s:g}) is not below least_s ({self.least_s:g}): no batch would be waited for",
+                at=(("promote_s",), ("least_s",)),
+            )
 
 
 class LaneSettings(Section):
@@ -120,6 +146,7 @@ class LaneSettings(Section):
     side_queues: Number[int] = Field(ge=0, le=32)
     """The number of queues to which the backlog of a tenant is moved. 0: nothing is moved. After a change run
     `lanekeeper topology apply`."""
+    batches: BatchesSettings = BatchesSettings()
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
@@ -139,12 +166,18 @@ class LaneSettings(Section):
             )
 
     def spec(self, name: str) -> LaneSpec:
-        values = self.model_dump(exclude={"enabled", "providers", "models"})
-        return LaneSpec(name=name, **values, models=None if self.models is None else frozenset(self.models))
+        values = self.model_dump(exclude={"enabled", "providers", "models", "batches"})
+        return LaneSpec(
+            name=name,
+            **values,
+            models=None if self.models is None else frozenset(self.models),
+            batches=BatchSpec(**self.batches.model_dump()),
+        )
 
 
 def _defaults_of(spec: LaneSpec) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in LaneSettings.model_fields if hasattr(spec, name)}
+    values = {name: getattr(spec, name) for name in LaneSettings.model_fields if hasattr(spec, name)}
+    return {**values, "batches": asdict(spec.batches)}
 
 
 _DEFAULT_LANES = {spec.name: _defaults_of(spec) for spec in DEFAULT_LANES}
@@ -166,10 +199,14 @@ def _lane(name: str, given: Any) -> Any:
             like = nearest(DEFAULT_LANES, int(given["rank"]))
         except (KeyError, TypeError, ValueError):
             like = NORMAL
+        like = replace(like, batches=replace(like.batches, enabled=False))
         defaults = {value: default for value, default in _defaults_of(like).items() if value != "rank"}
     # a lane whose slots are set gets no more of them, unless `slots_max` is set as well
     most = {"slots_max": given["slots"]} if "slots" in given else {}
-    return {**defaults, **most, **given}
+    batches = given.get("batches", {})
+    if isinstance(batches, Mapping):
+        batches = {**defaults["batches"], **batches}
+    return {**defaults, **most, **given, "batches": batches}
 
 
 class TlsSettings(Section):
@@ -490,6 +527,11 @@ class LimitsSettings(Section):
     40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
     """The maximum number of calls at the same time, for each class of models. None: no limit. Example: 50"""
+    batch_requests: Number[int] = Field(default=BatchLimits().requests, ge=1)
+    """The most requests in batches that have not ended, for each class of models."""
+    batch_tokens: Number[int] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
+    """The most tokens that such requests are expected to use, for each class of models. None: no limit. Example:
+    50000000"""
 
     def limits(self) -> AccountCaps:
         return AccountCaps(
@@ -498,6 +540,9 @@ class LimitsSettings(Section):
             output_tokens=self.output_tokens_per_min,
             concurrency=self.concurrency,
         )
+
+    def batch_limits(self) -> BatchLimits:
+        return BatchLimits(requests=self.batch_requests, tokens=self.batch_tokens)
 
 
 class ProviderSettings(LimitsSettings):
@@ -767,6 +812,13 @@ class Settings(BaseSettings):
             overflow_s=budget.overflow_s,
             accounts={FIRST: budget.limits(), **{name: other.limits() for name, other in self.providers.items()}},
         )
+
+    def batch_limits(self) -> Mapping[str, BatchLimits]:
+        """For each provider: how much may be in the batches of one of its accounts."""
+        return {
+            FIRST: self.budget.batch_limits(),
+            **{name: each.batch_limits() for name, each in self.providers.items()},
+        }
 
     def routes_spec(self) -> RoutesSpec:
         """Which provider is called for which model. The first provider (that of ANTHROPIC_API_KEY) is included if it

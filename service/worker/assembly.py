@@ -9,6 +9,7 @@ from functools import partial
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
+from consumers.batches.gather import Gatherer, prefetch_of
 from consumers.brake import Brake
 from consumers.claiming import Claiming
 from consumers.clock import now_ms
@@ -21,6 +22,7 @@ from consumers.flows.schedules import Schedules
 from consumers.flows.webhooks import SLOTS as POSTS
 from consumers.flows.webhooks import Posting, Webhooks
 from consumers.gates import (
+    BatchGate,
     BrakeGate,
     BudgetGate,
     CapsGate,
@@ -356,6 +358,7 @@ class Worker:
     lengths: QueueLengths
     dead_letters: DeadLetterLimits
     posting: Posting
+    gatherer: Gatherer
     schedules: Schedules
     simulated: bool
 
@@ -378,8 +381,12 @@ class Worker:
 
     def limitations(self) -> Mapping[str, str]:
         braked = (f"lane {lane.name}" for lane in self.lanes if self.brake.of("lane", lane.name))
-        posting = {} if self.posting.trouble is None else {"webhooks": self.posting.trouble}
-        return {**self.paused_providers(), **dict.fromkeys(braked, "paused by an operator"), **posting}
+        others = {"webhooks": self.posting.trouble, "batches": self.gatherer.trouble}
+        return {
+            **self.paused_providers(),
+            **dict.fromkeys(braked, "paused by an operator"),
+            **{what: why for what, why in others.items() if why is not None},
+        }
 
     def paused_providers(self) -> Mapping[str, str]:
         """The providers that are paused, each with the reason. While another one can be called, the worker is ready."""
@@ -639,6 +646,14 @@ async def assemble(
                 settler=settler,
                 store=store,
             ),
+            gatherer=Gatherer(
+                broker.deliveries(names.batches, prefetch=prefetch_of(lane.batches for lane in all_lanes)),
+                specs={lane.name: lane.batches for lane in all_lanes},
+                publisher=broker.publisher,
+                settler=settler,
+                store=store,
+                pauses=brake,
+            ),
             schedules=Schedules(
                 settings.schedule_specs(),
                 store=store,
@@ -753,9 +768,15 @@ def _handler(
         pipelines=settings.pipelines.keys(),
     )
     brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
-    claim_gate = ClaimGate(claiming)
+    claim_gate, caps_gate = ClaimGate(claiming), budgeting.caps_gate
+    batch_gate = BatchGate(
+        breakers,
+        estimate=budgeting.budget_gate.amounts,
+        has_batches=lambda provider: budgeting.registry.batches(provider) is not None,
+    )
     return Handler(
         gates=(
+            Gate(caps_gate.come_back, caps_gate.end, is_for_models=True),
             Gate(partial(refuse_if_late, breakers=breakers, now_ms=now_ms)),
             Gate(partial(defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),
             Gate(brake_gate.enter),
@@ -763,7 +784,8 @@ def _handler(
             Gate(partial(fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
             Gate(pipelines.enter),
             Gate(partial(await_route, breakers=breakers, now_ms=now_ms, rng=rng), is_for_models=True),
-            Gate(budgeting.caps_gate.enter, budgeting.caps_gate.leave, is_for_models=True),
+            Gate(caps_gate.enter, caps_gate.leave, is_for_models=True),
+            Gate(batch_gate.enter, is_for_models=True),
             Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave, is_for_models=True),
         ),
         attempts=Attempts(

@@ -39,6 +39,7 @@ async def run(
             **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
             "control": worker.control.run(),
             "webhooks": worker.posting.run(),
+            "batches": worker.gatherer.run(),
             "slots": worker.scaling.run(),
         }
         supporting = {
@@ -51,7 +52,7 @@ async def run(
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
-            "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.posting)),
+            "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.posting, worker.gatherer)),
             "topology watch": worker.broker.watch.run(),
         }
         if worker.schedules.specs:
@@ -72,6 +73,7 @@ async def run(
             group.create_task(_stop(worker), name="stop taking"),
             group.create_task(worker.control.stop(), name="stop control"),
             group.create_task(worker.posting.stop(), name="stop webhooks"),
+            group.create_task(worker.gatherer.stop(), name="stop gathering"),
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in worker.activities) if late else 0

@@ -159,7 +159,7 @@ def _declared(place: Place, defaults: Settings) -> tuple[type[BaseModel], FieldI
             kind, node = get_args(annotation)[1], None
         else:
             assert is_section(annotation)
-            kind, node = annotation, getattr(node, step)  # type: ignore[assignment]
+            kind, node = annotation, getattr(node, step, None)  # type: ignore[assignment]
     field = kind.model_fields[place[-1]]
     return kind, field, field.get_default(call_default_factory=True) if node is None else getattr(node, place[-1])
 

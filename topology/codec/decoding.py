@@ -73,6 +73,8 @@ class Request:
     kept: BodyAddress | None = None
     """Where the body is, if it was not fetched yet; then `body` is empty, and `model` and `max_tokens` are the
     lane's."""
+    no_batch: bool = False
+    """It may not be put into a provider's batch."""
     media: Media = NO_MEDIA
     handler: str = ""
     """The handler that is called in place of a model; `body` is then any JSON."""
@@ -208,6 +210,7 @@ def decode(
         deadline_ms=(due_ms or sent.ms) + allowed_ms if flow is None else flow.deadline_ms,
         call_s=allowed_ms / 1000 if headers.long_call else lane.call_timeout_s,
         kept=headers.kept if raw is None else None,
+        no_batch=headers.no_batch or headers.kept is not None,
         media=content.media,
         handler=handler,
         pipeline=pipeline,

@@ -53,6 +53,7 @@ class RequestHeaders:
     pipeline: str | None
     beta: str | None
     kept: BodyAddress | None
+    no_batch: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,6 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     if names.DELAY_MS in headers and names.AT in headers:
         raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
     _check_webhook(headers)  # settling reads it
-    _bool(headers, names.NO_BATCH)  # this version makes no batches
     _ms(headers, names.SENT_MS)  # `published` reads it
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
@@ -203,6 +203,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         pipeline=_pipeline(headers),
         beta=_beta(headers),
         kept=_kept(headers),
+        no_batch=_bool(headers, names.NO_BATCH),
     )
 
 

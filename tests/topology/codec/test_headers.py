@@ -24,6 +24,7 @@ NOTHING = RequestHeaders(
     pipeline=None,
     beta=None,
     kept=None,
+    no_batch=False,
 )
 
 
@@ -52,7 +53,7 @@ def said(**changed: Any) -> RequestHeaders:
         ({"anthropic-beta": "a" * 1024}, said(beta="a" * 1024)),
         ({"anthropic-beta": "context-1m-2026-08-07,files-api"}, said(beta="context-1m-2026-08-07,files-api")),
         ({"x-lane-tenant": "shop"}, NOTHING),
-        ({"x-lane-no-batch": True}, NOTHING),
+        ({"x-lane-no-batch": True}, said(no_batch=True)),
         ({"traceparent": "rubbish", "tracestate": 5, "baggage": None}, NOTHING),
         ({"x-mine": "kept", "timestamp_in_ms": 5}, NOTHING),
         (dict.fromkeys(n.OURS, "forged"), NOTHING),  # a dead letter can be published again as it is

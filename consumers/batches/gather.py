@@ -1,0 +1,320 @@
+"""Gathers the requests of `lane.batches` into tickets (`ticket.py`), each of which becomes one batch of a provider.
+
+Of all workers one consumes the queue, so that batches are full however many there are. A request stays unacknowledged
+until a ticket with it is confirmed. Before that, the store marks it as belonging to the ticket: a request whose mark
+belongs to a ticket that was submitted is not put into another one, because it would be paid twice. It goes back to its
+lane after a while, as do requests that may not wait any longer, or that an operator has paused.
+"""
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from consumers.batches.ticket import Item, Ticket, message_of, pack, parts
+from consumers.brake import Brake
+from consumers.job import Route
+from consumers.state.base import Identity, Store, StoreUnavailable
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import BrokerError, MessageTooLarge
+from lanekeeper.telemetry import logs, signals
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
+from topology.codec.decoding import app_of
+from topology.codec.headers import BatchHop, carried, hop_headers, read_hop, split_tail
+from topology.delays import Hop, hop
+from topology.lanes import BatchSpec
+
+if TYPE_CHECKING:
+    from consumers.settle import Settler
+
+AGAIN_MS: Final = 30_000
+LONGEST_MS: Final = 900_000
+"""A request that another ticket has comes back to its lane after these times: each is twice as long as the one before,
+because the batch may take hours."""
+PAUSED_MS: Final = 1000
+KEPT_MS: Final = 3_600_000
+"""For so long after a request's deadline its mark is kept."""
+AT_ONCE: Final = 64
+BATCHES_IN_HAND: Final = 2
+"""For so many full batches requests are held at a time."""
+log = logs.logger()
+
+
+class _Group(NamedTuple):
+    """The requests that one batch may have together."""
+
+    lane: str
+    provider: str
+    account: str
+    model: str
+    beta: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    delivery: Delivery
+    routing_key: str
+    batch: BatchHop
+    body: bytes
+    params: bytes
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.batch.tenant, self.delivery.message.message_id or "")
+
+    @property
+    def lane(self) -> str:
+        return self.routing_key.partition(".")[0]
+
+    @property
+    def route(self) -> Route:
+        batch = self.batch
+        return Route(provider=batch.provider, model=batch.model, name=batch.model, account=batch.account)
+
+    def message(self, batch: BatchHop, names: Names) -> Message:
+        """As its lane gets it back."""
+        headers = self.delivery.message.headers
+        kept = {**carried(headers, of=names), **hop_headers(replace(read_hop(headers), batch=batch))}
+        return replace(self.delivery.message, body=self.body, exchange="", routing_key="", headers=kept)
+
+
+@dataclass(slots=True, eq=False)
+class _Gathering:
+    """A batch that is not full yet."""
+
+    requests: list[_Request] = field(default_factory=list)
+    bytes: int = 0
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _Back(NamedTuple):
+    request: _Request
+    batch: BatchHop
+    delay_ms: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Gatherer:
+    """Consumes `lane.batches`, also where no lane has batches any more: then it sends back what waits there. `specs`:
+    of each lane, also of those that this worker does not consume."""
+
+    deliveries: Deliveries
+    _: KW_ONLY
+    specs: Mapping[str, BatchSpec]
+    publisher: Publisher
+    settler: "Settler"
+    store: Store
+    pauses: Brake
+    brake: str | None = None
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    """What became of requests: `gathered`; or sent back, because another ticket has them (`repeated`), they are
+    `paused`, or they may not wait any longer (`late`)."""
+    _groups: dict[_Group, _Gathering] = field(default_factory=dict, init=False)
+    _in_hand: dict[int, int] = field(default_factory=dict, init=False)
+    """Of each delivery that is not settled, by its tag: its bytes."""
+    _is_stopping: bool = field(default=False, init=False)
+
+    @property
+    def trouble(self) -> str | None:
+        return self.deliveries.trouble
+
+    @property
+    def is_paused(self) -> bool:
+        return self.deliveries.is_paused
+
+    async def pause(self, reason: str) -> None:
+        await self.deliveries.pause(reason)
+
+    async def resume(self) -> None:
+        await self.deliveries.resume()
+
+    async def stop(self) -> None:
+        self._is_stopping = True
+        await self.deliveries.stop()
+
+    async def run(self) -> None:
+        async with aclosing(self.deliveries.sessions()) as sessions:
+            await self._run(sessions)
+
+    async def _run(self, sessions: AsyncGenerator[Session, None]) -> None:
+        async for session in sessions:
+            self._groups.clear()
+            self._in_hand.clear()
+            try:
+                async with asyncio.TaskGroup() as gathering:
+                    async for delivery in session:
+                        if (request := await self._read(delivery)) is not None:
+                            self._take(request, session, gathering)
+                    for group in list(self._groups):
+                        self._close(group)
+            except* ChannelLost as lost:
+                log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
+
+    async def _read(self, delivery: Delivery) -> _Request | None:
+        message, names = delivery.message, self.settler.names
+        batch, key = read_hop(message.headers).batch, message.headers.get(n.ROUTING_KEY)
+        if message.exchange == "" and batch is not None and isinstance(key, str) and message.message_id:
+            body, tail = split_tail(message.body, batch.params_bytes)
+            batch = replace(batch, params_bytes=0)
+            return _Request(delivery=delivery, routing_key=key, batch=batch, body=body, params=tail or body)
+        try:  # no worker has published it
+            fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=names))
+            fallen.user_id = fallen.expiration = None
+            await self.publisher.publish_surely(fallen, exchange=names.fallen, routing_key="")
+            await self.settler.ack(delivery)
+        except BrokerError:
+            await self.settler.nack_later(delivery)
+        return None
+
+    def _take(self, request: _Request, session: Session, gathering: asyncio.TaskGroup) -> None:
+        batch, spec = request.batch, self.specs.get(request.lane, BatchSpec())
+        group = _Group(request.lane, batch.provider, batch.account, batch.model, batch.beta)
+        if (found := self._groups.get(group)) is None:
+            found = self._groups[group] = _Gathering()
+            gathering.create_task(self._gather(group, found, session, spec), name=f"gather {request.delivery.tag}")
+        found.requests.append(request)
+        size = len(request.delivery.message.body)
+        self._in_hand[request.delivery.tag] = size
+        found.bytes += size
+        if not spec.enabled or len(found.requests) >= spec.count or found.bytes >= spec.bytes:
+            self._close(group)
+        elif (
+            len(self._in_hand) >= self.deliveries.prefetch
+            or sum(each.bytes for each in self._groups.values()) >= BATCHES_IN_HAND * spec.bytes
+        ):  # no more would be delivered, or kept
+            self._close(max(self._groups, key=lambda each: self._groups[each].bytes))
+
+    def _close(self, group: _Group) -> None:
+        self._groups.pop(group).full.set()
+
+    async def _gather(self, group: _Group, found: _Gathering, session: Session, spec: BatchSpec) -> None:
+        try:
+            async with asyncio.timeout(spec.window_s):
+                await found.full.wait()
+        except TimeoutError:
+            if self._groups.get(group) is found:
+                del self._groups[group]
+        deliveries = [request.delivery for request in found.requests]
+        is_done = False
+        try:
+            if not self._is_stopping:
+                await self._flush(group, found.requests, spec)
+                is_done = True
+        except (BrokerError, StoreUnavailable) as error:
+            log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
+        except Exception:  # the queue has no limit of deliveries: its requests must not be lost by a fault of ours
+            log.exception(signals.HANDLER_FAILED, where="gather")
+        for delivery in deliveries:
+            self._in_hand.pop(delivery.tag, None)
+        if is_done:
+            await self.settler.ack_together(session, deliveries, in_hand=self._in_hand.keys())
+        elif self._is_stopping:
+            await asyncio.gather(*map(self.settler.nack, deliveries))
+        else:
+            await asyncio.gather(*map(self.settler.nack_later, deliveries))
+
+    async def _flush(self, group: _Group, requests: Sequence[_Request], spec: BatchSpec) -> None:
+        """Publish a ticket of these requests, and send back those that are not in it. Raises BrokerError,
+        StoreUnavailable."""
+        now_ms, ticket_id = self.settler.now_ms(), secrets.token_hex(12)
+        wanted: dict[Identity, _Request] = {}
+        back: list[_Back] = []
+        for request in requests:
+            if self._is_paused(request):
+                self.counts["paused"] += 1
+                back.append(_Back(request, request.batch, PAUSED_MS))
+            elif not spec.enabled or request.batch.deadline_ms - 1000 * spec.promote_s <= now_ms:
+                self.counts["late"] += 1
+                back.append(_Back(request, replace(request.batch, live=True), 0))
+            elif request.identity in wanted:
+                back.append(self._again(request, spec, now_ms))
+            else:
+                wanted[request.identity] = request
+        if wanted:
+            until_ms = max(request.batch.deadline_ms for request in wanted.values()) + KEPT_MS
+            granted = await self.store.gather(ticket_id, list(wanted), until_ms=until_ms)
+            self.settler.failpoints.reach("after_gather_mark")
+            back += [self._again(wanted[each], spec, now_ms) for each in wanted if each not in granted]
+            await self._publish(ticket_id, group, [wanted[each] for each in wanted if each in granted], now_ms)
+        await self._send_back(back)
+        self.settler.failpoints.reach("after_ticket")
+
+    def _is_paused(self, request: _Request) -> bool:
+        batch, pauses = request.batch, self.pauses
+        return pauses.of("lane", request.lane) is not None or (
+            pauses.of_request(tenant=batch.tenant, app=app_of(request.routing_key), routes=(request.route,)) is not None
+        )
+
+    def _again(self, request: _Request, spec: BatchSpec, now_ms: int) -> _Back:
+        self.counts["repeated"] += 1
+        batch = request.batch
+        left_ms = batch.deadline_ms - round(1000 * spec.promote_s) - now_ms
+        delay_ms = max(0, min(AGAIN_MS << min(batch.tries, 5), LONGEST_MS, left_ms))
+        return _Back(request, replace(batch, tries=batch.tries + 1), delay_ms)
+
+    async def _publish(self, id: str, group: _Group, requests: Sequence[_Request], now_ms: int) -> None:
+        if not requests:
+            return
+        names = self.settler.names
+        items = [
+            Item(
+                number=number,
+                message=request.message(request.batch, names),
+                routing_key=request.routing_key,
+                identity=request.identity,
+                deadline_ms=request.batch.deadline_ms,
+                params=request.params,
+                tokens=request.batch.tokens,
+            )
+            for number, request in enumerate(requests)
+        ]
+        divided = await asyncio.to_thread(list, parts(items))
+        for nth, part in enumerate(divided):
+            ticket = Ticket(
+                id=id if len(divided) == 1 else f"{id}{nth:02x}",
+                account=group.account,
+                provider=group.provider,
+                model=group.model,
+                beta=group.beta,
+                gathered_ms=now_ms,
+                items=part,
+            )
+            message = message_of(ticket, await asyncio.to_thread(pack, ticket))
+            try:
+                await self.publisher.publish_surely(message, exchange="", routing_key=names.tickets)
+            except MessageTooLarge as error:  # the broker was told to take only smaller ones
+                log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
+                live = (requests[item.number] for item in part)
+                await self._send_back([_Back(each, replace(each.batch, live=True), 0) for each in live])
+            else:
+                self.counts["gathered"] += len(part)
+
+    async def _send_back(self, back: Sequence[_Back]) -> None:
+        for begin in range(0, len(back), AT_ONCE):
+            await asyncio.gather(*map(self._send_one_back, back[begin : begin + AT_ONCE]))
+
+    async def _send_one_back(self, back: _Back) -> None:
+        names = self.settler.names
+        message = back.request.message(back.batch, names)
+        first_hop = returning(message, back.delay_ms, now_ms=self.settler.now_ms(), names=names)
+        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=back.request.routing_key)
+
+
+def returning(message: Message, delay_ms: int, *, now_ms: int, names: Names) -> Hop:
+    """Give the message of a request the headers with which it comes back to its lane after this delay. Returns where to
+    publish it."""
+    first_hop = hop(delay_ms, names)
+    times = {n.HOP_MS: now_ms, n.BACK_MS: now_ms + first_hop.delay_ms}
+    message.headers = {**message.headers, **times, **first_hop.headers}
+    return first_hop
+
+
+def prefetch_of(specs: Iterable[BatchSpec]) -> int:
+    """How many requests a worker holds at most."""
+    return BATCHES_IN_HAND * max((spec.count for spec in specs if spec.enabled), default=BatchSpec().count)
