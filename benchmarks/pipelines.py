@@ -59,7 +59,7 @@ async def measure(options: argparse.Namespace) -> None:
                         "all": PipelineSettings(steps=FAN_OUT),
                     },
                     "lanes": {
-                        "batch": {"slots": options.slots, "slots_max": options.slots},
+                        "batch": {"slots": options.slots, "slots_max": options.slots, "batches": {"enabled": False}},
                         # the steps after the first come from the due queue, which has a quarter of the slots
                         "critical": {"slots": 4 * AT_ONCE, "slots_max": 4 * AT_ONCE},
                     },

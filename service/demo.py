@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from math import ceil
@@ -37,7 +37,7 @@ from lanekeeper.requests import Options
 from lanekeeper.telemetry import signals
 from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.loading import simulating, with_broker, with_store
-from service.config.settings import BudgetSettings, CapsSettings, LaneSettings, Settings
+from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, LaneSettings, Settings
 from service.private_broker import private_broker
 from service.side_tasks import beside
 from service.simulated.app import SimulatedAPI, SimulatedOptions
@@ -167,7 +167,7 @@ def _for_demo(settings: Settings) -> Settings:
     has_slots = settings.lanes[BATCH.name].slots_max is not None
     return settings.model_copy(
         update={
-            "lanes": settings.lanes if has_slots else _with_batch_slots(settings, BATCH_SLOTS),
+            "lanes": _live(settings.lanes if has_slots else _with_batch_slots(settings, BATCH_SLOTS)),
             "retry": settings.retry.model_copy(update={"base_s": 0.2, "span_s": 6.0}),
             "budget": BudgetSettings(),
             "handlers": {"cut": HandlerSettings(run=f"{__name__}:{cut.__name__}")},
@@ -180,6 +180,12 @@ def _for_demo(settings: Settings) -> Settings:
 def _with_batch_slots(settings: Settings, slots: int) -> dict[str, LaneSettings]:
     batch = settings.lanes[BATCH.name].model_copy(update={"slots": slots, "slots_max": slots})
     return {**settings.lanes, BATCH.name: batch}
+
+
+def _live(lanes: Mapping[str, LaneSettings]) -> dict[str, LaneSettings]:
+    """These lanes without batches, for which the acts do not wait."""
+    off = BatchesSettings(enabled=False)
+    return {name: lane.model_copy(update={"batches": off}) for name, lane in lanes.items()}
 
 
 # ---- what the acts share ---------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ class Lanekeeper(Contestant):
             "LANEKEEPER_SPEAKERS": user,
             "LANEKEEPER_STORE_URL": f"sqlite:///{place.folder}/store.sqlite",
             "LANEKEEPER_LOG_LEVEL": "warning",
+            "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "false",
             **({"LANEKEEPER_LANES__NORMAL__SLOTS": str(place.slots)} if place.slots else {}),
             "ANTHROPIC_API_KEY": "benchmark",
             "ANTHROPIC_BASE_URL": place.base_url,
