@@ -65,7 +65,8 @@ def parts(*pools: FakePool, watchdog: object = None) -> Worker:
     broker = SimpleNamespace(names=Names(), consuming=NoConnection(), watch=FakePool("watch"))
     settler = SimpleNamespace(claiming=Claiming(MemoryStore()), bodies=SimpleNamespace(own=None))
     fakes: dict[str, Any] = {
-        name: FakePool(name) for name in ("lengths", "control", "dead_letters", "scaling", "watchdog", "posting", "gatherer")
+        name: FakePool(name)
+        for name in ("lengths", "control", "dead_letters", "scaling", "watchdog", "posting", "gatherer")
     }
     fakes["schedules"] = SimpleNamespace(specs=())
     if watchdog is not None:
