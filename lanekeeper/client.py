@@ -231,7 +231,9 @@ class Client:
         if timeout_s is not None:
             check_argument("timeout_s", timeout_s, int, float)
         content: BinaryIO | None = None
-        any_json = options.get("handler") is not None or n.PIPELINE in (options.get("headers") or {})
+        any_json = n.PIPELINE in (options.get("headers") or {}) or any(
+            options.get(name) is not None for name in ("handler", "pipeline")
+        )
         if isinstance(body, (Mapping, bytes)) or (any_json and isinstance(body, (list, tuple, str))):
             given: Json = body
         elif hasattr(body, "read") and not hasattr(body, "encoding"):

@@ -45,6 +45,12 @@ class Options(TypedDict, total=False):
     """The value of the header `anthropic-beta`."""
     handler: str
     """The handler that answers in place of the model (`[handlers.NAME]` of the service); the body is then any JSON."""
+    pipeline: str
+    """The pipeline that is run (`[pipelines.NAME]` of the service); the body, any JSON, is its input."""
+    webhook: str
+    """The URL to which the outcome is posted."""
+    debounce: str
+    """Of several requests with this key only the last one runs, `delay_s` after it; the others end as `superseded`."""
     headers: Mapping[str, Any]
     """Further AMQP headers, such as `traceparent`; they override those of other options."""
     cancel_abandoned: bool
@@ -55,7 +61,8 @@ class Options(TypedDict, total=False):
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "message_id": (str,), "tenant": (str,), "priority": (int,), "deadline_s": (int, float), "delay_s": (int, float),
-    "at": (datetime,), "beta": (str,), "handler": (str,), "headers": (Mapping,), "cancel_abandoned": (bool,),
+    "at": (datetime,), "beta": (str,), "handler": (str,), "pipeline": (str,),
+    "webhook": (str,), "debounce": (str,), "headers": (Mapping,), "cancel_abandoned": (bool,),
     "full_within_s": (int, float),
 }  # fmt: skip
 
@@ -92,8 +99,14 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
         headers[n.DELAY_MS] = round(delay_s * 1000)
     if (at := options.get("at")) is not None:
         headers[n.AT] = at.isoformat()
-    if (beta := options.get("beta")) is not None:
-        headers[n.ANTHROPIC_BETA] = beta
+    for header, text in (
+        (n.ANTHROPIC_BETA, options.get("beta")),
+        (n.PIPELINE, options.get("pipeline")),
+        (n.WEBHOOK, options.get("webhook")),
+        (n.DEBOUNCE, options.get("debounce")),
+    ):
+        if text is not None:
+            headers[header] = text
     if (tenant := options.get("tenant")) is not None and tenant != user:
         headers[n.TENANT] = tenant
     return Message(

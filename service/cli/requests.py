@@ -37,7 +37,13 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id: its mes
 @options.with_settings
 def send(
     settings: "Settings",
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; `-` reads standard input.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT",
+            help="What to ask; `-` reads standard input. For --type and --pipeline JSON, or else a text.",
+        ),
+    ],
     lane: Annotated[
         str | None, typer.Option("--lane", metavar="LANE", help="How urgent it is; default: the most urgent one.")
     ] = None,
@@ -56,6 +62,17 @@ def send(
     id: Annotated[str | None, typer.Option("--id", help="The request's id; default: one is made.")] = None,
     deadline: Annotated[
         float | None, typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s.")
+    ] = None,
+    type: Annotated[
+        str | None, typer.Option("--type", metavar="HANDLER", help="The handler that answers, in place of a model.")
+    ] = None,
+    pipeline: Annotated[str | None, typer.Option("--pipeline", metavar="NAME", help="The pipeline to run.")] = None,
+    webhook: Annotated[
+        str | None, typer.Option("--webhook", metavar="URL", help="Where the outcome is posted.")
+    ] = None,
+    debounce: Annotated[
+        str | None,
+        typer.Option("--debounce", metavar="KEY", help="Of requests with one key only the last runs; needs --delay."),
     ] = None,
     tenant: options.Tenant = None,
     key: Annotated[
@@ -76,6 +93,8 @@ def send(
       lanekeeper send --lane batch --delay 10s --no-wait "Summarise this later."
 
       git diff | lanekeeper send --stream --system "Review this change." -
+
+      lanekeeper send --pipeline ingest '{"text": "…"}'
     """
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
@@ -85,11 +104,26 @@ def send(
         )
     if prompt == "-":
         prompt = _read_stdin()
-    body = _given(prompt=prompt, system=system, model=model, max_tokens=max_tokens)
-    how = _given(priority=priority, message_id=id, tenant=tenant, deadline_s=deadline, delay_s=delay, at=at)
+    about_a_model = _given(system=system, model=model, max_tokens=max_tokens)
+    is_for_a_model = type is None and pipeline is None
+    if about_a_model and not is_for_a_model:
+        raise typer.BadParameter("--system, --model and --max-tokens are for a model, not for --type and --pipeline")
+    body = {"prompt": prompt, **about_a_model} if is_for_a_model else _as_json(prompt)
+    how = _given(
+        priority=priority, message_id=id, tenant=tenant, deadline_s=deadline, delay_s=delay, at=at,
+        handler=type, pipeline=pipeline, webhook=webhook, debounce=debounce,
+    )  # fmt: skip
     key = key or DEFAULT_KEY.format(lane=options.lane_names(settings, [lane or settings.lane_specs()[0].name])[0])
     with _traced(settings) as tracing:
         run(_send(settings, tracing, body, key=key, how=cast("Options", how), wait=wait, stream=stream, json=json))
+
+
+def _as_json(text: str) -> bytes:
+    try:
+        json_text.loads(text)
+    except ValueError:
+        text = json_text.dumps(text)
+    return text.encode()
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -99,7 +133,7 @@ def _given(**values: Any) -> dict[str, Any]:
 async def _send(
     settings: "Settings",
     tracing: "Tracing",
-    body: dict[str, Any],
+    body: dict[str, Any] | bytes,
     *,
     key: str,
     how: "Options",
@@ -271,7 +305,9 @@ async def _warn_if_no_worker(client: "Client", lane: str) -> None:
 
 
 def _print_answer(answer: "Final", *, json: bool) -> None:
-    _print_now(answer.body.decode() if json else answer.text, end="\n")
+    """What a model said; of a handler or a pipeline whose answer is no Message, its JSON."""
+    is_message = isinstance(answer.value, dict) and isinstance(answer.value.get("content"), list)
+    _print_now(answer.text if is_message and not json else answer.body.decode(), end="\n")
 
 
 async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> "Final":

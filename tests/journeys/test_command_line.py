@@ -103,6 +103,32 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(cli: Cli) ->
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
+FLOWS = """
+[handlers.turned]
+run = "own:turned"
+[[pipelines.twice.steps]]
+name = "turn"
+handler = "turned"
+[[pipelines.twice.steps]]
+name = "ask"
+prompt = "{{ turn }}"
+"""
+
+
+async def test_send_calls_handlers_and_runs_pipelines(cli: Cli) -> None:
+    (cli.folder / "lanekeeper.toml").write_text(FLOWS)
+    (cli.folder / "own.py").write_text("async def turned(given):\n    return given[::-1]\n")
+    async with cli.serving("serve"):
+        code, out, _ = await cli("send", "--type", "turned", '["a", 1]')
+        assert (code, out) == (0, '[1,"a"]\n')
+        code, out, _ = await cli("send", "--pipeline", "twice", "abc")
+        assert (code, out) == (0, "echo: cba\n")
+        code, _, err = await cli("send", "--debounce", "k", "--webhook", "https://a.example/h", "x")
+        assert (code, "forbidden_webhook" in err or "x-lane-delay-ms" in err) == (1, True)
+        code, _, err = await cli("send", "--type", "turned", "--model", "m", "x")
+        assert (code, "--model" in err) == (2, True)
+
+
 async def test_a_request_sent_without_waiting_can_be_fetched_and_a_running_one_cancelled(cli: Cli) -> None:
     async with cli.serving("serve"):
         await cli("send", "--no-wait", "--id", "later", "x")

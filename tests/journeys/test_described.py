@@ -143,6 +143,30 @@ async def test_every_message_over_amqp_fits_the_document(vhost: Vhost) -> None:
         assert api.seen >= {"part", "answer", "error", "accepted", "pending", "refused", "deadLetter"}
 
 
+async def test_bodies_of_handlers_and_pipelines_fit_the_documents(vhost: Vhost) -> None:
+    handlers = {"echo": {"run": "tests.support.functions:echo"}}
+    pipelines = {"p": {"steps": [{"name": "s", "handler": "echo"}]}}
+    async with (
+        serving(vhost, handlers=handlers, pipelines=pipelines) as worker,
+        gate(worker) as url,
+        requester(vhost) as app,
+        aiohttp.ClientSession() as session,
+    ):
+        api = AsyncAPI(await fetched(url, "/asyncapi.json"))
+        for properties in ({"message_type": "echo"}, {"headers": {"x-lane-pipeline": "p"}}):
+            Draft202012Validator(api.messages["flowRequest"]["payload"]).validate([1])
+            api.see("flowAnswer", await app.ask([1], **properties))
+        opened = await fetched(url, "/openapi.json")
+        described = {"components": opened["components"]}
+        content = opened["paths"]["/v1/requests"]["post"]["requestBody"]["content"]
+        Draft202012Validator({**content["application/json"]["schema"], **described}).validate([1])
+        async with session.post(f"{url}/v1/requests", json=[1], headers={"x-lane-type": "echo"}) as got:
+            path = (await got.json())["status_url"]
+        status = await fetched(url, f"{path}?wait=20s")
+        assert status["result"] == {"echo": [1]}
+        Draft202012Validator({"$ref": "#/components/schemas/Status", **described}).validate(status)
+
+
 @pytest.mark.slow
 async def test_made_up_calls_through_the_lanes_are_answered_as_the_document_says(vhost: Vhost) -> None:
     paths = {"/v1/messages", "/v1/requests", "/v1/requests/{id}"}

@@ -150,8 +150,9 @@ def test_an_unknown_option_is_an_error_that_names_it_and_those_that_are_known() 
 
 def test_options_become_headers_and_given_headers_override_them() -> None:
     options = Options(
-        deadline_s=1.5, delay_s=0.25, at=datetime(2026, 5, 1, tzinfo=UTC), beta="b", headers={"x-lane-deadline-ms": 7}
-    )
+        deadline_s=1.5, delay_s=0.25, at=datetime(2026, 5, 1, tzinfo=UTC), beta="b", pipeline="p",
+        webhook="https://a.example/h", debounce="k", headers={"x-lane-deadline-ms": 7},
+    )  # fmt: skip
     message = request_message(b"{}", options, stream=True, user="crm")
 
     headers = dict(message.headers)
@@ -162,6 +163,9 @@ def test_options_become_headers_and_given_headers_override_them() -> None:
         "x-lane-delay-ms": 250,
         "x-lane-at": "2026-05-01T00:00:00+00:00",
         "anthropic-beta": "b",
+        "x-lane-pipeline": "p",
+        "x-lane-webhook": "https://a.example/h",
+        "x-lane-debounce": "k",
     }
     assert (message.body, message.priority, message.content_type) == (b"{}", 4, "application/json")
 

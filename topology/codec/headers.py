@@ -361,7 +361,11 @@ def _debounce(headers: Mapping[str, Any]) -> str | None:
 def _check_webhook(headers: Mapping[str, Any]) -> None:
     url = headers.get(names.WEBHOOK)
     if url is not None and not (isinstance(url, str) and len(url) <= ADDRESS_LENGTH and ADDRESS.fullmatch(url)):
-        raise _wrong(names.WEBHOOK, type(url), f"a URL of at most {ADDRESS_LENGTH} characters")
+        kind = {str: "another text", bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+        found = kind.get(type(url), "another value")  # what it says may be a secret
+        raise invalid_request(
+            f"header {names.WEBHOOK}: found {found}, allowed is a URL of at most {ADDRESS_LENGTH} characters"
+        )
 
 
 def _beta(headers: Mapping[str, Any]) -> str | None:
