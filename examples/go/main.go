@@ -1,6 +1,6 @@
 // Lanekeeper over RabbitMQ with amqp091-go alone:
 //
-//	go run . ask|stream "Name three rivers."
+//	go run . ask|stream|publish "Name three rivers."
 //	go run . cancel|result ID
 package main
 
@@ -29,7 +29,7 @@ type answer struct {
 func main() {
 	log.SetFlags(0)
 	if len(os.Args) != 3 {
-		log.Fatal("usage: ask|stream PROMPT, or cancel|result ID")
+		log.Fatal("usage: ask|stream|publish PROMPT, or cancel|result ID")
 	}
 	what, text := os.Args[1], os.Args[2]
 	url := os.Getenv("AMQP_URL")
@@ -54,15 +54,20 @@ func main() {
 	exchange, key := "lane.requests", "critical.examples.go"
 	var body any
 	switch what {
-	case "ask", "stream":
-		log.Print("request ", id) // to cancel it, or to fetch its result
-		body = map[string]any{"max_tokens": 200, "messages": []map[string]string{{"role": "user", "content": text}}}
+	case "ask", "stream", "publish":
+		body = map[string]any{"max_tokens": 1024, "messages": []map[string]string{{"role": "user", "content": text}}}
 		message.Headers = amqp.Table{"x-lane-sent-ms": time.Now().UnixMilli(), "x-lane-stream": what == "stream"}
+		if parent := os.Getenv("TRACEPARENT"); parent != "" { // the request's spans then belong to the caller's trace
+			message.Headers["traceparent"] = parent
+		}
+		if what == "publish" {
+			message.ReplyTo = ""
+		}
 	case "cancel", "result":
 		exchange, key, message.Type = "lane.control", what, what // key and type are the same
 		body = map[string]string{what: text}
 	default:
-		log.Fatalf("%s: ask, stream, cancel or result", what)
+		log.Fatalf("%s: ask, stream, publish, cancel or result", what)
 	}
 	message.Body, err = json.Marshal(body)
 	check(err)
@@ -72,6 +77,10 @@ func main() {
 	check(err)
 	if taken, err := confirm.WaitContext(waiting); err != nil || !taken {
 		log.Fatal("the broker did not confirm the message: the lane may be full; try again later")
+	}
+	if what == "publish" {
+		fmt.Println(id) // to cancel it, or to fetch its result
+		return
 	}
 	for {
 		select {
@@ -103,6 +112,8 @@ func isLast(reply amqp.Delivery) bool {
 	case reply.Headers["x-lane-part"] == "event":
 		fmt.Print(found.Delta.Text)
 		return false
+	case reply.Headers["x-lane-body"] != nil: // this example does not fetch it
+		log.Fatalf("the answer is large: it lies at %s", reply.Headers["x-lane-body"])
 	default: // the whole answer; if it was streamed, it has been printed already
 		if os.Args[1] != "stream" {
 			for _, block := range found.Content {

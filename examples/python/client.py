@@ -3,7 +3,8 @@
     python client.py ask|stream|publish PROMPT
     python client.py cancel|result ID
 
-AMQP_URL is the broker's address, or a gateway's: http(s)://…, with its key in GATEWAY_KEY."""
+AMQP_URL is the broker's address, or a gateway's: http(s)://…, with its key in GATEWAY_KEY. BODIES is the URL of the
+workers' store of large bodies and answers, if they have one."""
 
 import asyncio
 import os
@@ -11,17 +12,18 @@ import sys
 
 from lanekeeper import Client, ControlRefused, Final, NotEnded, Part, Problem
 
-KEY = "normal.examples.client"
+KEY = "critical.examples.client"
+HEADERS = {"traceparent": os.environ["TRACEPARENT"]} if "TRACEPARENT" in os.environ else {}
 
 
 async def main(what: str, text: str) -> None:
     url = os.environ.get("AMQP_URL", "amqp://guest:guest@localhost:5672/")
-    async with Client(url, api_key=os.environ.get("GATEWAY_KEY")) as client:
+    async with Client(url, api_key=os.environ.get("GATEWAY_KEY"), bodies=os.environ.get("BODIES")) as client:
         match what:
             case "ask":
-                print((await client.request({"prompt": text}, key=KEY, deadline_s=60)).text)
+                print((await client.request({"prompt": text}, key=KEY, deadline_s=60, headers=HEADERS)).text)
             case "stream":
-                async for reply in client.stream({"prompt": text}, key=KEY):
+                async for reply in client.stream({"prompt": text}, key=KEY, headers=HEADERS):
                     match reply:
                         case Part(kind="restart"):
                             print("\n[from the beginning]")
@@ -30,7 +32,7 @@ async def main(what: str, text: str) -> None:
                         case Final():
                             print()
             case "publish":
-                print(await client.publish({"prompt": text}, key=KEY))
+                print(await client.publish({"prompt": text}, key=KEY, headers=HEADERS))
             case "cancel":
                 print(await client.cancel(text))
             case "result":

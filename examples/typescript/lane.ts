@@ -1,5 +1,5 @@
 // Lanekeeper over RabbitMQ with amqplib alone:
-//   npm install && npx tsx lane.ts ask|stream "Name three rivers."
+//   npm install && npx tsx lane.ts ask|stream|publish "Name three rivers."
 //   npx tsx lane.ts cancel|result ID
 import { randomUUID } from "node:crypto";
 import amqp from "amqplib";
@@ -20,21 +20,25 @@ const properties = {
   priority: 5,
   messageId: id,
   correlationId: id,
-  replyTo: directReplyTo,
+  replyTo: what === "publish" ? undefined : directReplyTo,
 };
 if (what === "cancel" || what === "result") {
   const body = JSON.stringify({ [what]: text });
   channel.publish("lane.control", what, Buffer.from(body), { ...properties, type: what }); // key and type are the same
 } else {
-  console.error(`request ${id}`); // to cancel it, or to fetch its result
-  const body = JSON.stringify({ max_tokens: 200, messages: [{ role: "user", content: text }] });
+  const body = JSON.stringify({ max_tokens: 1024, messages: [{ role: "user", content: text }] });
   channel.publish("lane.requests", "critical.examples.typescript", Buffer.from(body), {
     ...properties,
-    headers: { "x-lane-sent-ms": Date.now(), "x-lane-stream": what === "stream" },
+    headers: {
+      "x-lane-sent-ms": Date.now(),
+      "x-lane-stream": what === "stream",
+      traceparent: process.env.TRACEPARENT, // the request's spans then belong to the caller's trace
+    },
   });
 }
 await channel.waitForConfirms(); // rejects if the lane is full
-await ended;
+if (what === "publish") console.log(id); // to cancel it, or to fetch its result
+else await ended;
 await connection.close();
 
 /** Prints a reply, and returns whether it is the last one. */
@@ -55,6 +59,9 @@ function isLast(reply: amqp.ConsumeMessage): boolean {
   } else if (headers["x-lane-control"]) {
     // accepted: recorded, told, ended or unseen; pending: running, waiting or unknown
     console.log(found.outcome ?? found.status, found.due_at ?? "");
+  } else if (headers["x-lane-body"]) {
+    console.error(`the answer is large: it lies at ${headers["x-lane-body"]}`); // this example does not fetch it
+    process.exitCode = 1;
   } else {
     const whole = found.content.map((block: { text?: string }) => block.text ?? "").join("");
     console.log(what === "stream" ? "" : whole); // a streamed answer has been printed already

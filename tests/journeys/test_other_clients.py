@@ -1,7 +1,5 @@
-"""Other AMQP clients: pika, amqp-tools in a shell, and the examples of docs/clients.md.
-
-Examples in Python are run. Go, TypeScript and Java are run by hand, as the table in docs/clients.md tells: their tools
-download what they need."""
+"""Other AMQP clients: pika, amqp-tools in a shell, and the examples in Python. `./dev interop` runs those in all
+languages."""
 
 import asyncio
 import json
@@ -167,13 +165,13 @@ async def run(vhost: Vhost, example: str, *line: str) -> tuple[int | None, str, 
 async def test_the_python_examples_send_and_stream(vhost: Vhost) -> None:
     async with serving(vhost):
         asked = await asyncio.gather(
-            run(vhost, "ask.py", "three rivers"),
-            run(vhost, "stream.py", "three rivers"),
+            run(vhost, "lane.py", "ask", "three rivers"),
+            run(vhost, "lane.py", "stream", "three rivers"),
             run(vhost, "client.py", "ask", "three rivers"),
             run(vhost, "client.py", "stream", "three rivers"),
         )
 
-    assert list(asked) == [(0, "echo: three rivers\n", "")] * 4
+    assert [(code, out) for code, out, _ in asked] == [(0, "echo: three rivers\n")] * 4
 
 
 async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
@@ -181,16 +179,16 @@ async def test_the_python_examples_fetch_and_cancel(vhost: Vhost) -> None:
         code, out, _ = await run(vhost, "client.py", "publish", "slow [[latency: 110s]]")
         id = out.strip()
         await until(lambda: worker.calls("slow"))
-        code, out, _ = await run(vhost, "control.py", "result", id)
+        code, out, _ = await run(vhost, "lane.py", "result", id)
         assert (code, out.strip()) == (0, "running")
         code, _, err = await run(vhost, "client.py", "result", id)
         assert (code, "running" in err) == (1, True)
-        code, out, _ = await run(vhost, "control.py", "cancel", id)
+        code, out, _ = await run(vhost, "lane.py", "cancel", id)
         assert (code, out.strip()) == (0, "told")
         await until(lambda: worker.calls("slow")[0].outcome == "client_gone")
         assert await run(vhost, "client.py", "cancel", id) == (0, "ended\n", "")
 
-        code, _, err = await run(vhost, "control.py", "result", id)
+        code, _, err = await run(vhost, "lane.py", "result", id)
         assert (code, err) == (1, "Cancelled: cancelled by its owner while it ran\n")
-        code, _, err = await run(vhost, "control.py", "result", "no id")
+        code, _, err = await run(vhost, "lane.py", "result", "no id")
         assert (code, "can be no request's id" in err) == (1, True)

@@ -4,6 +4,7 @@ import com.rabbitmq.client.AMQP.BasicProperties;
 import com.rabbitmq.client.ConnectionFactory;
 import com.rabbitmq.client.Delivery;
 import java.nio.charset.StandardCharsets;
+import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.UUID;
@@ -16,7 +17,7 @@ import org.json.JSONObject;
  * Lanekeeper over RabbitMQ with amqp-client alone:
  *
  * <pre>
- * mvn -q compile exec:java -Dexec.args="ask 'Name three rivers.'"     or stream
+ * mvn -q compile exec:java -Dexec.args="ask 'Name three rivers.'"     or stream, publish
  * mvn -q compile exec:java -Dexec.args="cancel ID"                    or result
  * </pre>
  */
@@ -45,17 +46,21 @@ public final class Lane {
               .priority(5)
               .messageId(id)
               .correlationId(id)
-              .replyTo(DIRECT_REPLY_TO);
+              .replyTo(what.equals("publish") ? null : DIRECT_REPLY_TO);
       JSONObject body;
       if (isControl) {
         properties.type(what); // the same as the routing key
         body = new JSONObject().put(what, text);
       } else {
-        System.err.println("request " + id); // to cancel it, or to fetch its result
-        properties.headers(
-            Map.of("x-lane-sent-ms", System.currentTimeMillis(), "x-lane-stream", what.equals("stream")));
+        var headers = new HashMap<String, Object>();
+        headers.put("x-lane-sent-ms", System.currentTimeMillis());
+        headers.put("x-lane-stream", what.equals("stream"));
+        if (System.getenv("TRACEPARENT") != null) { // the request's spans then belong to the caller's trace
+          headers.put("traceparent", System.getenv("TRACEPARENT"));
+        }
+        properties.headers(headers);
         var message = new JSONObject().put("role", "user").put("content", text);
-        body = new JSONObject().put("max_tokens", 200).put("messages", List.of(message));
+        body = new JSONObject().put("max_tokens", 1024).put("messages", List.of(message));
       }
       channel.basicPublish(
           isControl ? "lane.control" : "lane.requests",
@@ -64,12 +69,17 @@ public final class Lane {
           body.toString().getBytes(StandardCharsets.UTF_8));
       channel.waitForConfirmsOrDie(30_000); // throws if the lane is full
 
+      if (what.equals("publish")) {
+        System.out.println(id); // to cancel it, or to fetch its result
+        return;
+      }
       Delivery reply;
       do {
         reply = replies.poll(2, TimeUnit.MINUTES);
       } while (reply != null && !isLast(reply, what.equals("stream")));
       if (reply == null) {
         System.err.println("no answer within two minutes");
+        System.exit(1);
       }
     }
   }
@@ -87,10 +97,14 @@ public final class Lane {
       System.out.flush();
     } else if (control.equals("error") || text(headers.get("x-lane-status")).equals("error")) {
       System.err.println(found.getString("title") + ": " + found.getString("detail"));
+      System.exit(1);
     } else if (control.equals("accepted")) { // recorded, told, ended or unseen
       System.out.println(found.getString("outcome"));
     } else if (control.equals("pending")) { // running, waiting or unknown
       System.out.println(found.getString("status") + " " + found.optString("due_at"));
+    } else if (headers.containsKey("x-lane-body")) { // this example does not fetch it
+      System.err.println("the answer is large: it lies at " + headers.get("x-lane-body"));
+      System.exit(1);
     } else if (streamed) { // the whole answer, which has been printed
       System.out.println();
     } else {
