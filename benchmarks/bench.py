@@ -153,13 +153,8 @@ COLUMNS = {
 def tables(found: Results) -> str:
     """All tables: conditions, aims, all contestants side by side."""
     rows = ("floor", OURS, STORELESS, TRACED, *(peer.name for peer in PEERS))
-    parts = (
-        report.head(found, COMMAND, ABOUT),
-        report.aims(found, AIMS),
-        report.side_by_side(found, rows, COLUMNS),
-        report.missing(found),
-    )
-    return "\n\n".join(part for part in parts if part)
+    told = (report.aims(found, AIMS), report.side_by_side(found, rows, COLUMNS))
+    return report.page(found, report.head(found, COMMAND, ABOUT), *told)
 
 
 async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float = math.inf) -> None:

@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -103,15 +104,9 @@ def contestants(on: Stage) -> dict[str, Asking]:
             yield own
 
     @asynccontextmanager
-    async def no_gate(base_url: str) -> AsyncIterator[Rival]:
+    async def direct(base_url: str, *, slots: Mapping[str, asyncio.Semaphore]) -> AsyncIterator[Rival]:
         async with _session() as session:
-            yield Rival(session, f"{base_url}/v1/messages", _slots())
-
-    @asynccontextmanager
-    async def semaphore(base_url: str) -> AsyncIterator[Rival]:
-        async with _session() as session:
-            one = asyncio.Semaphore(AT_ONCE)
-            yield Rival(session, f"{base_url}/v1/messages", dict.fromkeys(_slots(), one))
+            yield Rival(session, f"{base_url}/v1/messages", slots)
 
     def proxy(further: str) -> Asking:
         @asynccontextmanager
@@ -125,8 +120,13 @@ def contestants(on: Stage) -> dict[str, Asking]:
 
         return made
 
-    known: dict[str, Asking] = {"lanekeeper": ours, "nogate": no_gate, "semaphore": semaphore}
-    return {**known, "litellm": proxy(""), "litellm-strict": proxy(litellm.STRICT)}
+    return {
+        "lanekeeper": ours,
+        "nogate": partial(direct, slots=_slots()),
+        "semaphore": partial(direct, slots=dict.fromkeys(_slots(), asyncio.Semaphore(AT_ONCE))),
+        "litellm": proxy(""),
+        "litellm-strict": proxy(litellm.STRICT),
+    }
 
 
 async def spend(on: Stage, asking: Asking, *, seconds: float) -> dict[str, float]:
@@ -182,7 +182,7 @@ async def main(seconds: float, only: list[str]) -> None:
             runs.append(found.add("budget", name, 0, spend(on, asking, seconds=seconds)))
         await asyncio.gather(*runs)
         names = list(contestants(on))
-    print(report.side_by_side(found, names, COLUMNS), report.missing(found), sep="\n\n")
+    print(report.page(found, report.side_by_side(found, names, COLUMNS)))
 
 
 if __name__ == "__main__":

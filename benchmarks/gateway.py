@@ -166,13 +166,8 @@ COLUMNS = {
 
 def tables(found: Results) -> str:
     """The results as Markdown: the conditions, the aims, and each contestant's medians."""
-    parts = (
-        report.head(found, COMMAND),
-        report.aims(found, AIMS),
-        report.side_by_side(found, (DIRECT, OURS, PEER), COLUMNS),
-        report.missing(found),
-    )
-    return "\n\n".join(part for part in parts if part)
+    told = (report.aims(found, AIMS), report.side_by_side(found, (DIRECT, OURS, PEER), COLUMNS))
+    return report.page(found, report.head(found, COMMAND), *told)
 
 
 if __name__ == "__main__":

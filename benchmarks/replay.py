@@ -1,7 +1,7 @@
 """Replays recorded traffic against the budget gate, in virtual time. The recording is half an hour of chat and of code
 completion.
 
-    ./dev bench replay [--quick] [--scenario full-104,1s-104] [--plot FILE.svg]
+    ./dev bench replay [--quick] [--scenario full-104,1s-104]
 
 A quarter of the recorded chat requests is sent as critical, a quarter of the code completion requests as normal, and
 batch jobs of the size of chats always wait. The provider's limits have the ratio 180 requests : 240,000 input tokens :
@@ -15,10 +15,9 @@ In the scenarios `weather-12` and `narrow-4` the load is steady and the provider
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from benchmarks.harness.report import aligned
-from benchmarks.replaying import guarantees, plot
+from benchmarks.replaying import guarantees
 from benchmarks.replaying.replay import run
 from benchmarks.replaying.result import Result, Spread
 from benchmarks.replaying.scenarios import LANES, LARGEST, QUICK, SCENARIOS
@@ -89,28 +88,14 @@ def _short(found: Spread) -> str:
     return " / ".join(f"{value:.2f}" for value in (found.p50, found.p95, found.p99))
 
 
-def picture(result: Result) -> str:
-    """The wait of each critical request by when it came: first come, first served, and with Lanekeeper."""
-    asks = [ask for ask in result.of(LANES[0]) if ask.counts]
-    served = guarantees.without_reserves(result, by_lane=False)[LANES[0]]
-    drawn = {
-        "first come, first served": [(ask.arrived_s, wait_s) for ask, wait_s in zip(asks, served, strict=True)],
-        "Lanekeeper": [(ask.arrived_s, ask.wait_s) for ask in asks if ask.wait_s is not None],
-    }
-    title = f"Wait of each critical request by when it came ({result.scenario.name})"
-    return plot.svg(title, result.load.ends_s, drawn)
-
-
-def main(names: Sequence[str], drawn: Path | None) -> None:
-    """Run scenarios and print their tables; draw the first one."""
+def main(names: Sequence[str]) -> None:
+    """Run scenarios and print their tables."""
     began_s = time.monotonic()
     results = [run(SCENARIOS[name]) for name in names]
     if recorded := [each for each in results if each.scenario.steady is None]:
         print(waits(recorded), bounds(recorded), "", sep="\n\n")
     if steady := [each for each in results if each.scenario.steady is not None]:
         print(overloads(steady))
-    if drawn is not None:
-        drawn.write_text(picture(results[0]))
     print(f"\n{len(results)} scenarios in {time.monotonic() - began_s:.1f} s")
 
 
@@ -125,7 +110,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=", ".join(QUICK))
     parser.add_argument("--scenario", type=_names, help=", ".join(SCENARIOS))
-    parser.add_argument("--plot", type=Path, help="the waits of critical in the first scenario, as SVG")
     given = parser.parse_args()
     every = [name for name in SCENARIOS if name != LARGEST]
-    main(given.scenario or (QUICK if given.quick else every), given.plot)
+    main(given.scenario or (QUICK if given.quick else every))

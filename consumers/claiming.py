@@ -118,10 +118,8 @@ class Claiming:
 
     async def release(self, job: Job, *, due_ms: int | None = None, step: str = "") -> None:
         """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
-        delivery; None if unknown. `step`: where its pipeline stands, for those who ask.
-
-        If that takes long, or the caller is cancelled, the release continues in the background, because the store
-        counts a worker as dead if its claim ends without a release.
+        delivery; None if unknown. `step`: where its pipeline stands, for those who ask. If that takes
+        long, or the caller is cancelled, it goes on in the background.
         """
         if job.claim is None:
             return

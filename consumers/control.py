@@ -1,12 +1,5 @@
-"""Answers control messages, with which clients cancel a request or fetch its result, and operators pause and resume:
-
-cancel      {"cancel": "<message_id>", "tenant": "…"}       `tenant` may be left out
-result      {"result": "<message_id>", "tenant": "…"}
-pause       {"pause": {"kind": "tenant", "name": "crm", "until": "…", "who": "…", "why": "…"}}
-resume      {"resume": "<id of a pause>"}
-pauses      {}
-change      This command is refused, because it is not available in this version.
-status      Every worker answers this command: each gets it from a queue of its own (service/worker/running.py).
+"""Answers control messages, with which clients cancel a request or fetch its result, and operators pause and resume
+(docs/contract.md, "Control"). Every worker answers `status`, from a queue of its own (service/worker/running.py).
 
 The routing key and the property `type` of a message both name the command. The brake's commands (`pause`, `resume`,
 `pauses`) are accepted only from users in the setting `control.operators`, because a client that may cancel its own

@@ -152,10 +152,6 @@ class Client:
 
         If this call is cancelled, the request is cancelled too (see `cancel_abandoned`). The cancellation is then
         stored as the outcome of this request id, so a new try needs a new id.
-
-        If the connection is lost while the client waits, it reconnects and fetches the result by the request's id. If
-        the user may not fetch results, the client publishes the request again instead. It also does so if the caller
-        chose the id, because only a publish detects that the id was used before with another body.
         """
         outgoing = self._outgoing(body, key, options, stream=False, timeout_s=timeout_s)
         try:

@@ -99,8 +99,7 @@ async def tell_story(settings: Settings) -> bool:
             act("Anthropic's SDK, through the gateway, among batch jobs")
             show("the SDK", *await by_sdk(settings, client, api, folder=Path(folder)))
         act("two providers, of which the first goes down and comes back")
-        down = await outage(settings)
-        show("the outage", down.text, down.is_well)
+        show("the outage", *await outage(settings))
         act(
             f"a provider that allows {ACCOUNT.requests_per_minute} requests a minute, {BUDGET_JOBS} batch "
             "jobs and a critical request now and then; the same without a gate"
@@ -590,36 +589,9 @@ DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 CALLS_MOST = 1.5
 
 
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """What requesters and providers saw of the outage."""
-
-    asked: int
-    answered: int
-    elsewhere: int
-    calls: int
-    breaker: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return (
-            f"a provider down: {self.asked - self.answered} of {self.asked} requests lost, {self.elsewhere} answered "
-            f"by the next, {self.calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "
-            f"{', '.join(self.breaker) or 'closed all the time'}"
-        )
-
-    @property
-    def calls_per_answer(self) -> float:
-        return self.calls / max(1, self.answered)
-
-    @property
-    def is_well(self) -> bool:
-        closed_again = self.breaker[:1] == ("open",) and self.breaker[-1:] == ("closed",)
-        return self.answered == self.asked and self.calls_per_answer <= CALLS_MOST and closed_again
-
-
-async def outage(settings: Settings) -> Outage:
-    """Ask all the time, while the first of two providers fails and then works again."""
+async def outage(settings: Settings) -> tuple[str, bool]:
+    """Ask all the time, while the first of two providers fails and then works again. Returns what requesters and
+    providers saw, and whether all was answered with few calls and the breaker closed again."""
     log = io.StringIO()
     tasks: list[asyncio.Task[Final | None]] = []
     async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second, asyncio.TaskGroup() as group:
@@ -647,14 +619,18 @@ async def outage(settings: Settings) -> Outage:
                 asking.cancel()
                 finals = await asyncio.gather(*tasks)
         calls = first.stats()["calls"] + second.stats()["calls"]
+    answers = [final for final in finals if final is not None]
+    calls_per_answer = calls / max(1, len(answers))
+    elsewhere = sum(final.provider == "simulated-2" for final in answers)
     events = [json.loads(line) for line in log.getvalue().splitlines()]
-    return Outage(
-        asked=len(finals),
-        answered=sum(final is not None for final in finals),
-        elsewhere=sum(final is not None and final.provider == "simulated-2" for final in finals),
-        calls=calls,
-        breaker=tuple(event["state"] for event in events if event["event"] == signals.BREAKER_CHANGED),
+    breaker = [event["state"] for event in events if event["event"] == signals.BREAKER_CHANGED]
+    text = (
+        f"a provider down: {finals.count(None)} of {len(finals)} requests lost, {elsewhere} answered by the next, "
+        f"{calls_per_answer:.2f} calls an answer (at most {CALLS_MOST:g}), its breaker "
+        f"{', '.join(breaker) or 'closed all the time'}"
     )
+    closed_again = breaker[:1] == ["open"] and breaker[-1:] == ["closed"]
+    return text, None not in finals and calls_per_answer <= CALLS_MOST and closed_again
 
 
 # ---- what is shown, in 80 columns ------------------------------------------------------------------------------------

@@ -66,10 +66,7 @@ class LaneStatus:
     """How many requests of the lane's intake queue (new requests) all workers together can work on at the same time.
     This includes slots that other lanes have lent, and slots that were added because requests waited too long."""
     due_slots: int | None
-    """How many requests of the lane's due queue (retried and delayed requests) all workers together can work on at the
-    same time. `slots` does not include these."""
     extra_slots: int | None
-    """How many of the lane's `slots` are lent by other lanes or were added because its requests waited too long."""
     slots_limit: str | None
     """The limit because of which the lane gets no more slots although its requests wait too long: `slots_max`, or a
     limit of the provider (rpm, itpm, otpm, …: requests, input tokens, output tokens a minute). None: its requests do
@@ -87,8 +84,6 @@ class LaneStatus:
     deferred_for: Mapping[str, int] | None
     delayed: int | None
     delayed_for: Mapping[str, Mapping[str, int]] | None
-    """The same by reason (`retry`, or those of `deferred_for`): `count`, and in how many seconds the last of them is
-    due (`last_in_s`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +99,6 @@ class Status:
     paused: tuple[str, ...] = ()
     pauses: tuple[Mapping[str, str | None], ...] = ()
     schedules: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
-    """The schedules by name: `cron`, `timezone`, `key`, `missed`, `next`; `last`: the id of the last request; `paused`:
-    why."""
     breakers: tuple[str, ...] = ()
     spent: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What lanes and tenants have used since the workers started. The keys are "lane" or "tenant", then the name of a
@@ -118,18 +111,9 @@ class Status:
     in_delays: int | None = None
     dead: int | None = None
     undelivered: int = 0
-    """How many replies, since the workers started, were given up because their queue was full for a minute. The results
-    can still be fetched by the requests' ids."""
     dead_letters: Mapping[str, int] = field(default_factory=dict)
-    """Counts since the workers started. `exported` and `dropped`: dead letters that exceeded a limit and were removed,
-    with or without writing them to a file. `unparked`: invalid messages that were answered, but not kept as dead
-    letters."""
     control: Mapping[str, int] = field(default_factory=dict)
-    """Counts since the workers started. `refused`: control messages that were refused. `unanswered`: control messages
-    that could not be answered. `displaced`: cancellations of ids that no worker had seen, which the store deleted
-    because their tenant sent newer ones and had too many."""
     webhooks: Mapping[str, int] = field(default_factory=dict)
-    """Posts to webhooks since the workers started, by how they ended; `running`: now."""
     failures: tuple[Mapping[str, Any], ...] = ()
     simulated: tuple[str, ...] = ()
 

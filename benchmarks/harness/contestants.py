@@ -21,7 +21,7 @@ REPLIES: Final = f"{NAMES.reply_prefix}nobody"
 ONLY_REPLIES: Final = Topology(exchanges=(), queues=(Queue(REPLIES),), bindings=())
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Place:
     """The parameters of a worker: URLs, a folder for this run, its number of slots, and the port that it listens on."""
 
@@ -119,11 +119,7 @@ class Lanekeeper(Contestant):
 
 
 FLOOR: Final = Floor(
-    name="floor",
-    queue="bench.floor",
-    command=("-m", "benchmarks.floor", "work"),
-    fills=PLAIN,
-    asks=PLAIN,
+    name="floor", queue="bench.floor", command=("-m", "benchmarks.floor", "work"), fills=PLAIN, asks=PLAIN
 )
 
 

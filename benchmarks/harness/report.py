@@ -76,6 +76,11 @@ def missing(found: Results) -> str:
     return "\n".join(told)
 
 
+def page(found: Results, *parts: str) -> str:
+    """The parts that are not empty, and what is missing."""
+    return "\n\n".join(part for part in (*parts, missing(found)) if part)
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """The rows as an aligned Markdown table; the first is its head."""
     widths = [max(len(row[each]) for row in rows) for each in range(len(rows[0]))]

@@ -30,7 +30,7 @@ class Spoiled(Exception):
     """A run lost or repeated a request, or did not end, so it yields no figure."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """Broker, provider and its log of calls. Only one run at a time may use them."""
 
@@ -67,14 +67,7 @@ class Stage:
         return {**who.environment(self._place(self.folder, 1)), "PYTHONPATH": str(ROOT)}
 
     def _place(self, folder: Path, slots: int, base_url: str | None = None, port: int = 0) -> Place:
-        return Place(
-            amqp_url=self.amqp_url,
-            base_url=base_url or self.base_url,
-            redis_url=self.redis_url,
-            folder=folder,
-            slots=slots,
-            port=port,
-        )
+        return Place(self.amqp_url, base_url or self.base_url, self.redis_url, folder, slots=slots, port=port)
 
     @asynccontextmanager
     async def workers(
@@ -219,11 +212,4 @@ async def stage() -> AsyncIterator[Stage]:
             Connection(url, name="benchmark") as connection,
             provider(folder, most=MOST) as (base_url, call_log),
         ):
-            yield Stage(
-                connection=connection,
-                amqp_url=url,
-                base_url=base_url,
-                redis_url=redis_url,
-                call_log=call_log,
-                folder=folder,
-            )
+            yield Stage(connection, url, base_url, redis_url, call_log, folder)

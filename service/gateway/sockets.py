@@ -1,19 +1,5 @@
-"""`GET /v1/ws`: submit, follow and cancel many requests on one connection. The client's messages:
-
-    {"type": "submit", "body": {…}, "id": "…", "headers": {"x-lane-name": "batch"}, "subscribe": true, "ref": "…"}
-    {"type": "subscribe", "id": "…", "after": 0, "ref": "…"}
-    {"type": "unsubscribe", "id": "…", "ref": "…"}
-    {"type": "cancel", "id": "…", "ref": "…"}
-
-`type` is required in all messages, `body` in `submit`, and `id` in the others. If a message has a `ref`, the answer
-contains the same `ref`. The gateway sends answers, and the entries of followed requests, with the numbers and kinds
-that `GET /v1/requests/{id}/events` sends too:
-
-    {"type": "submitted", "id": "…", "status_url": "…", "events_url": "…", "ref": "…"}
-    {"type": "subscribed" | "unsubscribed", "id": "…", "ref": "…"}
-    {"type": "cancelling", "id": "…", "outcome": "…", "ref": "…"}
-    {"type": "entry", "id": "…", "number": 3, "kind": "event", "data": {…}}
-    {"type": "problem", "id": "…", "problem": {…}, "ref": "…"}
+"""`GET /v1/ws`: submit, follow and cancel many requests on one connection (docs/gateway.md; asyncapi.yaml has the
+messages). An entry has the number and the kind that `GET /v1/requests/{id}/events` gives it too.
 
 When a connection ends, nothing is cancelled: the requests that it submitted go on, and can be followed on another
 connection.

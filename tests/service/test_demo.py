@@ -1,15 +1,14 @@
-"""The demo's acts about the budget and about a provider that is down fail if a promise is not kept."""
+"""The demo's act about the budget fails if a promise is not kept."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from service.demo import Outage, Spending
+from service.demo import Spending
 
 SPENT = Spending(waits_ms=[10] * 20, answered=75, refused=0, calls=75, used=0.94)
 UNGATED = Spending(used=1.02)
-NOTICED_BY_NOBODY = Outage(asked=100, answered=100, elsewhere=60, calls=130, breaker=("open", "probing", "closed"))
 
 
 @pytest.mark.parametrize(
@@ -27,13 +26,3 @@ def test_a_busy_machine_is_no_fault_of_the_budget_act() -> None:
     slow = replace(SPENT, waits_ms=[3000] * 20)
     assert slow.is_well(replace(UNGATED, waits_ms=[10_000] * 20))
     assert not slow.is_well(replace(UNGATED, waits_ms=[8000] * 20))
-
-
-@pytest.mark.parametrize(
-    "broken", [{"answered": 99}, {"calls": 151}, {"breaker": ()}, {"breaker": ("open", "probing", "open")}]
-)
-def test_the_outage_act_passes_only_if_all_is_answered_with_few_calls_and_the_breaker_closes(
-    broken: dict[str, Any],
-) -> None:
-    assert NOTICED_BY_NOBODY.is_well
-    assert not replace(NOTICED_BY_NOBODY, **broken).is_well
