@@ -213,3 +213,9 @@ def _kept(what: str, version: str) -> dict[str, str]:
         return keeper.ask(os.environ[keeper.FOLDER], what, version)
     except Unavailable as error:
         pytest.fail(str(error))
+
+
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty current folder."""
+    monkeypatch.chdir(tmp_path)

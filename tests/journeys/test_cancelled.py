@@ -108,26 +108,15 @@ async def test_a_request_that_arrives_after_its_cancellation_is_answered_cancell
 
 
 MALFORMED = {
-    "no body": b"",
     "not JSON": b"\xff{",
-    "deep": b"[" * 3000,
-    "a list": b"[]",
-    "a number": b"1",
     "no id": b"{}",
-    "an empty id": b'{"cancel": ""}',
     "an id that is no string": b'{"cancel": {"a": 1}}',
-    "null": b'{"cancel": null}',
     "a huge id": json.dumps({"cancel": "x" * 100_000}).encode(),
-    "a huge body": json.dumps({"cancel": "m-1", "more": "x" * 1_000_000}).encode(),
-    "an odd tenant": b'{"cancel": "m-1", "tenant": 3}',
     "a forged tenant": b'{"cancel": "m-1", "tenant": "acme"}',
 }
 
 
-ODD = [
-    ("cancel", None), ("cancel", ""), ("cancel", "reboot"), ("cancel", "result"), ("cancel", "status"),
-    ("cancel.twice", "cancel"), ("status", "cancel"), ("cancle", "cancle"), ("", None), ("change", "change"),
-]  # fmt: skip
+ODD = [("cancel", None), ("cancel", "result"), ("cancel.twice", "cancel"), ("cancle", "cancle"), ("", None)]
 """Pairs of a routing key and a type."""
 
 

@@ -20,9 +20,7 @@ async def finding(what: str, **environ: str) -> Finding:
     return next(each for each in findings if each.what == what)
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 async def test_a_writable_store_is_reported_as_ok_and_only_it_and_the_folder_of_bodies_are_made(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Lanes of one's own: how they are declared, what they have by default, and which settings are refused."""
 
-from pathlib import Path
-
 import pytest
 
 from consumers.limits.base import DEFAULT_SHARES
@@ -13,9 +11,7 @@ from topology.lanes import DEFAULT_LANES
 VIP = {"LANEKEEPER_LANES__VIP__RANK": "5"}
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_a_rank_declares_a_lane_which_is_like_the_nearest_default_lane() -> None:

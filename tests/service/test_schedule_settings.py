@@ -1,16 +1,12 @@
 """Schedules in the settings, and which of them are refused."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.support.settings import load, wrong
 
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_a_schedule_is_set_in_a_file_or_in_the_environment() -> None:

@@ -13,10 +13,7 @@ from tests.support.settings import lane, load, wrong
 SECRET = "s3cret"
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_one_field_of_a_lane_can_be_set_alone() -> None:

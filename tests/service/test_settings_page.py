@@ -1,7 +1,5 @@
 """docs/settings.md has every setting as the code declares it, and its examples are valid."""
 
-from pathlib import Path
-
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
@@ -15,9 +13,7 @@ GIVEN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_docs_settings_is_generated_from_the_declarations() -> None:

@@ -241,20 +241,3 @@ def test_any_message_is_unchanged_after_writing_and_reading(properties: dict[str
 def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, data: bytes) -> None:
     message = delivered(flags, data)
     encoded(message)
-
-
-@given(
-    fields=st.lists(
-        st.tuples(
-            st.binary(max_size=5),
-            st.sampled_from([bytes([letter]) for letter in b"tbBsuIilLfdDSATFVx"]),
-            st.binary(max_size=12),
-        ),
-        max_size=4,
-    )
-)
-@settings(max_examples=examples(150), deadline=None)
-def test_any_table_that_is_read_can_be_written(fields: list[tuple[bytes, bytes, bytes]]) -> None:
-    data = table(b"".join(short(name) + kind + value for name, kind, value in fields))
-    message = delivered(HEADERS, data)
-    encoded(message)

@@ -6,12 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.problems import RequestProblem
-from tests.support.examples import examples
 from tests.support.pictures import picture, png
 from topology.codec import bounds, decoding
 from topology.codec.decoding import Request, app_of
@@ -255,64 +252,6 @@ def test_the_deadline_is_the_same_after_each_hop() -> None:
         now_ms=NOW_MS + 9500,
     )
     assert later.deadline_ms == first.deadline_ms
-
-
-# any message
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=8,
-)
-turns = st.fixed_dictionaries({}, optional={"role": json_values, "content": json_values})
-bodies = (
-    st.binary(max_size=200)
-    | json_values.map(lambda value: json.dumps(value).encode())
-    | st.fixed_dictionaries(
-        {},
-        optional={
-            "messages": st.lists(turns, max_size=3) | json_values,
-            "prompt": json_values,
-            "model": json_values,
-            "max_tokens": json_values,
-            "stream": json_values,
-            "system": json_values,
-            "other": json_values,
-        },
-    ).map(lambda value: json.dumps(value).encode())
-)
-header_names = st.sampled_from(
-    ["x-lane-stream", "x-lane-delay-ms", "x-lane-at", "x-death", "timestamp_in_ms", "x-mine"]
-)
-header_values = json_values | st.binary(max_size=20)
-texts = st.none() | st.text(max_size=30)
-
-
-@given(
-    body=bodies,
-    headers=st.dictionaries(header_names | st.text(max_size=10), header_values, max_size=3),
-    content_type=texts | st.just("application/json"),
-    content_encoding=texts | st.sampled_from(["gzip", "identity"]),
-    message_id=texts,
-    type=texts,
-    priority=st.none() | st.integers(0, 255),
-    timestamp_s=st.none() | st.floats(0, 2**40),
-    user_id=texts,
-    routing_key=st.text(max_size=20) | st.just("critical.a.b"),
-    hop=st.none() | st.just(HopHeaders(attempts=1, first_seen_ms=5, due_ms=6)),
-)
-@settings(max_examples=examples(100), deadline=None)
-def test_any_message_becomes_a_request_or_a_problem(hop: HopHeaders | None, **properties: Any) -> None:
-    found = Message(exchange="lane.requests", **properties)
-    try:
-        request = decode(found, hop=hop)
-    except RequestProblem as problem:
-        assert problem.code in {"invalid_request", "unsupported_media", "too_large"}  # noqa: PT017 (either is right)
-        problem.document(request="r", attempts=0)
-    else:
-        asked = json.loads(request.body)
-        assert (asked["model"], asked["max_tokens"]) == (request.model, request.max_tokens)
-        assert asked["messages"]
 
 
 @pytest.mark.parametrize("lane", [CRITICAL, replace(CRITICAL, models=frozenset({"claude-x"}))])
