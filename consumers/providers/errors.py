@@ -140,6 +140,7 @@ def from_body(body: Mapping[str, Any], *, secret: str, where: str = "") -> Provi
         code=_short(details.get("error_code"), secret) if isinstance(details, dict) else "",
         message=_line(f"{where}{fields.get('message') or ''}", secret),
         retry_after_s=None,
+        request_id=_short(body.get("request_id"), secret) or None,
     )
     if isinstance(found, AccountError) and found.otherwise is not None:
         found = found.otherwise

@@ -32,6 +32,7 @@ from service.config.settings import (
     FIRST,
     MOST_RANK,
     PREFIX,
+    BatchesSettings,
     GatewayKey,
     LimitsSettings,
     ProviderSettings,
@@ -471,7 +472,7 @@ def with_store(settings: Settings, store_url: str) -> Settings:
 
 def simulating(settings: Settings, *urls: str) -> Settings:
     """A copy of the settings in which all lanes use only the simulated APIs at `urls`, named `simulated`,
-    `simulated-2` and so on, with the limits of the first provider."""
+    `simulated-2` and so on, with the limits of the first provider. Its batches are not waited for as long as others."""
     limits = {name: getattr(settings.budget, name) for name in LimitsSettings.model_fields}
     providers = {
         f"{SIMULATED}-{number}" if number > 1 else SIMULATED: ProviderSettings.model_validate(
@@ -480,7 +481,14 @@ def simulating(settings: Settings, *urls: str) -> Settings:
         for number, url in enumerate(urls, start=1)
     }
     alone = with_provider(settings, urls[0], key=SIMULATED)
-    return alone.model_copy(update={"anthropic_base_url": None, "anthropic_api_key": None, "providers": providers})
+    lanes = {name: lane.model_copy(update={"batches": _quick(lane.batches)}) for name, lane in alone.lanes.items()}
+    update = {"anthropic_base_url": None, "anthropic_api_key": None, "providers": providers, "lanes": lanes}
+    return alone.model_copy(update=update)
+
+
+def _quick(batches: BatchesSettings) -> BatchesSettings:
+    quick = {"window_s": 1.0, "first_poll_s": 1.0}
+    return batches.model_copy(update={name: quick[name] for name in quick.keys() - batches.model_fields_set})
 
 
 def with_provider(settings: Settings, url: str, *, key: str) -> Settings:

@@ -194,6 +194,7 @@ async def test_an_errored_result_is_the_error_that_a_live_call_would_raise(
     assert isinstance(caught.value, expected)
     assert caught.value.paid is paid
     assert KEY not in caught.value.detail
+    assert caught.value.request_id == "req_1"
 
 
 @pytest.mark.parametrize(
