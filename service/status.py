@@ -110,6 +110,10 @@ class Status:
     prices_as_of: str | None = None
     in_delays: int | None = None
     dead: int | None = None
+    in_batches: int | None = None
+    """How many requests are gathered for providers' batches, or are in one. None: the broker does not tell."""
+    batches: Mapping[str, int] = field(default_factory=dict)
+    """What became of batches, and of requests in them, since the workers started."""
     undelivered: int = 0
     dead_letters: Mapping[str, int] = field(default_factory=dict)
     control: Mapping[str, int] = field(default_factory=dict)
@@ -132,7 +136,7 @@ async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Name
     found: dict[str, Depth] = {}
     with suppress(AccessRefused):  # some users may ask the workers, but not read the queues' lengths
         found |= await depths(connection, queues)
-    for others in (_delays(names), [names.dead]):
+    for others in (_delays(names), [names.dead], [names.batches]):
         with suppress(BrokerError):  # the topology may be of another version
             found |= await depths(connection, others)
     return merge(answers, found, lanes=lanes, names=names)
@@ -180,7 +184,8 @@ def merge(
 ) -> Status:
     """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
     status."""
-    tenants = _sums(answers, "tenants")
+    tenants, batches = _sums(answers, "tenants"), _sums(answers, "batches")
+    gathering, in_hand = _ready(found, [names.batches]), batches.pop("waiting", 0)
     known = {lane.name: _sides(lane, names) for lane in lanes}
     names_of_lanes = dict.fromkeys([*known, *(name for answer in answers for name in answer.get("lanes", ()))])
     return Status(
@@ -213,6 +218,8 @@ def merge(
         spent=_sums([answer for answer in answers if not answer.get("simulated")], "spent"),
         in_delays=_ready(found, _delays(names)),
         dead=_ready(found, [names.dead]),
+        in_batches=None if gathering is None else gathering + in_hand,
+        batches=batches,
         undelivered=sum(answer.get("undelivered", 0) for answer in answers),
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),

@@ -121,6 +121,11 @@ class Gatherer:
     _is_stopping: bool = field(default=False, init=False)
 
     @property
+    def in_hand(self) -> int:
+        """How many requests this worker holds."""
+        return len(self._in_hand)
+
+    @property
     def trouble(self) -> str | None:
         return self.deliveries.trouble
 

@@ -140,6 +140,8 @@ def _show_status(found: "Status", console: "Console") -> None:
             say(f"{lane.lane}: {delayed['count']} wait for {reason}, the last until {_clock(delayed['last_in_s'])}")
     if (unknown := (found.in_delays or 0) - sum(lane.delayed or 0 for lane in found.lanes)) > 0:
         say(f"{unknown} more wait in the delay queues, from before these workers began, or replies to be sent again")
+    if found.in_batches:
+        say(f"{found.in_batches} requests wait for a batch of a provider, or are in one")
     if found.dead:
         say(f"{found.dead} dead letters are kept")
     latest = Counter((failure["lane"], failure["code"]) for failure in found.failures)
@@ -167,6 +169,8 @@ def _show_status(found: "Status", console: "Console") -> None:
     if saved:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in saved.items())
         say(f"saved by providers' batches: {text}")
+    if text := ", ".join(f"{name} {count}" for name, count in sorted(found.batches.items())):
+        say(f"batches since the workers began: {text}")
     for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.webhooks, WEBHOOKS), (found.control, CONTROL)):
         if text := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
             say(f"since the workers began: {text}")

@@ -135,7 +135,7 @@ function alarm(found) {
 function totals(found) {
   const spent = Object.values(found.spent?.lane ?? {}).reduce((sum, each) => sum + (each.usd ?? 0), 0);
   const sum = (name) => found.lanes.reduce((total, lane) => total + (lane[name] ?? 0), 0);
-  draw($("totals"), [["waiting", count(sum("depth"))], ["running", count(sum("running"))], ["delayed", count(found.in_delays)], ["dead", count(found.dead)], ["spent", dollars(spent)]],
+  draw($("totals"), [["waiting", count(sum("depth"))], ["running", count(sum("running"))], ["delayed", count(found.in_delays)], ...(found.in_batches ? [["in batches", count(found.in_batches)]] : []), ["dead", count(found.dead)], ["spent", dollars(spent)]],
     (pairs) => pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { class: name === "dead" && found.dead ? "bad" : "" }, value))));
 }
 

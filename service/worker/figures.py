@@ -34,8 +34,9 @@ def side_of(intake: str) -> str:
 
 
 class QueueLengths:
-    """The lengths of these lanes' queues, and of that of dead letters, read from time to time. What the broker does not
-    tell is missing. `heads`: the side queues of each lane, by its intake, whose lengths are read for the fetching."""
+    """The lengths of these lanes' queues, of `lane.dead` and of `lane.batches`, read from time to time. What the broker
+    does not tell is missing. `heads`: the side queues of each lane, by its intake, whose lengths are read for the
+    fetching."""
 
     def __init__(
         self, connection: Connection, lanes: Sequence[LaneSpec], *, names: Names, heads: Mapping[str, Heads]
@@ -43,7 +44,7 @@ class QueueLengths:
         self._connection = connection
         self._queues = {lane.name: [names.intake(lane.name), names.due(lane.name)] for lane in lanes}
         self._heads = heads
-        self._dead = names.dead
+        self._others = (names.dead, names.batches)
         self._depths: Mapping[str, Depth] = {}
         self._empty_ms: dict[str, int] = {}
 
@@ -51,7 +52,7 @@ class QueueLengths:
         lanes = [queue for queues in self._queues.values() for queue in queues]
         while True:
             pause_s, asked_ms, found = READ_EVERY_S, time.time_ns() // 1_000_000, dict[str, Depth]()
-            for queues in (lanes, [self._dead]):
+            for queues in (lanes, *([queue] for queue in self._others)):
                 try:
                     found |= await depths(self._connection, queues)
                 except AccessRefused:
@@ -68,7 +69,15 @@ class QueueLengths:
 
     @property
     def dead(self) -> int | None:
-        depth = self._depths.get(self._dead)
+        return self._ready(self._others[0])
+
+    @property
+    def batches(self) -> int | None:
+        """How many requests wait in `lane.batches` until they are gathered."""
+        return self._ready(self._others[1])
+
+    def _ready(self, queue: str) -> int | None:
+        depth = self._depths.get(queue)
         return None if depth is None else depth.ready
 
     def waiting(self, lane: str) -> int | None:
@@ -127,6 +136,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
         "dead_letters": _removed(worker),
         "webhooks": {"running": worker.posting.running.total(), **worker.posting.posted},
         "control": _control(worker),
+        "batches": {"waiting": _in_batches(worker), **_batches(worker)},
     }
 
 
@@ -147,6 +157,11 @@ def samples(worker: "Worker", *, tenants: Collection[str], store_url: str) -> It
     yield "lanekeeper.webhooks.running", {}, worker.posting.running.total()
     for state, count in worker.posting.posted.items():
         yield "lanekeeper.webhooks", {"state": state}, count
+    if (gathering := worker.lengths.batches) is not None:
+        yield "lanekeeper.batches.gathering", {}, gathering
+    yield "lanekeeper.batches.waiting", {}, _in_batches(worker)
+    for event, count in _batches(worker).items():
+        yield "lanekeeper.batches", {"event": event}, count
     for how, count in _removed(worker).items():
         yield "lanekeeper.dead_letters.removed", {"how": how}, count
     for outcome, count in _control(worker).items():
@@ -271,6 +286,15 @@ def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
 def _removed(worker: "Worker") -> dict[str, int]:
     dead, parking = worker.dead_letters, worker.settler.parking
     return {"exported": dead.exported, "dropped": dead.dropped, "unparked": parking.unparked}
+
+
+def _in_batches(worker: "Worker") -> int:
+    """How many requests this worker gathers."""
+    return worker.gatherer.in_hand
+
+
+def _batches(worker: "Worker") -> dict[str, int]:
+    return dict(worker.gatherer.counts)
 
 
 def _control(worker: "Worker") -> dict[str, int]:

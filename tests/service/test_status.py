@@ -42,6 +42,7 @@ def test_figures_of_several_workers_are_added_up() -> None:
                 "batch": figures(extra_slots=14, slots_limit="itpm", deferred_for={"breaker": 2, "tenant": 1}),
             },
             "dead_letters": {"exported": 2, "dropped": 1},
+            "batches": {"waiting": 500, "gathered": 700, "late": 2},
             "control": {"refused": 3},
             "undelivered": 4,
         },
@@ -52,6 +53,7 @@ def test_figures_of_several_workers_are_added_up() -> None:
                 "batch": figures(extra_slots=2, slots_limit=None, deferred_for={"breaker": 3}, waits_since_delivery=7),
             },
             "dead_letters": {"exported": 1, "unparked": 5},
+            "batches": {"waiting": 20, "gathered": 20},
             "control": {"displaced": 1},
         },
         {"worker": "of an older version"},
@@ -66,6 +68,8 @@ def test_figures_of_several_workers_are_added_up() -> None:
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
     assert status.workers == ("a:1", "b:2", "of an older version")
     assert status.dead_letters == {"exported": 3, "dropped": 1, "unparked": 5}
+    assert status.batches == {"gathered": 720, "late": 2}
+    assert merge(answers, {**EMPTY, "lane.batches": Depth(7, 1)}, lanes=LANES, names=NAMES).in_batches == 527
     assert (status.control, status.undelivered) == ({"refused": 3, "displaced": 1}, 4)
 
 
@@ -82,6 +86,7 @@ def test_what_waits_in_delays_is_added_up_by_reason_and_compared_with_the_broker
     assert status.lanes[1].delayed == 86
     assert status.lanes[1].delayed_for == {"daily cap": {"count": 86, "last_in_s": 3601}}
     assert (status.in_delays, status.dead) == (3 * LEVELS, 2)
+    assert status.in_batches is None
     assert merge(answers, EMPTY, lanes=LANES, names=NAMES).dead is None
 
 
