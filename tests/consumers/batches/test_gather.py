@@ -1,0 +1,345 @@
+"""What becomes of the requests in `lane.batches`: which batch each is in, and what goes back to its lane. The broker is
+a list of what was published."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from consumers.batches.gather import AGAIN_MS, KEPT_MS, LONGEST_MS, Gatherer, prefetch_of
+from consumers.batches.ticket import Item, Ticket, unpack
+from consumers.brake import Brake
+from consumers.settle import gathered
+from consumers.state.base import Identity, StoreUnavailable
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerUnreachable, MessageTooLarge
+from tests.support.jobs import (
+    BODY,
+    NAMES,
+    NOW_MS,
+    Bench,
+    FakeDeliveries,
+    FakeDelivery,
+    FakeSession,
+    HeldPauses,
+    Sent,
+    a_pause,
+)
+from tests.support.waiting import until
+from topology.codec.headers import BatchHop, read_hop
+from topology.lanes import BATCH, BatchSpec
+
+HOUR_MS = 3_600_000
+SPEC = BatchSpec(enabled=True, count=3, bytes=100_000, window_s=60)
+QUICK = replace(SPEC, window_s=0.01)
+HOP = BatchHop(
+    account="anthropic/haiku",
+    provider="anthropic",
+    model=BATCH.model,
+    deadline_ms=NOW_MS + 24 * HOUR_MS,
+    tenant="crm",
+    tokens=70,
+)
+
+
+class Gathering:
+    """A gatherer with these deliveries in its queue."""
+
+    def __init__(self, *deliveries: FakeDelivery, bench: Bench, spec: BatchSpec = SPEC, **pauses: str) -> None:
+        self.bench, self.session = bench, FakeSession(bench.log, deliveries)
+        self.brake = Brake(HeldPauses(*(a_pause(*each) for each in pauses.items())), now_ms=lambda: NOW_MS)
+        queue = FakeDeliveries(self.session)
+        queue.queue, queue.prefetch = NAMES.batches, prefetch_of([spec])
+        self.gatherer = Gatherer(
+            queue,
+            specs={"batch": spec},
+            publisher=bench.publisher,
+            settler=bench.settler,
+            store=bench.store,
+            pauses=self.brake,
+        )
+
+    async def run(self, *, settled: int) -> None:
+        """Until so many deliveries are settled; then it is stopped."""
+        await self.brake.read()
+        running = asyncio.create_task(self.gatherer.run())
+        await until(lambda: running.done() or len(self.settled) == settled)
+        await self.gatherer.stop()
+        await running
+
+    @property
+    def settled(self) -> list[str]:
+        return [each for each in self.bench.log if each in ("ack", "nack", "reject")]
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [unpack(each.message.body) for each in self.bench.publisher.sent if each.routing_key == NAMES.tickets]
+
+    @property
+    def items(self) -> list[list[str]]:
+        return [[item.identity.id for item in ticket.items] for ticket in self.tickets]
+
+    @property
+    def back(self) -> list[Sent]:
+        return [each for each in self.bench.publisher.sent if each.exchange.startswith(NAMES.delay_prefix)]
+
+
+def parked(
+    bench: Bench, id: str, *, tag: int = 1, params: bytes = BODY, body: bytes = BODY, **batch: Any
+) -> FakeDelivery:
+    """A request as `settle.py` has published it."""
+    job = bench.job(lane=BATCH, body=body, message_id=id, routing_key="batch.crm.enrich", headers={"x-own": 7})
+    job.batch = replace(HOP, **batch)
+    message = gathered(job, params, now_ms=NOW_MS, names=NAMES)
+    message.exchange, message.routing_key = "", NAMES.batches
+    return FakeDelivery(message, bench.log, queue=NAMES.batches, tag=tag)
+
+
+def several(bench: Bench, count: int, **batch: Any) -> list[FakeDelivery]:
+    return [parked(bench, f"r-{number}", tag=number, **batch) for number in range(1, count + 1)]
+
+
+def delay_ms(sent: Sent) -> int:
+    headers = sent.message.headers
+    return int(headers[n.BACK_MS]) - int(headers[n.HOP_MS])
+
+
+def batch_of(sent: Sent) -> BatchHop:
+    found = read_hop(sent.message.headers).batch
+    assert found is not None
+    return found
+
+
+async def test_so_many_requests_are_one_ticket_which_is_confirmed_before_they_are_acknowledged() -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 3), bench=bench)
+    await gathering.run(settled=3)
+
+    (ticket,) = gathering.tickets
+    assert (ticket.account, ticket.provider, ticket.model) == ("anthropic/haiku", "anthropic", BATCH.model)
+    assert gathering.items == [["r-1", "r-2", "r-3"]]
+    assert bench.log[-4:] == ["confirmed: reply", "ack", "ack", "ack"]
+    assert gathering.gatherer.counts == {"gathered": 3}
+
+
+async def test_an_item_is_the_request_as_its_lane_gets_it_back() -> None:
+    bench = Bench()
+    gathering = Gathering(parked(bench, "r-1", params=b'{"for": "them"}'), bench=bench, spec=QUICK)
+    await gathering.run(settled=1)
+
+    ((item,),) = (ticket.items for ticket in gathering.tickets)
+    assert item.params == b'{"for": "them"}'
+    assert item.message.body == BODY
+    assert (item.identity, item.lane, item.routing_key) == (Identity("crm", "r-1"), "batch", "batch.crm.enrich")
+    assert (item.deadline_ms, item.tokens) == (HOP.deadline_ms, HOP.tokens)
+    assert item.message.headers["x-own"] == 7
+    assert read_hop(item.message.headers).batch == HOP
+    assert n.ROUTING_KEY not in item.message.headers
+
+
+async def test_the_first_request_waits_for_the_window_at_most() -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 2), bench=bench, spec=QUICK)
+    await gathering.run(settled=2)
+    assert gathering.items == [["r-1", "r-2"]]
+
+
+async def test_so_many_bytes_are_a_batch() -> None:
+    bench = Bench()
+    large = BODY.replace(b"hi", b"h" * 60_000)
+    found = [parked(bench, f"r-{tag}", tag=tag, body=large, params=large) for tag in (1, 2)]
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=2)
+    assert gathering.items == [["r-1", "r-2"]]
+
+
+@pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"beta": "b"}])
+async def test_what_a_batch_must_have_in_common_divides_requests(other: dict[str, Any]) -> None:
+    bench = Bench()
+    found = [parked(bench, f"r-{tag}", tag=tag, **(other if tag % 2 else {})) for tag in range(6)]
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=6)
+    assert sorted(gathering.items) == [["r-0", "r-2", "r-4"], ["r-1", "r-3", "r-5"]]
+
+
+async def test_requests_of_tenants_with_one_id_are_in_one_batch() -> None:
+    bench = Bench()
+    found = [parked(bench, "same", tag=tag, tenant=f"t-{tag}") for tag in range(3)]
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=3)
+    (ticket,) = gathering.tickets
+    assert [item.identity.tenant for item in ticket.items] == ["t-0", "t-1", "t-2"]
+    assert len({ticket.custom_id(item) for item in ticket.items}) == 3
+
+
+async def test_the_largest_batch_is_closed_when_no_more_would_be_delivered() -> None:
+    bench = Bench()
+    found = [parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag % 5}") for tag in range(prefetch_of([SPEC]))]
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=2)
+    assert gathering.items == [["r-0", "r-5"]]
+    assert gathering.settled == ["ack"] * 2 + ["nack"] * (len(found) - 2)
+
+
+async def test_a_request_published_twice_is_in_the_batch_once() -> None:
+    bench = Bench()
+    found = [parked(bench, "r-1", tag=1), parked(bench, "r-1", tag=2), parked(bench, "r-2", tag=3)]
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=3)
+
+    assert gathering.items == [["r-1", "r-2"]]
+    (again,) = gathering.back
+    assert again.routing_key == "batch.crm.enrich"
+    assert delay_ms(again) == AGAIN_MS
+    assert batch_of(again) == replace(HOP, tries=1)
+
+
+async def test_what_another_ticket_has_submitted_comes_back_later_and_later() -> None:
+    bench = Bench()
+    await bench.store.gather("other", [Identity("crm", "r-1"), Identity("crm", "r-2")], until_ms=2**45)
+    await bench.store.submit("other", [Identity("crm", "r-1"), Identity("crm", "r-2")], until_ms=2**45)
+    found = [parked(bench, "r-1", tag=1, tries=2), parked(bench, "r-2", tag=2, tries=50), parked(bench, "r-3", tag=3)]
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=3)
+
+    assert gathering.items == [["r-3"]]
+    assert [delay_ms(each) for each in gathering.back] == [4 * AGAIN_MS, LONGEST_MS]
+    assert gathering.gatherer.counts == {"gathered": 1, "repeated": 2}
+
+
+async def test_what_was_gathered_by_a_worker_that_died_is_gathered_again() -> None:
+    bench = Bench()
+    await bench.store.gather("other", [Identity("crm", "r-1")], until_ms=2**45)
+    gathering = Gathering(parked(bench, "r-1"), bench=bench, spec=QUICK)
+    await gathering.run(settled=1)
+
+    (ticket,) = gathering.tickets
+    assert await bench.store.submit("other", [Identity("crm", "r-1")], until_ms=2**45) == {}
+    assert await bench.store.submit(ticket.id, [Identity("crm", "r-1")], until_ms=2**45) == {
+        Identity("crm", "r-1"): False
+    }
+
+
+async def test_a_mark_is_kept_for_longer_than_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    given: list[int] = []
+    gather = bench.store.gather
+
+    async def noted(*args: Any, until_ms: int) -> Any:
+        given.append(until_ms)
+        return await gather(*args, until_ms=until_ms)
+
+    monkeypatch.setattr(bench.store, "gather", noted)
+    await Gathering(*several(bench, 3), bench=bench).run(settled=3)
+    assert given == [HOP.deadline_ms + KEPT_MS]
+
+
+async def test_a_request_whose_deadline_came_near_in_the_queue_goes_back_to_run_live() -> None:
+    bench = Bench()
+    near_ms = NOW_MS + round(1000 * SPEC.promote_s)
+    found = [parked(bench, "late", tag=1, deadline_ms=near_ms, held=(1.0, 70.0, 0.1), held_until_ms=NOW_MS + HOUR_MS)]
+    gathering = Gathering(*found, parked(bench, "r-2", tag=2, deadline_ms=near_ms + 1), bench=bench, spec=QUICK)
+    await gathering.run(settled=2)
+
+    assert gathering.items == [["r-2"]]
+    (back,) = gathering.back
+    assert batch_of(back).live
+    assert batch_of(back).held == (1.0, 70.0, 0.1)
+    assert delay_ms(back) == 0
+    assert back.message.body == BODY
+
+
+@pytest.mark.parametrize(
+    "pause", [{"lane": "batch"}, {"tenant": "crm"}, {"app": "crm"}, {"model": BATCH.model}, {"provider": "anthropic"}]
+)
+async def test_what_an_operator_has_paused_is_not_in_a_batch_and_waits_in_its_lane(pause: dict[str, Any]) -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 3), bench=bench, **pause)
+    await gathering.run(settled=3)
+    assert gathering.tickets == []
+    assert len(gathering.back) == 3
+    assert not any(batch_of(each).live for each in gathering.back)
+
+
+async def test_where_batches_were_switched_off_what_waits_goes_back_to_run_live_at_once() -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 3), bench=bench, spec=BatchSpec())
+    await gathering.run(settled=3)
+    assert [batch_of(each).live for each in gathering.back] == [True] * 3
+
+
+async def test_without_the_store_nothing_is_published_and_the_requests_are_returned() -> None:
+    bench = Bench()
+    found = several(bench, 3)
+    bench.store.failing = StoreUnavailable("away")
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=3)
+    assert gathering.settled == ["nack"] * 3
+    assert bench.publisher.sent == []
+
+
+async def test_if_the_ticket_cannot_be_published_the_requests_are_returned() -> None:
+    bench = Bench()
+    found = several(bench, 3)
+    bench.publisher.failing[""] = BrokerUnreachable("gone")
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=3)
+    assert gathering.settled == ["nack"] * 3
+
+
+async def test_if_the_broker_takes_no_message_of_that_size_the_requests_run_live() -> None:
+    bench = Bench()
+    found = several(bench, 3)
+    bench.publisher.failing[""] = MessageTooLarge(10, 1)
+    gathering = Gathering(*found, bench=bench)
+    await gathering.run(settled=3)
+    assert gathering.settled == ["ack"] * 3
+    assert [batch_of(each).live for each in gathering.back] == [True] * 3
+
+
+async def test_a_batch_that_does_not_fit_into_one_ticket_is_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_by_one(items: list[Item]) -> Any:
+        return ((item,) for item in items)
+
+    monkeypatch.setattr("consumers.batches.gather.parts", one_by_one)
+    bench = Bench()
+    gathering = Gathering(*several(bench, 3), bench=bench)
+    await gathering.run(settled=3)
+
+    assert gathering.items == [["r-1"], ["r-2"], ["r-3"]]
+    assert len({ticket.id for ticket in gathering.tickets}) == 3
+    for ticket in gathering.tickets:
+        (item,) = ticket.items
+        assert await bench.store.submit(ticket.id, [item.identity], until_ms=2**45) == {item.identity: False}
+
+
+async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 2), bench=bench)
+    running = asyncio.create_task(gathering.gatherer.run())
+    await until(lambda: gathering.session.waiting == 0)
+    await asyncio.sleep(0)  # the last one is taken
+    await gathering.gatherer.stop()
+    await running
+    assert gathering.settled == ["nack"] * 2
+    assert bench.publisher.sent == []
+
+
+@pytest.mark.parametrize("headers", [{}, {n.BATCH: "{}"}, {n.BATCH: "no JSON", n.ROUTING_KEY: "batch.crm.enrich"}])
+async def test_what_no_worker_has_published_falls(headers: dict[str, Any]) -> None:
+    bench = Bench()
+    message = Message(body=b"x", headers=headers, routing_key=NAMES.batches, message_id="m", user_id="app")
+    gathering = Gathering(FakeDelivery(message, bench.log, queue=NAMES.batches), bench=bench)
+    await gathering.run(settled=1)
+    (fallen,) = bench.publisher.sent
+    assert (fallen.exchange, fallen.message.body, fallen.message.user_id) == (NAMES.fallen, b"x", None)
+    assert gathering.settled == ["ack"]
+
+
+async def test_a_gatherer_looks_at_the_clock_of_the_settler() -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 3), bench=bench)
+    await gathering.run(settled=3)
+    assert gathering.tickets[0].gathered_ms == NOW_MS
