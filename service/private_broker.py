@@ -231,13 +231,6 @@ def _docker_command(image: str, amqp_port: int, management_port: int) -> list[st
     ]
 
 
-def has_installed_server() -> bool:
-    """Whether a RabbitMQ and Erlang's epmd are installed."""
-    with suppress(BrokerUnreachable):
-        return bool(_installed())
-    return False
-
-
 def _installed() -> tuple[Path, Path]:
     def find(name: str) -> str | None:  # Debian has some programs in /usr/sbin, which is not on every user's PATH
         return shutil.which(name) or shutil.which(name, path=SYSTEM_PATH)

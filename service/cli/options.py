@@ -1,17 +1,16 @@
 """Declares options that several commands have, and reads their values: settings, durations, times, lanes."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
-    from service.config.loading import ChangedKeys
     from service.config.settings import Settings
 
 
@@ -32,20 +31,24 @@ Tenant = Annotated[
     typer.Option("--tenant", metavar="TENANT", help="The request's tenant: yourself, or one that you may act for."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Host = Annotated[str | None, typer.Option("--host", help="Where the HTTP server listens.")]
+Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Its port; 0: any free one.")]
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)")
 
 
-def settings_of(
-    config: Path | None, sets: list[str] | None, *, for_calls: bool = False, **sections: Mapping[str, Any]
-) -> "Settings":
-    """Load the settings for a command. `sections`: the command's own options by section and name, with None for options
-    that were not given. `for_calls`: the command calls providers, which need keys. Raises SettingsError,
-    typer.BadParameter."""
-    from service.config.loading import load_settings
+class Given(NamedTuple):
+    """What options say about the settings: the file, and values nested as `Settings` is."""
 
-    return load_settings(config, for_calls=for_calls, **given_by(sets, sections))
+    config: Path | None
+    values: dict[str, Any]
+
+    def settings(self, *, for_calls: bool = False) -> "Settings":
+        """`for_calls`: the command calls providers, which need keys. Raises SettingsError."""
+        from service.config.loading import load_settings
+
+        return load_settings(self.config, for_calls=for_calls, **self.values)
 
 
 def taking(make: Callable[..., object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -69,9 +72,21 @@ def taking(make: Callable[..., object]) -> Callable[[Callable[..., None]], Calla
 
 
 @taking
+def with_given(config: Config = None, sets: Set = None) -> Given:
+    """Raises typer.BadParameter."""
+    return Given(config, _given_by(sets))
+
+
+@taking
+def with_server(host: Host = None, port: Port = None, config: Config = None, sets: Set = None) -> Given:
+    """Raises typer.BadParameter."""
+    return Given(config, _given_by(sets, host=host, port=port))
+
+
+@taking
 def with_settings(config: Config = None, sets: Set = None) -> "Settings":
     """The settings. Raises SettingsError, typer.BadParameter."""
-    return settings_of(config, sets)
+    return Given(config, _given_by(sets)).settings()
 
 
 def lane_names(settings: "Settings", named: Sequence[str]) -> Sequence[str]:
@@ -83,26 +98,16 @@ def lane_names(settings: "Settings", named: Sequence[str]) -> Sequence[str]:
     return named
 
 
-def changed_keys_of(config: Path | None, sets: list[str] | None, **sections: Mapping[str, Any]) -> "ChangedKeys":
-    """What reads the gateway's keys again when their file changes."""
-    from service.config.loading import ChangedKeys
-
-    return ChangedKeys(config, **given_by(sets, sections))
-
-
-def given_by(sets: list[str] | None, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings that `--set` and a command's own options give, nested as `Settings` is. Raises
-    typer.BadParameter."""
+def _given_by(sets: list[str] | None, **gateway: str | int | None) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for option in sets or ():
         name, equals, value = option.partition("=")
         if not equals or not name:
             raise typer.BadParameter(f"{option!r} is not NAME=VALUE, such as lanes.batch.slots=12", param_hint="--set")
         _put(given, name.strip().split("."), value)
-    for section, options in sections.items():
-        for name, value in options.items():
-            if value is not None:
-                _put(given, [section, name], value)
+    for name, of_server in gateway.items():
+        if of_server is not None:
+            _put(given, ["gateway", name], of_server)
     return given
 
 

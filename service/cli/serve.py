@@ -24,17 +24,10 @@ if TYPE_CHECKING:
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Answer without a provider: this process runs a simulated one.")
 ]
-Host = Annotated[str | None, typer.Option("--host", help="Where the HTTP server listens.")]
-Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Its port; 0: any free one.")]
 
 
-def serve(
-    simulate: Simulate = False,
-    host: Host = None,
-    port: Port = None,
-    config: options.Config = None,
-    sets: options.Set = None,
-) -> None:
+@options.with_server
+def serve(given: options.Given, simulate: Simulate = False) -> None:
     """Run all parts in one process: declare the topology, work all lanes, answer HTTP calls.
 
     Examples:
@@ -43,21 +36,21 @@ def serve(
 
       ANTHROPIC_API_KEY=… lanekeeper serve --set lanes.batch.slots=12
     """
-    new_keys = options.changed_keys_of(config, sets, gateway={"host": host, "port": port})
-    settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
+    from service.config.loading import ChangedKeys
+
+    new_keys = ChangedKeys(given.config, **given.values)
+    settings = given.settings(for_calls=not simulate)
     run_with_telemetry(settings, partial(_serve, settings, lanes=(), new_keys=new_keys, simulate=simulate))
 
 
+@options.with_server
 def consume(
+    given: options.Given,
     lanes: Annotated[
         list[str] | None,
         typer.Option("--lane", metavar="LANE", help="Consume only this lane; can be repeated. Default: all."),
     ] = None,
     simulate: Simulate = False,
-    host: Host = None,
-    port: Port = None,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Work lanes whose topology is declared already (`lanekeeper topology apply`).
 
@@ -66,7 +59,7 @@ def consume(
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
-    settings = options.settings_of(config, sets, for_calls=not simulate, gateway={"host": host, "port": port})
+    settings = given.settings(for_calls=not simulate)
     consumed = options.lane_names(settings, lanes or ())
     run_with_telemetry(settings, partial(_serve, settings, lanes=consumed, new_keys=None, simulate=simulate))
 
@@ -162,15 +155,18 @@ async def _serve(
             await end((draining,))
 
 
-def gateway(host: Host = None, port: Port = None, config: options.Config = None, sets: options.Set = None) -> None:
+@options.with_server
+def gateway(given: options.Given) -> None:
     """Answer HTTP calls through the lanes. Other processes consume the lanes (`lanekeeper consume`).
 
     Any number of gateways can run behind a load balancer; they share the broker and the workers' store.
 
     Example:  lanekeeper gateway --port 8081
     """
-    new_keys = options.changed_keys_of(config, sets, gateway={"host": host, "port": port})
-    settings = options.settings_of(config, sets, gateway={"host": host, "port": port})
+    from service.config.loading import ChangedKeys
+
+    new_keys = ChangedKeys(given.config, **given.values)
+    settings = given.settings()
     run_with_telemetry(settings, partial(_gateway, settings, new_keys))
 
 

@@ -217,13 +217,13 @@ def _ms(value: int | None) -> str:
     return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"
 
 
+@options.with_given
 def check(
+    given: options.Given,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="As for `serve --simulate`: no provider needed.")
     ] = False,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Check settings, broker, topology, permissions, providers and stores; exit code 1 if anything is wrong.
 
@@ -236,7 +236,7 @@ def check(
 
     async def checked() -> list["Finding"]:
         findings = []
-        async for finding in _findings(config, sets, simulate=simulate):
+        async for finding in _findings(given, simulate=simulate):
             findings.append(finding)
             if not json:
                 print(f"{WORDS[finding.well]:<5}  {finding.what:<18} {finding.text}", flush=True)
@@ -249,15 +249,15 @@ def check(
         raise typer.Exit(FAILED)
 
 
-async def _findings(config: options.Config, sets: options.Set, *, simulate: bool) -> "AsyncIterator[Finding]":
+async def _findings(given: options.Given, *, simulate: bool) -> "AsyncIterator[Finding]":
     from service.checks import Finding, look
     from service.config.loading import effective, load_with_sources
     from service.telemetry import logs
 
     try:
-        settings, sources = load_with_sources(config, **options.given_by(sets, {}))
+        settings, sources = load_with_sources(given.config, **given.values)
     except SettingsError:
-        yield Finding("settings", False, _all_that_is_wrong(config, sets))
+        yield Finding("settings", False, _all_that_is_wrong(given))
         return
     if not simulate:
         for setting in effective(settings, sources):  # where an address comes from matters: keys are sent there
@@ -268,19 +268,19 @@ async def _findings(config: options.Config, sets: options.Set, *, simulate: bool
             yield finding
 
 
-def _all_that_is_wrong(config: options.Config, sets: options.Set) -> str:
+def _all_that_is_wrong(given: options.Given) -> str:
     try:
-        options.settings_of(config, sets, for_calls=True)
+        given.settings(for_calls=True)
     except SettingsError as error:
         return str(error)
     return ""
 
 
+@options.with_given
 def settings(
-    given: Annotated[bool, typer.Option("--given", help="Show only settings that some source has set.")] = False,
+    given: options.Given,
+    changed: Annotated[bool, typer.Option("--given", help="Show only settings that some source has set.")] = False,
     json: options.Json = False,
-    config: options.Config = None,
-    sets: options.Set = None,
 ) -> None:
     """Show every setting in effect, and where it comes from: default, a file, the environment, an option.
 
@@ -290,8 +290,8 @@ def settings(
     """
     from service.config.loading import DEFAULT, effective, load_with_sources
 
-    found, sources = load_with_sources(config, **options.given_by(sets, {}))
-    shown = [setting for setting in effective(found, sources) if not given or setting.source != DEFAULT]
+    found, sources = load_with_sources(given.config, **given.values)
+    shown = [setting for setting in effective(found, sources) if not changed or setting.source != DEFAULT]
     if json:
         print_json([asdict(setting) for setting in shown])
         return
