@@ -4,6 +4,7 @@ Calls come from standard input, and their results go to standard output; both ar
 handler runs, so that a handler that prints disturbs nothing. The process imports little, because each core has one.
 """
 
+import ctypes
 import json
 import os
 import queue
@@ -27,6 +28,7 @@ ANSWERED, FAILED, REJECTED, UNSENDABLE = b"a", b"f", b"j", b"u"
 NICE = 5
 """The loop of the worker goes before its handlers."""
 TEXT_LENGTH = 500
+_PR_SET_PDEATHSIG = 1
 
 
 class Unsendable(Exception):
@@ -73,6 +75,8 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     os.nice(NICE)
+    if sys.platform == "linux":  # `_read` cannot run while a handler holds the interpreter's lock
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     process = os.getpid()
     threading.Thread(target=_read, args=(requests, calls), daemon=True).start()
     functions: dict[str, Callable[[Any], Any]] = {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,12 @@ def doubled(given: Any) -> Any:
 def computes(given: Any) -> Any:
     while True:
         pass
+
+
+def holds_the_lock(given: Any) -> Any:
+    """Never lets another thread of its process run."""
+    Path(given).write_text(str(os.getpid()))
+    re.match(r"(a+)+$", "a" * 60 + "b")
 
 
 def dies(given: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -209,6 +210,35 @@ async def test_the_processes_end_with_the_worker() -> None:
         process = await call(handlers, "sleeps", 0)
         assert _runs(process)
     await until(lambda: not _runs(process))
+
+
+WORKER = """
+import asyncio, json, sys
+from consumers.flows.handlers import Handlers, HandlerSpec
+
+async def main():
+    handlers = Handlers([HandlerSpec(name="h", run="tests.support.functions:holds_the_lock", kind="cpu")])
+    async with handlers.turn("h") as turn:
+        await turn(json.dumps(sys.argv[1]).encode(), 60)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_function_that_lets_no_other_thread_run_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, str(told))
+    try:
+        await until(lambda: told.exists() and told.read_text() != "")
+    finally:
+        worker.kill()
+        await worker.wait()
+    process = int(told.read_text())
+    try:
+        await until(lambda: not runs(process))
+    finally:
+        if runs(process):
+            os.kill(process, signal.SIGKILL)
 
 
 def _runs(process: int) -> bool:
