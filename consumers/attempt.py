@@ -129,7 +129,9 @@ class Attempts:
 
     async def _call_handler(self, job: Job, request: Request) -> Answer:
         name = request.handler
-        async with self.handlers.turn(name) as call:
+        # after an attempt that failed, which may have been its neighbours' fault or have been theirs, once alone
+        alone = job.hop.attempts % 2 == 1
+        async with self.handlers.turn(name, lane=job.lane_name, alone=alone) as call:
             self._begin(job)
             try:
                 body = await call(request.body, request.call_s)

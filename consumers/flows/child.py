@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -23,7 +23,7 @@ CALL: Final = struct.Struct(">cHII")
 body."""
 RESULT: Final = struct.Struct(">cI")
 """Before each result: its kind, and its length."""
-RUN, IMPORT = b"r", b"i"
+RUN, MANY, IMPORT = b"r", b"m", b"i"
 ANSWERED, FAILED, REJECTED, UNSENDABLE = b"a", b"f", b"j", b"u"
 NICE = 5
 """The loop of the worker goes before its handlers."""
@@ -57,6 +57,26 @@ def written(result: object, *, most_bytes: int) -> bytes:
     return body
 
 
+def answered(result: object, *, most_bytes: int) -> tuple[bytes, bytes]:
+    """The kind of one result among many, and its text."""
+    if isinstance(result, Exception):
+        kind, text = told(result)
+        return kind, text.encode(errors="replace")
+    try:
+        return ANSWERED, written(result, most_bytes=most_bytes)
+    except Unsendable as error:
+        return UNSENDABLE, str(error).encode(errors="replace")
+
+
+def checked(results: object, *, count: int) -> Sequence[object]:
+    """What a function returned for so many inputs. Raises ValueError if it is no list of the same length."""
+    if not isinstance(results, (list, tuple)):
+        raise ValueError(f"it returned {type(results).__name__}, and not a list with a result for each of {count}")
+    if len(results) != count:
+        raise ValueError(f"it returned {len(results)} results for {count}")
+    return results
+
+
 def told(error: BaseException) -> tuple[bytes, str]:
     """How a handler's exception ends its attempt: as a failure, or as `lanekeeper.Rejected`, which no retry mends."""
     problems = sys.modules.get("lanekeeper.contract.problems")
@@ -84,8 +104,7 @@ def main() -> None:
         kind, run, most_bytes, body = calls.get()
         try:
             function = functions.setdefault(run, functions.get(run) or find(run))
-            result = b"" if kind == IMPORT else written(function(json.loads(body)), most_bytes=most_bytes)
-            answer = ANSWERED, result
+            answer = ANSWERED, b"" if kind == IMPORT else _called(function, json.loads(body), kind, most_bytes)
         except Unsendable as error:
             answer = UNSENDABLE, str(error).encode(errors="replace")
         except Exception as error:
@@ -96,6 +115,13 @@ def main() -> None:
         results.write(RESULT.pack(answer[0], len(answer[1])))
         for begin in range(0, len(answer[1]), 65536):
             results.write(answer[1][begin : begin + 65536])
+
+
+def _called(function: Callable[[Any], Any], given: Any, kind: bytes, most_bytes: int) -> bytes:
+    if kind != MANY:
+        return written(function(given), most_bytes=most_bytes)
+    results = [answered(each, most_bytes=most_bytes) for each in checked(function(given), count=len(given))]
+    return b"".join(RESULT.pack(each, len(text)) + text for each, text in results)
 
 
 def _read(requests: BinaryIO, calls: "queue.SimpleQueue[tuple[bytes, str, int, bytes]]") -> None:

@@ -3,7 +3,7 @@ names them. What follows from a failed call is decided like that of a provider's
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,22 @@ import jiter
 
 from consumers.background import Background, ended
 from consumers.failures import HandlerDied, HandlerError, RejectedError
-from consumers.flows.child import ANSWERED, REJECTED, UNSENDABLE, Unsendable, find, told, written
+from consumers.flows.child import (
+    ANSWERED,
+    MANY,
+    REJECTED,
+    RESULT,
+    RUN,
+    UNSENDABLE,
+    Unsendable,
+    answered,
+    checked,
+    find,
+    told,
+    written,
+)
 from consumers.flows.cores import Child, ChildDied, Cores, NotImported
+from consumers.flows.many import Gathering, Result
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
@@ -34,6 +48,10 @@ class HandlerSpec:
     name: str
     run: str
     kind: Literal["async", "cpu"]
+    many: bool = False
+    """It takes a list, and returns one of the same length: a result, or an exception, for each."""
+    count: int = 20
+    window_s: float = 0.05
 
 
 Call = Callable[[bytes, float], Awaitable[bytes]]
@@ -57,6 +75,8 @@ class Handlers:
         self._tracing = tracing or Tracing()
         self._functions: dict[str, Callable[[Any], Any]] = {}
         self._background = Background()
+        self._gatherings: dict[tuple[str, str], Gathering] = {}
+        """By handler and lane: what is urgent waits for nothing that is not."""
 
     async def load(self) -> list[str]:
         """Import every handler, and return why some cannot be, one line for each."""
@@ -80,18 +100,21 @@ class Handlers:
         return None
 
     @asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[Call]:
+    async def turn(self, name: str, *, lane: str = "", alone: bool = False) -> AsyncIterator[Call]:
         """Wait until the handler may be called (for a free core, if it computes), and yield the call, which raises
-        ProviderError or RequestProblem."""
+        ProviderError or RequestProblem. `alone`: without others, although it takes many."""
         spec = self._specs[name]
+        if spec.many:
+            yield partial(self._traced, name, partial(self._among_many, spec, lane=lane, alone=alone))
+            return
         if spec.kind == "async":
-            yield partial(self._traced, spec.name, partial(self._in_loop, spec))
+            yield partial(self._traced, spec.name, partial(self._one_in_loop, spec))
             return
         try:
             async with self._cores.one(spec.run) as child:
                 yield partial(self._traced, spec.name, partial(self._in_process, spec, child))
         except NotImported as error:
-            raise HandlerError(f"handler {name}: not imported: {error}", type="failed") from None
+            raise _not_imported(name, error) from None
 
     async def aclose(self, *, within_s: float) -> None:
         await self._cores.aclose()
@@ -101,17 +124,56 @@ class Handlers:
         with self._tracing.handler(name):
             return await call(body, timeout_s)
 
-    async def _in_loop(self, spec: HandlerSpec, body: bytes, timeout_s: float) -> bytes:
-        value = jiter.from_json(body, cache_mode="none")
+    async def _among_many(self, spec: HandlerSpec, body: bytes, timeout_s: float, *, lane: str, alone: bool) -> bytes:
+        try:
+            if alone:
+                ((kind, text),) = await self._many(spec, [body], timeout_s)
+            else:
+                kind, text = await self._gathering(spec, lane).call(body, timeout_s)
+        except TimeoutError:
+            raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout") from None
+        return _result(spec.name, kind, text)
+
+    def _gathering(self, spec: HandlerSpec, lane: str) -> Gathering:
+        if (found := self._gatherings.get((spec.name, lane))) is None:
+            found = self._gatherings[spec.name, lane] = Gathering(
+                partial(self._many, spec), count=spec.count, window_s=spec.window_s, background=self._background
+            )
+        return found
+
+    async def _many(self, spec: HandlerSpec, bodies: Sequence[bytes], timeout_s: float) -> Sequence[Result]:
+        """A result for each of these bodies. Raises HandlerError for all of them; RejectedError only for a single one,
+        because among several it is not known whose input was at fault."""
+        try:
+            if spec.kind == "async":
+                values = [jiter.from_json(body, cache_mode="none") for body in bodies]
+                results = await self._in_loop(spec, values, timeout_s)
+                return [answered(each, most_bytes=self._most_bytes) for each in results]
+            async with self._cores.one(spec.run) as child:
+                packed = await self._in_process(spec, child, b"[" + b",".join(bodies) + b"]", timeout_s, kind=MANY)
+            return _unpacked(packed)
+        except NotImported as error:
+            raise _not_imported(spec.name, error) from None
+        except RejectedError as error:
+            if len(bodies) == 1:
+                raise
+            raise HandlerError(error.detail, type="failed") from error
+
+    async def _one_in_loop(self, spec: HandlerSpec, body: bytes, timeout_s: float) -> bytes:
+        result = await self._in_loop(spec, jiter.from_json(body, cache_mode="none"), timeout_s)
+        try:
+            return written(result, most_bytes=self._most_bytes)
+        except Unsendable as error:
+            raise unsendable(spec.name, str(error)) from None
+
+    async def _in_loop(self, spec: HandlerSpec, value: Any, timeout_s: float) -> Any:
         running = self._background.begin(_awaited(self._functions[spec.name], value), name=f"handler {spec.name}")
         try:
             if not await ended(running, within_s=timeout_s):
                 raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout")
             if running.cancelled():  # what it waited for was, and not this call
                 raise HandlerError(f"handler {spec.name}: cancelled from within", type="failed")
-            return written(running.result(), most_bytes=self._most_bytes)
-        except Unsendable as error:
-            raise unsendable(spec.name, str(error)) from None
+            return checked(running.result(), count=len(value)) if spec.many else running.result()
         except HandlerError:
             raise
         except Exception as error:
@@ -121,20 +183,40 @@ class Handlers:
                 running.cancel()
                 self._background.begin(_see_end(running, spec.name), name=f"end of handler {spec.name}")
 
-    async def _in_process(self, spec: HandlerSpec, child: Child, body: bytes, timeout_s: float) -> bytes:
+    async def _in_process(
+        self, spec: HandlerSpec, child: Child, body: bytes, timeout_s: float, *, kind: bytes = RUN
+    ) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                kind, result = await child.call(spec.run, body, most_bytes=self._most_bytes)
+                kind, result = await child.call(spec.run, body, most_bytes=self._most_bytes, kind=kind)
         except ChildDied as error:
             raise HandlerDied(f"handler {spec.name}: its process died under it ({error})", type="died") from None
         except TimeoutError:
             text = f"handler {spec.name}: no result within {timeout_s:g} s: its process was killed"
             raise HandlerError(text, type="timeout") from None
-        if kind == ANSWERED:
-            return result
-        if kind == UNSENDABLE:
-            raise unsendable(spec.name, result.decode(errors="replace"))
-        raise _failed(spec.name, kind, result.decode(errors="replace"))
+        return _result(spec.name, kind, result)
+
+
+def _result(name: str, kind: bytes, text: bytes) -> bytes:
+    if kind == ANSWERED:
+        return text
+    if kind == UNSENDABLE:
+        raise unsendable(name, text.decode(errors="replace"))
+    raise _failed(name, kind, text.decode(errors="replace"))
+
+
+def _unpacked(packed: bytes) -> Sequence[Result]:
+    found, at = list[Result](), 0
+    while at < len(packed):
+        kind, size = RESULT.unpack_from(packed, at)
+        begin = at + RESULT.size
+        at = begin + size
+        found.append((kind, packed[begin:at]))
+    return found
+
+
+def _not_imported(name: str, error: NotImported) -> HandlerError:
+    return HandlerError(f"handler {name}: not imported: {error}", type="failed")
 
 
 async def _awaited(function: Callable[[Any], Any], value: object) -> object:

@@ -99,6 +99,7 @@ PART_LOST: Final = "part.lost"
 DELIVERY_LOST: Final = "delivery.lost"
 HANDLER_FAILED: Final = "handler.failed"
 HANDLER_STUCK: Final = "handler.stuck"
+HANDLER_NARROW: Final = "handler.narrow"
 
 LEARNED_UNREADABLE: Final = "limits.unreadable"
 LIMITS_LEARNED: Final = "limits.learned"

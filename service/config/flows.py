@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal, get_args
 
 import jiter
-from pydantic import AfterValidator, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
@@ -33,18 +33,22 @@ class HandlerSettings(Section):
     """`async`: an `async def`, which runs in the worker's event loop. `cpu`: a function that computes; it runs in one
     of as many processes as the machine has cores."""
     many: bool = False
-    """Reserved: a handler that takes a list of requests at a time is not available in this version."""
+    """Whether the function takes a list, of what several requests ask at the same time, and returns a list of the same
+    length: a result, or an exception, for each."""
+    count: Annotated[int, Field(ge=2, le=1000)] = 20
+    """With `many`: the most requests in one call. So many slots of the lane are needed as well."""
+    window_ms: Annotated[int, Field(ge=1, le=10_000)] = 50
+    """With `many`: for how long the first request waits for others."""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.run is None:
             yield Disagreement("is not set: the function, as module:function", at=(("run",),))
-        if self.many:
-            yield Disagreement(
-                "a handler that takes many requests at a time is not available yet; remove it", (("many",),)
-            )
 
     def spec(self, name: str) -> HandlerSpec:
-        return HandlerSpec(name=name, run=self.run or "", kind=self.kind)
+        return HandlerSpec(
+            name=name, run=self.run or "", kind=self.kind, many=self.many, count=self.count,
+            window_s=self.window_ms / 1000,
+        )  # fmt: skip
 
 
 def _step(given: Any) -> StepSpec:

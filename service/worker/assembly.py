@@ -68,6 +68,7 @@ from lanekeeper.contract.problems import (
     SettingsError,
     TopologyMismatch,
 )
+from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.loading import variable
 from service.config.settings import FIRST, WEB, Settings
@@ -79,6 +80,8 @@ from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, Topology, declare, is_before
 from topology.lanes import LaneSpec
+
+log = logs.logger()
 
 
 def connection_for(purpose: str, settings: Settings) -> Connection:
@@ -235,12 +238,18 @@ def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = No
         raise SettingsError(f"providers.{name}: {missing}") from None
 
 
-async def open_handlers(settings: Settings, *, tracing: Tracing, stack: AsyncExitStack) -> Handlers:
+async def open_handlers(
+    settings: Settings, lanes: Sequence[LaneSpec], *, tracing: Tracing, stack: AsyncExitStack
+) -> Handlers:
     """Import the handlers; `stack` closes their processes. Raises SettingsError, which names all that cannot be."""
     handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes, tracing=tracing)
     stack.push_async_callback(handlers.aclose, within_s=FINISH_WITHIN_S)
     if problems := await handlers.load():
         raise SettingsError("\n".join(problems))
+    for spec in settings.handler_specs():
+        narrow = {lane.name: slots for lane in lanes if (slots := lane.slots_max or lane.slots) < spec.count}
+        if spec.many and narrow:
+            log.warning(signals.HANDLER_NARROW, handler=spec.name, count=spec.count, slots=narrow)
     return handlers
 
 
@@ -560,7 +569,7 @@ async def assemble(
         providers = open_providers(settings, parsing=parsing)
         for provider in providers:
             stack.push_async_callback(provider.aclose)
-        handlers = await open_handlers(settings, tracing=tracing, stack=stack)
+        handlers = await open_handlers(settings, worked_lanes, tracing=tracing, stack=stack)
         broker = await open_broker(settings, publishing, consuming, declares=declares, tracing=tracing, stack=stack)
         names = broker.names
         store = await stack.enter_async_context(

@@ -1,16 +1,22 @@
 """Registered functions answer requests whose property `type` names them, with the same retries, replies and dead
 letters as a model's calls."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
 
 from lanekeeper.contract.problems import SettingsError
 from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
-from tests.support.requester import requester
+from tests.support.requester import Got, requester
 from tests.support.serving import serving
 
+EXAMPLES = Path(__file__).parents[2] / "examples/python"
 FUNCTIONS = "tests.support.functions"
 
 
@@ -34,6 +40,54 @@ async def test_a_handler_answers_like_a_model_and_a_repeated_id_is_answered_from
             plain = await app.ask({"prompt": "hi"}, message_type="messages")
             assert plain.text == "echo: hi"
         assert len(worker.api.calls) == 1, "handlers call no provider"
+
+
+async def test_many_requests_are_one_call_of_an_embeddings_endpoint(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = list[list[str]]()
+
+    async def embed(request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer secret"
+        asked = await request.json()
+        assert asked["model"] == "embeds"
+        calls.append(asked["input"])
+        if "too odd" in asked["input"]:
+            return web.Response(status=400)
+        data = [{"index": number, "embedding": [len(text)]} for number, text in enumerate(asked["input"])]
+        return web.json_response({"data": data[::-1]})
+
+    app = web.Application()
+    app.router.add_post("/v1/embeddings", embed)
+    handlers = {"embeddings": {"run": "documents.embeddings:embed", "many": True, "count": 8, "window_ms": 5000}}
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    with capture_logs() as logs:
+        async with (
+            TestServer(app) as server,
+            serving(vhost, handlers=handlers, retry={"base_s": 0.01, "cap_s": 0.01}),
+            requester(vhost) as asker,
+        ):
+            monkeypatch.setenv("EMBEDDINGS_URL", str(server.make_url("/v1/embeddings")))
+            monkeypatch.setenv("EMBEDDINGS_MODEL", "embeds")
+            monkeypatch.setenv("EMBEDDINGS_KEY", "secret")
+            texts = ["x" * number for number in range(1, 8)]
+
+            async def asked(*more: Any) -> list[Got]:
+                bodies = [*({"text": text} for text in texts), *more]
+                return await asyncio.gather(*(asker.ask(body, message_type="embeddings") for body in bodies))
+
+            replies = await asked({"text": 7})
+            assert [reply.json for reply in replies[:-1]] == [{"embedding": [number]} for number in range(1, 8)]
+            assert replies[-1].code == "provider_rejected", "it fails alone"
+            assert [sorted(call) for call in calls] == [texts]
+
+            calls.clear()
+            replies = await asked({"text": "too odd"})
+            assert [reply.status for reply in replies] == ["ok"] * 7 + ["error"]
+            assert replies[-1].code == "provider_rejected"
+            assert [len(call) for call in calls] == [8] + [1] * 8, "after a failure each is tried alone"
+    (told,) = [each for each in logs if each["event"] == "handler.narrow"]
+    assert told["slots"] == {"batch": 4}
 
 
 async def test_a_type_without_a_handler_is_refused_by_name_and_so_is_a_stream(vhost: Vhost) -> None:

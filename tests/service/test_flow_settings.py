@@ -40,6 +40,7 @@ run = "no function"
 [handlers.takes_many]
 run = "a:b"
 many = true
+count = 1
 
 [[pipelines.p.steps]]
 name = "first"
@@ -102,7 +103,7 @@ def test_what_is_wrong_is_told_by_name_all_at_once(tmp_path: Path) -> None:
         "handlers.Upper.run in {file}: 'Upper' is no name",
         "handlers.nowhere.run in {file}: is not set",
         "handlers.badly.run in {file}: found 'no function', allowed is module:function",
-        "handlers.takes_many.many in {file}: a handler that takes many requests at a time is not available",
+        "handlers.takes_many.count in {file}: found",
         "pipelines.p.steps in {file}: step 'first': it uses 'second', which has not run then: steps run in order",
         "pipelines.p.steps in {file}: step 'first': it uses 'inptu', and there are only input",
         "pipelines.p.steps in {file}: step 'first': lane 'nowhere' is not declared",

@@ -62,6 +62,26 @@ def holds_the_lock(given: Any) -> Any:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
+async def together(given: list[Any]) -> list[Any]:
+    """Each input with the number of those that were asked together; some say what is to happen."""
+    if "all fail" in given and len(given) > 1:
+        raise ValueError("no good")
+    if "all rejected" in given:
+        raise Rejected("never any good")
+    if "hangs" in given:
+        await asyncio.sleep(3600)
+    return computed_together(given)
+
+
+def computed_together(given: list[Any]) -> list[Any]:
+    if "dies" in given:
+        os._exit(3)
+    if "one too few" in given:
+        return given[1:]
+    ends: dict[str, Any] = {"fails": ValueError("this one"), "rejected": Rejected("never"), "a set": {1}}
+    return [ends.get(str(each), [each, len(given)]) for each in given]
+
+
 def dies(given: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 

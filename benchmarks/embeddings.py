@@ -1,0 +1,112 @@
+"""Measures what gathering does for a handler that takes many at once: latency against the number of calls.
+
+    ./dev bench embeddings [--seconds 5] [--fixed-ms 80] [--each-ms 2] [--rates 20 200]
+
+Requests come at random times, so many in a second on average. The endpoint is stood in for by a wait: a call takes
+`fixed-ms`, and `each-ms` more for each text. Worker, client and endpoint share this process; each row is one run.
+"""
+
+import argparse
+import asyncio
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+import uvloop
+from pydantic import SecretStr
+
+from benchmarks.harness.processes import broker
+from lanekeeper import Client
+from service.config.flows import HandlerSettings
+from service.config.loading import simulating, with_broker, with_store
+from service.config.settings import Settings
+from service.demo import working
+
+COUNTS, WINDOWS_MS = (10, 20, 50), (10, 20, 50)
+SLOTS = 128
+
+
+class Endpoint:
+    """`calls`: how many it was asked."""
+
+    calls = 0
+    fixed_s = each_s = 0.0
+
+    async def answer(self, texts: int) -> None:
+        self.calls += 1
+        await asyncio.sleep(self.fixed_s + self.each_s * texts)
+
+
+async def embed_one(asked: Any) -> Any:
+    await endpoint.answer(1)
+    return [0.0]
+
+
+async def embed_many(asked: list[Any]) -> list[Any]:
+    await endpoint.answer(len(asked))
+    return [[0.0]] * len(asked)
+
+
+endpoint = Endpoint()
+
+
+async def asked(client: Client, handler: str, *, rate: int, seconds: float) -> list[float]:
+    """How long each request took, in ms."""
+    rng, took_ms = random.Random(7), list[float]()
+
+    async def one() -> None:
+        began_s = time.monotonic()
+        await client.request({"text": "…"}, key="critical.bench.embed", handler=handler, timeout_s=120)
+        took_ms.append(1000 * (time.monotonic() - began_s))
+
+    until_s = time.monotonic() + seconds
+    async with asyncio.TaskGroup() as group:
+        while time.monotonic() < until_s:
+            group.create_task(one())
+            await asyncio.sleep(rng.expovariate(rate))
+    return took_ms
+
+
+async def measure(options: argparse.Namespace) -> None:
+    endpoint.fixed_s, endpoint.each_s = options.fixed_ms / 1000, options.each_ms / 1000
+    handlers = {"alone": HandlerSettings(run=f"{__name__}:embed_one")} | {
+        f"count-{count}-window-{window_ms}": HandlerSettings(
+            run=f"{__name__}:embed_many", many=True, count=count, window_ms=window_ms
+        )
+        for count in COUNTS
+        for window_ms in WINDOWS_MS
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        async with broker() as url:
+            settings = Settings.model_validate(
+                {
+                    "handlers": handlers,
+                    "lanes": {"critical": {"slots": SLOTS, "slots_max": SLOTS}},
+                    "anthropic_api_key": SecretStr("sk-ant-simulated"),
+                }
+            )
+            settings = with_broker(settings, url, namespace="bench-embeddings")
+            settings = simulating(with_store(settings, f"sqlite:///{Path(folder) / 'store'}"), "http://127.0.0.1:1")
+            async with working(settings) as (_, client):
+                await asked(client, "alone", rate=50, seconds=1)
+                for rate in options.rates:
+                    for name in handlers:
+                        endpoint.calls = 0
+                        took_ms = await asked(client, name, rate=rate, seconds=options.seconds)
+                        cuts = quantiles(took_ms, n=20)
+                        print(
+                            f"{rate}/s {name}: {len(took_ms)} requests, {endpoint.calls} calls "
+                            f"({len(took_ms) / endpoint.calls:.1f} each), p50 {cuts[9]:.0f} ms, p95 {cuts[18]:.0f} ms"
+                        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--fixed-ms", type=float, default=80)
+    parser.add_argument("--each-ms", type=float, default=2)
+    parser.add_argument("--rates", type=int, nargs="+", default=[20, 200])
+    uvloop.run(measure(parser.parse_args()))

@@ -1,0 +1,87 @@
+"""Gathers the calls of a handler that takes many at once: those that wait in this process at the same time become one
+call of its function. A call that leaves (its request was cancelled, or its time is over) changes nothing for the
+others; when all have left, the function's call is cancelled."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from consumers.background import Background
+
+Result = tuple[bytes, bytes]
+"""Its kind (`child.ANSWERED`, …), and its text."""
+Run = Callable[[Sequence[bytes], float], Awaitable[Sequence[Result]]]
+"""Calls the function with these bodies and a time limit in seconds. Returns a result for each, or raises for all."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    body: bytes
+    until_s: float
+    result: "asyncio.Future[Result]"
+    together: "_Together | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class _Together:
+    calls: Sequence[_Call]
+    task: "asyncio.Task[None]" = field(init=False)
+
+
+class Gathering:
+    """Of one handler in one lane: at most `count` calls, or what came within `window_s` of the first one."""
+
+    def __init__(self, run: Run, *, count: int, window_s: float, background: Background) -> None:
+        self._run = run
+        self._count = count
+        self._window_s = window_s
+        self._background = background
+        self._waiting: list[_Call] = []
+        self._window: asyncio.TimerHandle | None = None
+
+    async def call(self, body: bytes, timeout_s: float) -> Result:
+        """The result of this body among others. Raises what the function's call raises for all of them; after
+        `timeout_s` TimeoutError."""
+        loop = asyncio.get_running_loop()
+        call = _Call(body, loop.time() + timeout_s, loop.create_future())
+        self._waiting.append(call)
+        if len(self._waiting) >= self._count:
+            self._begin()
+        elif self._window is None:
+            self._window = loop.call_later(self._window_s, self._begin)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call.result
+        finally:
+            if call.together is None:
+                self._waiting.remove(call)
+            elif all(each.result.done() for each in call.together.calls):
+                call.together.task.cancel()  # nobody waits for it; without effect if it has ended
+
+    def _begin(self) -> None:
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        if not self._waiting:  # all have left
+            return
+        together = _Together(self._waiting)
+        self._waiting = []
+        together.task = self._background.begin(self._work(together), name="gathered calls")
+        for call in together.calls:
+            call.together = together
+
+    async def _work(self, together: _Together) -> None:
+        calls = [call for call in together.calls if not call.result.done()]
+        left_s = max(call.until_s for call in calls) - asyncio.get_running_loop().time() if calls else 0
+        try:
+            results = await self._run([call.body for call in calls], max(0.0, left_s)) if calls else ()
+        except BaseException as error:
+            for call in calls:
+                if not call.result.done():
+                    call.result.set_exception(error if isinstance(error, Exception) else TimeoutError())
+            if not isinstance(error, Exception):
+                raise
+            return
+        for call, result in zip(calls, results, strict=True):
+            if not call.result.done():
+                call.result.set_result(result)
