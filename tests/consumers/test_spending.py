@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from consumers.gates import CapsGate
 from consumers.job import Attempted, Job
 from consumers.limits.base import Amounts
-from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Refused, Retried
+from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.providers.breakers import Breakers
 from consumers.spending import (
     TENANTS_COUNTED,
@@ -28,12 +28,13 @@ from consumers.spending import (
     Total,
     Usage,
 )
-from consumers.state.base import Stop, StoreUnavailable
+from consumers.state.base import Completion, Stop, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances
 from tests.support.virtual_time import virtually
+from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
@@ -378,3 +379,77 @@ def test_totals_are_kept_for_those_that_were_active_last() -> None:
     assert totals["lane"]["batch"].requests == totals["tenant"]["always"].requests + TENANTS_COUNTED + 5
     assert f"t-{TENANTS_COUNTED + 4}" in totals["tenant"]
     assert "t-0" not in totals["tenant"]
+
+
+def batched(**held: Any) -> dict[str, Any]:
+    """The headers of a request that was in a batch."""
+    return hop_headers(HopHeaders(batch=BatchHop(ticket="t", **held), first_seen_ms=NOW_MS))
+
+
+async def gathered(ground: Ground) -> dict[str, Any]:
+    """Lets a request into a batch. Returns the headers with which it comes back."""
+    job = ground.job()
+    assert await ground.enter(job) is None
+    job.batch = BatchHop()
+    await ground.gate.leave(job, decoded(job), Batched(params=b""))
+    await ground.spending.finish(within_s=30)
+    assert Spent(*job.batch.held) == Spent(1, 1500, pytest.approx(COST))
+    assert job.batch.held_until_ms == pytest.approx(NOW_MS + 3_600_000, abs=60_000)
+    return batched(held=job.batch.held, held_until_ms=job.batch.held_until_ms)
+
+
+async def test_what_waits_in_batches_counts_against_the_cap() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=2)})
+    await gathered(ground)
+    await gathered(ground)
+
+    assert isinstance(await ground.enter(ground.job()), Deferred | Refused | Buried)
+    assert ground.store.used["cap lane critical requests"] == 2
+
+
+async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1, usd=1)})
+    headers = await gathered(ground)
+
+    job = ground.job(exchange="lane.due", headers=headers)
+    await ground.through(job, ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.01)
+    await ground.gate.end(job, decoded(job), ANSWERED)
+
+    assert ground.store.used["cap lane critical requests"] == 1
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01)
+
+
+async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job(exchange="lane.due", headers=await gathered(ground))
+
+    assert await ground.enter(job) is None
+    await ground.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
+    await ground.gate.end(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
+    await ground.spending.finish(within_s=30)
+
+    assert job.batch is not None
+    assert job.batch.held[0] == 1
+    assert ground.store.used["cap lane critical requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "used"),
+    [
+        (Refused(RequestProblem("deadline_exceeded", "")), 0),
+        (Dropped(RequestProblem("cancelled", "")), 0),
+        (Replayed(completion=Completion(status="error", code="cancelled", body=b"", ended_ms=1)), 0),
+        (Replayed(completion=Completion(status="ok", body=b"", ended_ms=1)), 1),
+        (Deferred(delay_ms=1, reason="paused"), 1),
+        (None, 1),
+    ],
+)
+async def test_what_ends_before_the_gate_gives_back_what_was_counted(outcome: Outcome | None, used: int) -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job(exchange="lane.due", headers=await gathered(ground))
+
+    assert await ground.gate.come_back(job, decoded(job)) is None
+    await ground.gate.end(job, decoded(job), outcome)
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical requests"] == used
