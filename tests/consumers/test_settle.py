@@ -10,7 +10,7 @@ from typing_extensions import override
 from consumers import claiming, settle
 from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source
 from consumers.large_bodies import Fetching, LargeAnswers
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
@@ -25,7 +25,7 @@ from tests.support.jobs import BODY, NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec import decoding
-from topology.codec.headers import HopHeaders, read_hop
+from topology.codec.headers import BatchHop, HopHeaders, hop_headers, read_hop, split_tail
 from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
@@ -36,7 +36,8 @@ BURIED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
 DROPPED = Dropped(RequestProblem("cancelled", "by its owner"))
 CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
 UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
-OUTCOMES = [ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
+BATCHED = Batched(params=b'{"for":"the provider"}')
+OUTCOMES = [BATCHED, ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,7 @@ def bench() -> Bench:
         (ANSWERED, ["stored", "confirmed: reply", "ack", "event: completed"]),
         (DEFERRED, ["confirmed: lane.delay.01", "ack", "event: deferred"]),
         (RETRIED, ["confirmed: lane.delay.02", "ack", "event: retrying"]),
+        (BATCHED, ["confirmed: reply", "ack", "event: deferred"]),
         (REFUSED, ["stored", "confirmed: reply", "ack", "event: failed"]),
         (BURIED, ["stored", "confirmed: lane.dead", "confirmed: reply", "ack", "event: failed", "event: dead"]),
         (DROPPED, ["stored", "confirmed: reply", "ack", "event: cancelled"]),
@@ -319,6 +321,57 @@ async def test_a_deferral_does_not_count_an_attempt(bench: Bench) -> None:
     await bench.settler.settle(job, DEFERRED)
     hop = read_hop(bench.to("lane.delay.01").headers)
     assert (hop.attempts, hop.errors, hop.due_ms) == (2, ("b", "a"), DEFERRED.due_ms)
+
+
+async def test_a_request_goes_to_be_gathered_with_what_the_provider_gets_behind_its_body(bench: Bench) -> None:
+    job = bench.job(user_id="shop", expiration="60000", headers={"x-mine": 1})
+    job.batch = BatchHop(account="a", held=(1.0, 2.0, 0.5))
+    await bench.settler.settle(job, BATCHED)
+
+    (sent,) = bench.publisher.sent
+    assert (sent.exchange, sent.routing_key) == ("", "lane.batches")
+    hop = read_hop(sent.message.headers)
+    assert hop.batch == BatchHop(account="a", held=(1.0, 2.0, 0.5), params_bytes=len(BATCHED.params))
+    assert split_tail(sent.message.body, hop.batch.params_bytes) == (BODY, BATCHED.params)
+    assert (hop.attempts, hop.user_id, hop.expiration, sent.message.user_id) == (0, "shop", "60000", None)
+    assert sent.message.headers[n.ROUTING_KEY] == "critical.shop.chat"
+    assert (sent.message.headers["x-mine"], sent.message.expiration) == (1, None)
+
+
+async def test_what_the_provider_gets_is_sent_once_if_it_is_the_body(bench: Bench) -> None:
+    job = bench.job()
+    job.batch = BatchHop(account="a")
+    await bench.settler.settle(job, Batched(params=BODY))
+    (sent,) = bench.publisher.sent
+    assert sent.message.body == BODY
+    assert read_hop(sent.message.headers).batch == BatchHop(account="a")
+
+
+RESULT = b'{"custom_id":"t-1"}'
+
+
+def from_batch(bench: Bench) -> Job:
+    headers = hop_headers(HopHeaders(batch=BatchHop(ticket="t", result_bytes=len(RESULT)), first_seen_ms=NOW_MS))
+    return bench.job(exchange="lane.due", body=BODY + RESULT, headers=headers)
+
+
+async def test_a_batchs_result_that_was_not_read_yet_waits_with_its_request(bench: Bench) -> None:
+    await bench.settler.settle(from_batch(bench), DEFERRED)
+    copy = bench.to("lane.delay.01")
+    assert copy.body == BODY + RESULT
+    assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exchange"), [(DEFERRED, "lane.delay.01"), (RETRIED, "lane.delay.02"), (BURIED, "lane.dead")]
+)
+async def test_a_batchs_result_that_was_an_attempt_is_not_kept(bench: Bench, outcome: Outcome, exchange: str) -> None:
+    job = from_batch(bench)
+    job.attempted = Attempted(started_ms=NOW_MS)
+    await bench.settler.settle(job, outcome)
+    copy = bench.to(exchange)
+    assert copy.body == BODY
+    assert read_hop(copy.headers).batch in (None, BatchHop(ticket="t"))
 
 
 async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None:
