@@ -55,7 +55,6 @@ class Scenario:
 
 
 def plan(*, quick: bool) -> list[Scenario]:
-    """The whole suite, in the order in which it runs."""
     ours = lanekeeper()
     # spans of every tenth request are sent to the provider's process, which drops them
     traced = lanekeeper(
@@ -151,7 +150,6 @@ COLUMNS = {
 
 
 def tables(found: Results) -> str:
-    """All tables: conditions, aims, all contestants side by side."""
     rows = ("floor", OURS, STORELESS, TRACED, *(peer.name for peer in PEERS))
     told = (report.aims(found, AIMS), report.side_by_side(found, rows, COLUMNS))
     return report.page(found, report.head(found, COMMAND, ABOUT), *told)
@@ -176,7 +174,6 @@ async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float =
 
 
 def _can_run(who: Contestant, on: Stage) -> bool:
-    """Whether a framework is installed, and has the Redis that it needs."""
     return who not in PEERS or (PEERS_PYTHON.exists() and (on.redis_url is not None or not who.in_redis))
 
 

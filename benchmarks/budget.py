@@ -130,7 +130,6 @@ def contestants(on: Stage) -> dict[str, Asking]:
 
 
 async def spend(on: Stage, asking: Asking, *, seconds: float) -> dict[str, float]:
-    """Send the load through one contestant. Returns its figures."""
     limits = ("--requests-per-minute", str(REQUESTS), "--input-tokens-per-minute", str(INPUT_TOKENS))
     speed = ("--burst", f"{BURST_S}s", "--latency", f"{LATENCY_S:g}s", "--output-tokens", "200")
     async with simulated(on.folder, *limits, *speed) as (base_url, _), asking(base_url) as requester:

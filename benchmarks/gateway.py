@@ -98,7 +98,6 @@ async def served(on: Stage, base_url: str, *, slots: int) -> AsyncIterator[Serve
 
 
 async def measure(options: argparse.Namespace) -> Results:
-    """Run all scenarios with all contestants in turns, and save the results."""
     calls, at_once, began = options.calls, options.at_once, time.monotonic()
     found = Results.none_yet(PACKAGES, quick=options.quick)
     async with AsyncExitStack() as stack:
@@ -165,7 +164,6 @@ COLUMNS = {
 
 
 def tables(found: Results) -> str:
-    """The results as Markdown: the conditions, the aims, and each contestant's medians."""
     told = (report.aims(found, AIMS), report.side_by_side(found, (DIRECT, OURS, PEER), COLUMNS))
     return report.page(found, report.head(found, COMMAND), *told)
 

@@ -89,7 +89,6 @@ def _short(found: Spread) -> str:
 
 
 def main(names: Sequence[str]) -> None:
-    """Run scenarios and print their tables."""
     began_s = time.monotonic()
     results = [run(SCENARIOS[name]) for name in names]
     if recorded := [each for each in results if each.scenario.steady is None]:

@@ -28,8 +28,6 @@ class RateLimit:
         self._left: LRUCache[str, tuple[float, float]] = LRUCache(NAMES_KEPT)
 
     def take(self, name: str, amount: float = 1) -> bool:
-        """Take `amount` tokens from the token bucket of a name. Return False, and take none, if the bucket holds
-        fewer."""
         now_s = self._clock()
         left, at_s = self._left.get(name, (self._at_once, now_s))
         left = min(self._at_once, left + (now_s - at_s) * self._per_s)

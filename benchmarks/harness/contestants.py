@@ -40,7 +40,6 @@ class Contestant:
 
     name: str
     queue: str
-    """The queue in which requests wait."""
     python: Path = Path(sys.executable)
     command: Sequence[str]
     """The arguments of the interpreter that start the worker; {slots} and {port} are replaced by its numbers."""
@@ -58,7 +57,6 @@ class Contestant:
         return ONLY_REPLIES
 
     def environment(self, place: Place) -> dict[str, str]:
-        """The environment of its worker and its requesters."""
         made = clean_environ(
             BENCH_AMQP_URL=place.amqp_url,
             BENCH_BASE_URL=place.base_url,

@@ -85,7 +85,6 @@ class Sent:
 
 
 async def send(requester: Any, spec: Spec) -> Sent:
-    """Send the requests of `spec`."""
     do: Callable[..., Awaitable[float | None]] = getattr(requester, spec.do)
 
     async def one(number: int, into: Sent) -> None:

@@ -88,7 +88,6 @@ async def _listens(port: int) -> bool:
 
 @asynccontextmanager
 async def simulated(folder: Path, *options: str) -> AsyncIterator[tuple[str, int]]:
-    """Run the simulated API; yields its URL and its process id."""
     (port,) = free_ports(1)
     command = (sys.executable, "-m", "service.cli.main", "simulate", "--port", str(port), *options)
     async with process(command, environ=clean_environ(), log=folder / f"simulated-{port}", port=port) as pid:

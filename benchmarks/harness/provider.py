@@ -92,7 +92,6 @@ class CallLog:
 
 
 def _head() -> bytes:
-    """The HTTP headers of an answer."""
     reset = (datetime.now(UTC) + timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     lines = ["HTTP/1.1 200 OK", "request-id: req_1", "anthropic-organization-id: benchmark"]
     for name in ("requests", "input-tokens", "output-tokens"):
@@ -150,7 +149,6 @@ class Connection(asyncio.Protocol):
 
 @asynccontextmanager
 async def provider(folder: Path, *, most: int) -> AsyncIterator[tuple[str, CallLog]]:
-    """Run the provider; yields its URL and its log of calls."""
     (port,), path = free_ports(1), folder / "call_log"
     call_log = CallLog(path, most=most)
     command = (sys.executable, "-m", "benchmarks.harness.provider", str(path), str(most), str(port))

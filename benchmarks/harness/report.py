@@ -45,7 +45,6 @@ def value(scenario: str, figure: str) -> Measured:
 
 
 def head(found: Results, command: str, further: str = "") -> str:
-    """The conditions of the measurement."""
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     small = " Small sizes, few rounds (`--quick`)." if found.quick else ""
     return (
@@ -77,7 +76,6 @@ def missing(found: Results) -> str:
 
 
 def page(found: Results, *parts: str) -> str:
-    """The parts that are not empty, and what is missing."""
     return "\n\n".join(part for part in (*parts, missing(found)) if part)
 
 

@@ -35,7 +35,6 @@ class Median:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Median":
-        """The median of these values. Raises ValueError if there are none."""
         if not values:
             raise ValueError("no values")
         return cls(statistics.median(values), min(values), max(values), len(values))
@@ -122,7 +121,6 @@ def load(path: Path) -> Results:
 
 
 def machine() -> str:
-    """The machine, in one line."""
     model = next(
         (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU"
     )

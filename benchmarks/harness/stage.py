@@ -44,7 +44,6 @@ class Stage:
 
     @property
     def version(self) -> str:
-        """The broker's version."""
         return self.connection.version
 
     async def reset(self, who: Contestant) -> None:

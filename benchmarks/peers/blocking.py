@@ -16,7 +16,6 @@ def _calling() -> Any:
 
 
 def call(body: str) -> str:
-    """What the task does."""
     return _calling()(body.encode()).decode()
 
 

@@ -34,7 +34,6 @@ class Recorded(NamedTuple):
 
 @cache
 def recorded() -> Mapping[str, Sequence[Recorded]]:
-    """The recorded requests of each service (`chat`, `code`)."""
     found: dict[str, list[Recorded]] = {service: [] for service in SERVICE}
     with gzip.open(TRACES, "rt", newline="") as file:
         for row in csv.DictReader(file):
@@ -78,7 +77,6 @@ class Ask:
     overloaded: int = 0
     """How often it was answered with 529."""
     waits: list[Stand] = field(default_factory=list)
-    """All its stays at the gate."""
 
     @property
     def id(self) -> str:
@@ -95,7 +93,6 @@ class Ask:
 
     @property
     def takes_s(self) -> float:
-        """How long the provider takes for it."""
         return LATENCY_S + self.output_tokens / TOKENS_PER_S if self.call_s is None else self.call_s
 
 
@@ -108,7 +105,6 @@ class Load:
     ends_s: float
     """When the recorded requests end. After that, only batch jobs come."""
     limits: Amounts
-    """The provider's limits per minute."""
     demand: Mapping[str, Amounts]
     """For each lane, and each limit: the lane's demand divided by the limit."""
     jobs: Iterator[Recorded]
@@ -155,7 +151,6 @@ def _steady(scenario: Scenario, steady: Steady) -> Load:
 
 
 def job(size: Recorded, at_s: float, rng: random.Random) -> Ask:
-    """A batch job of the given size."""
     ask = _ask(BATCH.name, at_s, size.input_tokens, size.output_tokens, rng)
     ask.counts = False
     return ask

@@ -40,7 +40,6 @@ class Result:
     asks: Sequence[Ask]
 
     def of(self, lane: str) -> list[Ask]:
-        """A lane's requests in the order of arrival."""
         return sorted((ask for ask in self.asks if ask.lane == lane), key=lambda ask: ask.arrived_s)
 
     def waits(self, lane: str) -> Spread:
@@ -56,7 +55,6 @@ class Result:
 
     @cached_property
     def answers_per_s(self) -> float:
-        """The answers of the time after `LEARNED_S`."""
         answered = [ask for ask in self.asks if LEARNED_S <= (ask.answered_s or 0.0) < self.load.ends_s]
         return len(answered) / (self.load.ends_s - LEARNED_S)
 
@@ -89,7 +87,6 @@ class Result:
 
     @property
     def binding(self) -> str:
-        """The limit of which most is used."""
         return REASONS[self.use.index(max(self.use))]
 
     @cached_property

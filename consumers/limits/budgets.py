@@ -137,8 +137,6 @@ class Budgets:
         return waiter.reservation
 
     async def try_reserve(self, name: str, *, lane: str, amounts: Amounts, request: str = "") -> Reservation | None:
-        """Reserve budget of an account for a call, without waiting. Returns None if the account has not enough budget
-        now."""
         turns = self._current_turns(name)
         account, now_s = turns.account, turns.now_s()
         waiter = Waiter(self._ranks[lane], amounts, arrived_s=now_s, request=request)

@@ -3,7 +3,6 @@
 import re
 
 REQUEST_ID = "allowed are 1 to 128 of A-Z a-z 0-9 . _ : -"
-"""For texts of errors."""
 ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 _ID = re.compile(ID_PATTERN)
 _WORD = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
