@@ -19,6 +19,7 @@ from consumers.failures import (
     BreakerOpen,
     Failover,
     HandlerDied,
+    Paid,
     ProviderError,
     Retry,
     RetryPolicy,
@@ -31,7 +32,7 @@ from consumers.flows.handlers import Handlers
 from consumers.gates import DEATHS_AT_MOST, BudgetGate, exceeded, later
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import Amounts, Underway
+from consumers.limits.base import NOTHING, Amounts, Underway
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
 from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.registry import Answer, Registry
@@ -100,7 +101,9 @@ class Attempts:
                     parts.on_flow = partial(limit.reschedule, longest_s)
                 await self.pausing.opened()  # make no call whose answer could not be sent
                 began_s = clock()
-                if decoded.request.handler:
+                if job.batch_result is not None:
+                    answer = await self._read_result(job, job.batch_result)
+                elif decoded.request.handler:
                     answer = await self._call_handler(job, decoded.request)
                 else:
                     answer = await self._call_routes(job, decoded, parts, limit)
@@ -126,6 +129,14 @@ class Attempts:
                 "deadline_exceeded", f"its stream was cut after {ATTEMPT_WITHIN_S:g} s, the most that one lasts"
             )
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
+
+    async def _read_result(self, job: Job, line: bytes) -> Answer:
+        """The answer that a provider's batch gave to the request: nothing is called."""
+        assert job.batch is not None
+        self._begin(job)
+        batch = job.batch
+        route = Route(provider=batch.provider, model=batch.model, name=batch.model, account=batch.account)
+        return await self.registry.from_batch(route, line)
 
     async def _call_handler(self, job: Job, request: Request) -> Answer:
         name = request.handler
@@ -246,6 +257,8 @@ class Attempts:
             self.lifecycle.publish(job, change.event, **change.fields)
 
     def _spent(self, job: Job, error: ProviderError | None) -> Amounts | None:
+        if job.batch_result is not None and error is not None and error.paid is not Paid.UNKNOWN:
+            return NOTHING
         return (
             None if job.reserved is None or error is None else error.spent(self.budget_gate.likely(job, job.reserved))
         )

@@ -118,6 +118,10 @@ class Lifecycle:
             **detail,
         )
 
+    def publish_batch(self, id: str, lane: str, **detail: Any) -> None:
+        """`lane`: of its first request."""
+        self._publish("batch", id=_ascii(id, ID_LENGTH), lane=_ascii(lane, APP_LENGTH), app="batches", **detail)
+
     def publish_for_letter(self, letter: Message, event: str, **detail: Any) -> None:
         self._publish(
             event,

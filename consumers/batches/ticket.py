@@ -76,10 +76,6 @@ class Ticket:
     polls: int = 0
     items: tuple[Item, ...] = ()
 
-    @property
-    def tokens(self) -> int:
-        return sum(item.tokens for item in self.items)
-
     def custom_id(self, item: Item) -> str:
         return f"{self.id}-{item.number}"
 

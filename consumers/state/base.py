@@ -424,8 +424,9 @@ class Batching(Protocol):
         submitted."""
 
     async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> Mapping[Identity, bool]:
-        """Mark requests as submitted. Returns those that still belong to this ticket (or to the one of which it is a
-        part), and for each whether it was submitted before, in this same ticket: then a batch with it may exist."""
+        """Mark requests as submitted. Returns those that belong to this ticket (or to the one of which it is a part),
+        or to none, because the store was lost; and for each whether a batch with it may exist: it was submitted before,
+        in this same ticket, or it is not known."""
 
     async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
         """Remove the marks of this ticket."""

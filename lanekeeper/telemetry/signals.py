@@ -101,6 +101,10 @@ HANDLER_FAILED: Final = "handler.failed"
 HANDLER_STUCK: Final = "handler.stuck"
 HANDLER_NARROW: Final = "handler.narrow"
 
+BATCH_CHANGED: Final = "batch.changed"
+BATCH_UNSUBMITTED: Final = "batch.unsubmitted"
+BATCH_UNREAD: Final = "batch.unread"
+
 LEARNED_UNREADABLE: Final = "limits.unreadable"
 LIMITS_LEARNED: Final = "limits.learned"
 
@@ -121,6 +125,7 @@ ACK: Final = "ack"  # CLIENT; REJECT too
 REJECT: Final = "reject"
 POST: Final = "POST"  # CLIENT: a webhook
 HANDLER: Final = "handler"  # INTERNAL
+BATCH: Final = "batch"  # CLIENT: the work on a batch, linked to its requests
 WAIT: Final = "wait"  # INTERNAL; DELAY too: written by the worker that gets the request, after the wait
 DELAY: Final = "delay"
 SETTLE: Final = "settle"  # only as messaging.operation.type
@@ -161,7 +166,8 @@ GEN_AI_CACHE_READ_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 GEN_AI_CACHE_WRITE_TOKENS: Final = "gen_ai.usage.cache_write.input_tokens"
 PROVIDER_REQUEST_ID: Final = "anthropic.request.id"  # the name that the Anthropic SDK's own spans use
 
-# Attributes: ours, on process spans.
+# Attributes: ours, on process and batch spans.
+LANE_BATCH_REQUESTS: Final = "lane.batch_requests"
 LANE_NAME: Final = "lane.name"
 LANE_APP: Final = "lane.app"
 LANE_ATTEMPT: Final = "lane.attempt"  # from 1

@@ -15,7 +15,7 @@ Without an OpenTelemetry SDK, or if the trace is not sampled, no spans are made.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from opentelemetry import baggage, context, trace
@@ -48,6 +48,7 @@ from lanekeeper.telemetry import signals
 SCOPE: Final = "lanekeeper"
 Attributes: TypeAlias = dict[str, str | int | float | bool | tuple[str, ...]]
 _ERROR: Final = Status(StatusCode.ERROR)
+LINKS: Final = 100
 _MODEL_MAXIMUM: Final = 128
 """The requester chooses the name."""
 # A header `traceparent` of version 00 has exactly 55 characters. That of a later version may continue after another
@@ -213,6 +214,23 @@ class Tracing:
             return _NO_SPAN
         span = self._tracer.start_span(f"{signals.HANDLER} {name}")
         return Scope(span, trace.set_span_in_context(span))
+
+    def batch(self, operation: str, requests: Sequence[Message], *, model: str, provider: str) -> Scope:
+        """The work on a provider's batch: a trace of its own, with links to those of the first `LINKS` requests. It is
+        not the current span, so that each request's own trace goes on."""
+        if (tracer := self._find_tracer()) is None:
+            return _NO_SPAN
+        contexts = (context_in(message.headers) for message in requests[:LINKS])
+        links = [Link(found) for found in contexts if found is not None]
+        span = tracer.start_span(f"{signals.BATCH} {operation}", Context(), kind=SpanKind.CLIENT, links=links)
+        if span.is_recording():
+            attributes: Attributes = {
+                signals.GEN_AI_PROVIDER_NAME: provider,
+                signals.GEN_AI_REQUEST_MODEL: model[:_MODEL_MAXIMUM],
+                signals.LANE_BATCH_REQUESTS: len(requests),
+            }
+            span.set_attributes(attributes)
+        return Scope(span, None)
 
     def traceparent(self) -> str | None:
         """For an HTTP request to a provider, which gets neither `tracestate` nor `baggage`."""

@@ -9,6 +9,8 @@ from functools import partial
 from opentelemetry.trace import TracerProvider
 
 from consumers.attempt import Attempts
+from consumers.batches.collect import SLOTS as TICKETS
+from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
 from consumers.brake import Brake
 from consumers.claiming import Claiming
@@ -368,6 +370,7 @@ class Worker:
     dead_letters: DeadLetterLimits
     posting: Posting
     gatherer: Gatherer
+    collector: Collector
     schedules: Schedules
     simulated: bool
 
@@ -390,7 +393,7 @@ class Worker:
 
     def limitations(self) -> Mapping[str, str]:
         braked = (f"lane {lane.name}" for lane in self.lanes if self.brake.of("lane", lane.name))
-        others = {"webhooks": self.posting.trouble, "batches": self.gatherer.trouble}
+        others = {"webhooks": self.posting.trouble, "batches": self.gatherer.trouble or self.collector.trouble}
         return {
             **self.paused_providers(),
             **dict.fromkeys(braked, "paused by an operator"),
@@ -662,6 +665,16 @@ async def assemble(
                 settler=settler,
                 store=store,
                 pauses=brake,
+            ),
+            collector=Collector(
+                broker.deliveries(names.tickets, prefetch=TICKETS),
+                specs={lane.name: lane.batches for lane in all_lanes},
+                limits=settings.batch_limits(),
+                batches=budgeting.registry.batches,
+                breakers=budgeting.breakers,
+                publisher=broker.publisher,
+                settler=settler,
+                store=store,
             ),
             schedules=Schedules(
                 settings.schedule_specs(),

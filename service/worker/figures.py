@@ -289,12 +289,12 @@ def _removed(worker: "Worker") -> dict[str, int]:
 
 
 def _in_batches(worker: "Worker") -> int:
-    """How many requests this worker gathers."""
-    return worker.gatherer.in_hand
+    """How many requests this worker gathers, or has in tickets."""
+    return worker.gatherer.in_hand + worker.collector.requests_waiting
 
 
 def _batches(worker: "Worker") -> dict[str, int]:
-    return dict(worker.gatherer.counts)
+    return {**worker.gatherer.counts, **worker.collector.counts}
 
 
 def _control(worker: "Worker") -> dict[str, int]:

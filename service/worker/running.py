@@ -40,6 +40,7 @@ async def run(
             "control": worker.control.run(),
             "webhooks": worker.posting.run(),
             "batches": worker.gatherer.run(),
+            "tickets": worker.collector.run(),
             "slots": worker.scaling.run(),
         }
         supporting = {
@@ -52,7 +53,9 @@ async def run(
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
-            "pausing": worker.pausing.run((*worker.pools, worker.scaling, worker.posting, worker.gatherer)),
+            "pausing": worker.pausing.run(
+                (*worker.pools, worker.scaling, worker.posting, worker.gatherer, worker.collector)
+            ),
             "topology watch": worker.broker.watch.run(),
         }
         if worker.schedules.specs:
@@ -74,6 +77,7 @@ async def run(
             group.create_task(worker.control.stop(), name="stop control"),
             group.create_task(worker.posting.stop(), name="stop webhooks"),
             group.create_task(worker.gatherer.stop(), name="stop gathering"),
+            group.create_task(worker.collector.stop(), name="stop collecting"),
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in worker.activities) if late else 0

@@ -66,7 +66,7 @@ def parts(*pools: FakePool, watchdog: object = None) -> Worker:
     settler = SimpleNamespace(claiming=Claiming(MemoryStore()), bodies=SimpleNamespace(own=None))
     fakes: dict[str, Any] = {
         name: FakePool(name)
-        for name in ("lengths", "control", "dead_letters", "scaling", "watchdog", "posting", "gatherer")
+        for name in ("lengths", "control", "dead_letters", "scaling", "watchdog", "posting", "gatherer", "collector")
     }
     fakes["schedules"] = SimpleNamespace(specs=())
     if watchdog is not None:

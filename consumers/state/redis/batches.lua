@@ -15,13 +15,13 @@ function run.gather(ticket, until_ms)
   return found
 end
 
--- For each request: -1 if it belongs to another ticket, 1 if this one has submitted it before, else 0.
+-- For each request: -1 if it belongs to another ticket, 1 if this one has submitted it before, or none, else 0.
 function run.submit(ticket, until_ms)
   local found = {}
   for i, key in ipairs(KEYS) do
     local row = redis.call('GET', key)
-    if row and ticket:sub(1, #row - 1) == row:sub(2) then
-      found[i] = row == '1' .. ticket and 1 or 0
+    if not row or ticket:sub(1, #row - 1) == row:sub(2) then
+      found[i] = (not row or row == '1' .. ticket) and 1 or 0
       mark(key, '1', ticket, until_ms)
     else
       found[i] = -1

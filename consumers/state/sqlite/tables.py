@@ -575,8 +575,10 @@ class Tables:
         found: dict[Identity, bool] = {}
         for each in requests:
             row = self._execute(_IN_TICKET, (each.tenant, each.id)).fetchone()
-            if row is not None and ticket.startswith(row[0]):
-                found[each] = row == (ticket, 1)
+            if row is None:
+                self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today))
+            if row is None or ticket.startswith(row[0]):
+                found[each] = row in (None, (ticket, 1))
                 self._execute(_SUBMIT, (ticket, until_ms, each.tenant, each.id))
         return found
 

@@ -80,8 +80,9 @@ async def test_a_cleared_request_can_be_gathered_and_only_its_ticket_clears_it(s
     assert await gathered(store, "c1", ONE, TWO) == {ONE}
 
 
-async def test_what_no_ticket_has_cannot_be_submitted(store: Store) -> None:
-    assert await submitted(store, "a1", ONE) == {}
+async def test_if_the_store_was_lost_a_ticket_gets_its_requests_as_if_it_had_submitted_them(store: Store) -> None:
+    assert await submitted(store, "a1", ONE) == {ONE: True}
+    assert await gathered(store, "b1", ONE) == set()
 
 
 async def test_requests_of_tenants_are_apart(store: Store) -> None:
@@ -105,7 +106,7 @@ async def test_any_number_of_requests_is_marked_at_once(store: Store, count: int
     assert await gathered(store, "a1", *requests) == set(requests)
     assert await submitted(store, "a1", *requests) == dict.fromkeys(requests, False)
     await store.clear("a1", requests)
-    assert await submitted(store, "a1", *requests) == {}
+    assert await gathered(store, "b2", *requests) == set(requests)
 
 
 async def test_of_concurrent_tickets_exactly_one_submits_a_request(opened: Opened) -> None:

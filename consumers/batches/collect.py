@@ -1,0 +1,489 @@
+"""Takes tickets (`ticket.py`) from `lane.tickets`: submits the batch of each, looks from time to time whether it has
+ended, and brings each result back to its request's lane, where the request ends like any other (`attempt.py`).
+
+    gathered ──create──► submitted ──ended──► each request back to its lane, with its result; the ticket is gone
+        │ an answer to create was lost ──► adopting ──► submitted, or created now
+
+Between two looks a ticket waits in the delay exchanges. Of all workers one consumes the queue. It may die at any point:
+the ticket is then delivered again, and what was done already is harmless if it is done again. A second batch with the
+same requests would be paid twice; so before a batch is created, the store marks its requests as submitted, and a ticket
+whose requests are marked already looks first for the batch that may exist.
+
+A request leaves its batch before the end if its deadline comes near (it is promoted: its lane runs it live), or if it
+was cancelled.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import TYPE_CHECKING, Final, assert_never
+
+from consumers.batches.ticket import Item, Stage, Ticket, items_in, message_of, pack, unpack
+from consumers.clock import moment_text
+from consumers.failures import ProviderError, RejectedError
+from consumers.job import Route
+from consumers.limits.base import BatchLimits
+from consumers.providers.batches import Batches
+from consumers.providers.breakers import Breakers
+from consumers.state.base import Store, StoreUnavailable
+from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.problems import BrokerError, MessageTooLarge
+from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.tracing import headers_with
+from topology.broker.consume import ChannelLost, Deliveries, Delivery
+from topology.codec.headers import BatchHop, carried, hop_headers, read_hop
+from topology.delays import UNIT_MS, hop, wait_ms
+from topology.lanes import BatchSpec
+
+if TYPE_CHECKING:
+    from consumers.settle import Settler
+
+SLOTS: Final = 8
+"""How many tickets are worked on at a time; each may be 4 MiB, and several times as much unpacked."""
+LONGEST_POLL_MS: Final = 600_000
+SURE_AFTER_MS: Final = 5_000
+"""A call to create a batch that was cut off may take effect so late."""
+SINCE_MS: Final = 60_000
+"""The provider's clock may be behind ours by so much."""
+KEPT_MS: Final = 2 * 86_400_000
+"""For how long the store keeps what it knows of a ticket: a batch lasts a day at most."""
+BACK_AT_ONCE: Final = 64
+BACK_BYTES: Final = 4 * 1024 * 1024
+"""So many requests, or bytes of results, are on their way back to their lanes at a time."""
+TOO_LARGE: Final = b'{"result":{"type":"too_large"}}'
+"""As `Batches` says it of a result that is too large to be read."""
+SPLIT: Final = frozenset({400, 413, 422})
+"""So a batch is refused because of what is in it."""
+NOT_RUN: Final = frozenset({"expired", "canceled"})
+ASKED_AT_ONCE: Final = 100
+log = logs.logger()
+
+
+Returning = tuple[Item, bytes | None]
+"""A request that goes back to its lane, with its line of the results; None: to be run live."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """What becomes of a ticket: it comes back after a delay, in this form."""
+
+    ticket: Ticket
+    delay_ms: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Collector:
+    """Consumes `lane.tickets`. `specs`: of each lane. `limits`, `batches`: of the provider with this name; None if it
+    has no batches."""
+
+    deliveries: Deliveries
+    _: KW_ONLY
+    specs: Mapping[str, BatchSpec]
+    limits: Mapping[str, BatchLimits]
+    batches: Callable[[str], Batches | None]
+    breakers: Breakers
+    publisher: Publisher
+    settler: "Settler"
+    store: Store
+    brake: str | None = None
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
+    to wait), and of requests in them (`succeeded`, `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`;
+    `answered_late`: the result of a request that had left)."""
+    waiting: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
+    """For each ticket that this process saw last: how many requests it has, and when it comes back (ms since 1970)."""
+    _submitting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """A batch whose creation was not answered yet looks like one that nobody knows."""
+    _unpacking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    @property
+    def trouble(self) -> str | None:
+        return self.deliveries.trouble
+
+    @property
+    def is_paused(self) -> bool:
+        return self.deliveries.is_paused
+
+    @property
+    def requests_waiting(self) -> int:
+        """How many requests are in tickets, as far as this process knows."""
+        now_ms = self.settler.now_ms()
+        self.waiting = {id: each for id, each in self.waiting.items() if each[1] + LONGEST_POLL_MS > now_ms}
+        return sum(requests for requests, _ in self.waiting.values())
+
+    async def pause(self, reason: str) -> None:
+        await self.deliveries.pause(reason)
+
+    async def resume(self) -> None:
+        await self.deliveries.resume()
+
+    async def stop(self) -> None:
+        await self.deliveries.stop()
+
+    async def run(self) -> None:
+        async with aclosing(self.deliveries.sessions()) as sessions:
+            async for session in sessions:
+                try:
+                    async with asyncio.TaskGroup() as working:  # as many as the prefetch
+                        async for delivery in session:
+                            working.create_task(self._take(delivery), name=f"ticket {delivery.tag}")
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
+
+    async def _take(self, delivery: Delivery) -> None:
+        is_done = True
+        try:
+            await self._handle(delivery)
+        except* (BrokerError, StoreUnavailable) as away:
+            is_done = False
+            log.error(signals.HANDLER_FAILED, where="ticket", error=str(away.exceptions[0]))
+        except* Exception:  # it is delivered again without end: its requests must not be lost by a fault of ours
+            is_done = False
+            log.exception(signals.HANDLER_FAILED, where="ticket")
+        await (self.settler.ack(delivery) if is_done else self.settler.nack_later(delivery))
+
+    async def _handle(self, delivery: Delivery) -> None:
+        message, settler = delivery.message, self.settler
+        try:
+            if not self._is_trusted(message):
+                raise ValueError
+            async with self._unpacking:  # one at a time is several times as large as it is packed
+                ticket = await asyncio.to_thread(unpack, message.body)
+        except ValueError:
+            await self._bury(message)
+            return
+        operation = "collect" if ticket.stage is Stage.SUBMITTED else "submit"
+        requests = [item.message for item in ticket.items]
+        with settler.tracing.batch(operation, requests, model=ticket.model, provider=ticket.provider) as span:
+            match ticket.stage:
+                case Stage.GATHERED:
+                    found = await self._submit(ticket)
+                case Stage.ADOPTING:
+                    found = await self._adopt(ticket, is_repeated=delivery.redelivered)
+                case Stage.SUBMITTED:
+                    found = await self._collect(ticket)
+                case never:
+                    assert_never(never)
+            if found is not None:
+                found = await self._without_urgent(found)
+        if found is None:
+            self.waiting.pop(ticket.id, None)
+            return
+        packed = items_in(message.body) if len(found.ticket.items) == len(ticket.items) else None
+        body = await asyncio.to_thread(pack, found.ticket, packed)
+        first_hop = hop(found.delay_ms, settler.names)
+        await self.publisher.publish_surely(
+            message_of(found.ticket, body, headers_with(first_hop.headers, span.get_span_context())),
+            exchange=first_hop.exchange,
+            routing_key=settler.names.ticket_key,
+        )
+        self.waiting[ticket.id] = len(found.ticket.items), settler.now_ms() + found.delay_ms
+        settler.failpoints.reach("after_submitted")
+
+    def _is_trusted(self, message: Message) -> bool:
+        """Whether a worker has published it: nobody else may write to these exchanges."""
+        names, exchange = self.settler.names, message.exchange
+        return exchange in ("", names.due_exchange) or exchange.startswith(names.delay_prefix)
+
+    # ---- submitting --------------------------------------------------------------------------------------------------
+
+    async def _submit(self, ticket: Ticket) -> _Next | None:
+        if (found := self._waits(ticket)) is not None:
+            return found
+        limits, until_ms = self.limits.get(ticket.provider, BatchLimits()), self.settler.now_ms() + KEPT_MS
+        if not await self.store.enqueue(
+            ticket.id,
+            ticket.account,
+            requests=len(ticket.items),
+            tokens=sum(item.tokens for item in ticket.items),
+            most_requests=limits.requests,
+            most_tokens=limits.tokens,
+            until_ms=until_ms,
+        ):
+            self.counts["queue_full"] += 1
+            return self._later(ticket)
+        held = await self.store.submit(ticket.id, [item.identity for item in ticket.items], until_ms=until_ms)
+        self.settler.failpoints.reach("after_submit_mark")
+        # the others are in another ticket: their messages were delivered again when they were gathered
+        ours = tuple(item for item in ticket.items if item.identity in held)
+        if not ours:
+            return await self._finish(ticket)
+        if any(held.values()):
+            return _Next(replace(ticket, stage=Stage.ADOPTING, items=ours, requests=len(ours)), SURE_AFTER_MS)
+        return await self._create(replace(ticket, items=ours))
+
+    async def _create(self, ticket: Ticket) -> _Next | None:
+        if (batches := self.batches(ticket.provider)) is None:
+            return await self._all_live(ticket)
+        calls = [(ticket.custom_id(item), item.params) for item in ticket.items]
+        try:
+            async with self._submitting:
+                info = await batches.create(calls, beta=ticket.beta or None)
+                self.settler.failpoints.reach("after_create")
+                await self._note(info.id, ticket)
+        except ProviderError as error:
+            return await self._refused(ticket, await self.breakers.pauses.judge(_route(ticket), error))
+        self._tell(ticket, "submitted", batch=info.id)
+        return self._submitted(ticket, info.id)
+
+    def _submitted(self, ticket: Ticket, batch_id: str) -> _Next:
+        return self._later(replace(ticket, stage=Stage.SUBMITTED, batch_id=batch_id, candidates=(), polls=0))
+
+    async def _refused(self, ticket: Ticket, error: ProviderError) -> _Next | None:
+        if isinstance(error, RejectedError):
+            if error.status not in SPLIT or len(ticket.items) == 1:  # alone it gets its own error, or its answer
+                return await self._all_live(ticket)
+            return await self._split(ticket)
+        log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
+        adopting = replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items))
+        return self._later(adopting, least_ms=round(1000 * (error.retry_after_s or 0)))
+
+    async def _split(self, ticket: Ticket) -> _Next | None:
+        """Publish two tickets in its place, so that what the provider refuses is found. Their ids are the same if this
+        is done again."""
+        half = len(ticket.items) // 2
+        for number, items in enumerate((ticket.items[:half], ticket.items[half:])):
+            part = replace(ticket, id=f"{ticket.id}{number}", stage=Stage.GATHERED, items=items, requests=0, polls=0)
+            body = await asyncio.to_thread(pack, part)
+            await self.publisher.publish_surely(
+                message_of(part, body), exchange="", routing_key=self.settler.names.tickets
+            )
+        await self.store.dequeue(ticket.id, ticket.account)
+        self._tell(ticket, "split")
+        return None
+
+    # ---- adopting ----------------------------------------------------------------------------------------------------
+
+    async def _adopt(self, ticket: Ticket, *, is_repeated: bool) -> _Next | None:
+        """Its batch may exist: find it. Which it is, is known when it has ended, by the ids of its requests."""
+        if (batches := self.batches(ticket.provider)) is None:
+            return await self._all_live(ticket)
+        if is_repeated and not ticket.candidates:
+            return _Next(ticket, SURE_AFTER_MS)  # its worker may have died while it created the batch
+        try:
+            candidates = ticket.candidates or await self._candidates(ticket, batches)
+            left = []
+            for id in candidates:
+                is_its = await self._is_its_batch(ticket, id, batches)
+                if is_its:
+                    await self._note(id, ticket)
+                    self._tell(ticket, "adopted", batch=id)
+                    return self._submitted(ticket, id)
+                if is_its is None:
+                    left.append(id)
+        except ProviderError as error:
+            log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
+            return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
+        if left:
+            return self._later(replace(ticket, candidates=tuple(left)))
+        return self._waits(ticket) or await self._create(replace(ticket, candidates=()))
+
+    async def _candidates(self, ticket: Ticket, batches: Batches) -> list[str]:
+        """Those of as many requests of which it is not known that they are another ticket's."""
+        async with self._submitting:
+            listed = [
+                info.id
+                async for info in batches.list_since(ticket.gathered_ms - SINCE_MS)
+                if info.requests == ticket.requests
+            ]
+            return [id for id in listed if await self._is_its_own(id, ticket) is not False]
+
+    async def _is_its_batch(self, ticket: Ticket, id: str, batches: Batches) -> bool | None:
+        """None: not known yet."""
+        if await self._is_its_own(id, ticket):
+            return True
+        try:
+            if not (await batches.retrieve(id)).is_ended:
+                return None
+            async with aclosing(batches.results(id)) as lines:
+                async for line in lines:
+                    if line.custom_id:
+                        return line.custom_id.startswith(f"{ticket.id}-")
+        except RejectedError as error:
+            if error.status != 404:
+                raise
+        return False
+
+    async def _note(self, batch_id: str, ticket: Ticket) -> None:
+        """Remember whose batch it is, so that no other ticket waits for it."""
+        await self.store.hold(_lease(batch_id), ticket.id, for_s=KEPT_MS / 1000)
+
+    async def _is_its_own(self, batch_id: str, ticket: Ticket) -> bool | None:
+        """Whether it was noted as this ticket's batch; None if it was not noted."""
+        lease = _lease(batch_id)
+        if await self.store.hold(lease, "nobody", for_s=1):
+            await self.store.let_go(lease, "nobody")
+            return None
+        return await self.store.hold(lease, ticket.id, for_s=KEPT_MS / 1000)
+
+    # ---- collecting --------------------------------------------------------------------------------------------------
+
+    async def _collect(self, ticket: Ticket) -> _Next | None:
+        if (batches := self.batches(ticket.provider)) is None:  # its settings have changed: nobody can ask
+            return await self._all_live(ticket)
+        try:
+            if not (await batches.retrieve(ticket.batch_id)).is_ended:
+                return self._later(ticket)
+            await self._results(ticket, batches)
+        except ProviderError as error:
+            if isinstance(error, RejectedError) and error.status == 404:
+                self._tell(ticket, "vanished")
+                return await self._all_live(ticket)
+            log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
+            return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
+        self._tell(ticket, "ended")
+        return await self._finish(ticket)
+
+    async def _results(self, ticket: Ticket, batches: Batches) -> None:
+        missing, size = {ticket.custom_id(item): item for item in ticket.items}, 0
+        returning: list[Returning] = []
+
+        async def send() -> None:
+            await self._back(ticket, returning)
+            returning.clear()
+            self.settler.failpoints.reach("after_result")
+
+        async with aclosing(batches.results(ticket.batch_id)) as lines:
+            async for line in lines:
+                if (item := missing.pop(line.custom_id, None)) is None:
+                    self.counts["answered_late"] += 1
+                    continue
+                self.counts[line.kind] += 1
+                returning.append((item, None if line.kind in NOT_RUN else line.line))
+                size += len(line.line)
+                if len(returning) >= BACK_AT_ONCE or size >= BACK_BYTES:
+                    size = 0
+                    await send()
+        await send()
+        self.counts["missing"] += len(missing)
+        await self._back(ticket, [(item, None) for item in missing.values()])
+        self.settler.failpoints.reach("after_results")
+
+    # ---- requests that leave their batch -----------------------------------------------------------------------------
+
+    async def _without_urgent(self, found: _Next) -> _Next | None:
+        """Send back whose deadline comes near before the ticket does, and what was cancelled."""
+        ticket, until_ms = found.ticket, self.settler.now_ms() + found.delay_ms
+        promote_ms = 1000 * self._spec(ticket).promote_s
+        urgent = [item for item in ticket.items if item.deadline_ms - promote_ms <= until_ms]
+        numbers = {item.number for item in urgent}
+        ended = await self._ended([item for item in ticket.items if item.number not in numbers])
+        if not urgent and not ended:
+            return found
+        leaving = (*urgent, *ended)
+        await self._back(ticket, [(item, None) for item in leaving])
+        self.counts["promoted"] += len(urgent)
+        await self.store.clear(ticket.id, [item.identity for item in leaving])
+        gone = {item.number for item in leaving}
+        left = tuple(item for item in ticket.items if item.number not in gone)
+        if left:
+            return replace(found, ticket=replace(ticket, items=left))
+        if ticket.batch_id and (batches := self.batches(ticket.provider)) is not None:
+            try:
+                await batches.cancel(ticket.batch_id)
+                self._tell(ticket, "cancelled")
+            except ProviderError as error:  # then it is paid for and ends for nobody
+                log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
+        return await self._finish(ticket)
+
+    async def _ended(self, items: Sequence[Item]) -> list[Item]:
+        """Those that have ended: they were cancelled."""
+        ended = []
+        for at in range(0, len(items), ASKED_AT_ONCE):
+            some = items[at : at + ASKED_AT_ONCE]
+            found = await asyncio.gather(*(self.store.find(item.identity) for item in some))
+            ended += [item for item, each in zip(some, found, strict=True) if each is not None and each.completion]
+        return ended
+
+    def _spec(self, ticket: Ticket) -> BatchSpec:
+        """A ticket has requests of one lane."""
+        return self.specs.get(ticket.items[0].lane, BatchSpec())
+
+    async def _all_live(self, ticket: Ticket) -> _Next | None:
+        await self._back(ticket, [(item, None) for item in ticket.items])
+        return await self._finish(ticket)
+
+    async def _finish(self, ticket: Ticket) -> _Next | None:
+        await self.store.clear(ticket.id, [item.identity for item in ticket.items])
+        await self.store.dequeue(ticket.id, ticket.account)
+        if ticket.batch_id:
+            await self.store.let_go(_lease(ticket.batch_id), ticket.id)
+        return None
+
+    async def _back(self, ticket: Ticket, returning: Sequence[Returning]) -> None:
+        """Publish requests back to their lanes. Raises BrokerError, in a group."""
+        for at in range(0, len(returning), BACK_AT_ONCE):
+            async with asyncio.TaskGroup() as publishing:
+                for item, line in returning[at : at + BACK_AT_ONCE]:
+                    publishing.create_task(self._publish(ticket, item, line), name=f"back {item.identity.id}")
+
+    async def _publish(self, ticket: Ticket, item: Item, line: bytes | None) -> None:
+        names, before, result = self.settler.names, read_hop(item.message.headers), line or b""
+        batch = replace(
+            before.batch or BatchHop(),
+            ticket=ticket.id,
+            batch=ticket.batch_id,
+            live=line is None,
+            params_bytes=0,
+            result_bytes=len(result),
+        )
+        back, first_hop = replace(before, batch=batch, back_ms=self.settler.now_ms()), hop(0, names)
+        message = replace(
+            item.message,
+            body=item.message.body + result,
+            routing_key="",
+            headers={**carried(item.message.headers, of=names), **hop_headers(back), **first_hop.headers},
+            message_id=item.identity.id,
+        )
+        try:
+            await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=item.routing_key)
+        except MessageTooLarge:
+            if line in (None, TOO_LARGE):
+                raise
+            await self._publish(ticket, item, TOO_LARGE)
+
+    async def _bury(self, message: Message) -> None:
+        """Keep a message that cannot be read, for people."""
+        names = self.settler.names
+        headers = {
+            **carried(message.headers, of=names),
+            n.DEAD_CODE: "internal",
+            n.DEAD_DETAIL: "a ticket that this version cannot read, or that no worker has published",
+            n.DEAD_AT: moment_text(self.settler.now_ms()),
+        }
+        letter = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
+        await self.publisher.publish_surely(letter, exchange=names.dead, routing_key=names.ticket_key)
+
+    # ---- waiting -----------------------------------------------------------------------------------------------------
+
+    def _waits(self, ticket: Ticket) -> _Next | None:
+        """While the provider may not be called, the ticket waits."""
+        wait_s = self.breakers.wait_s(_route(ticket), asyncio.get_running_loop().time())
+        return None if wait_s <= 0 else self._later(ticket, least_ms=round(1000 * wait_s))
+
+    def _later(self, ticket: Ticket, *, least_ms: int = 0) -> _Next:
+        level = (max(1, round(1000 * self._spec(ticket).first_poll_s) // UNIT_MS)).bit_length() - 1 + ticket.polls
+        while wait_ms(level) > LONGEST_POLL_MS:
+            level -= 1
+        while wait_ms(level) < min(least_ms, LONGEST_POLL_MS):
+            level += 1
+        return _Next(replace(ticket, polls=ticket.polls + 1), wait_ms(level))
+
+    def _tell(self, ticket: Ticket, state: str, **fields: str) -> None:
+        self.counts[state] += 1
+        told = {"state": state, "requests": len(ticket.items), "provider": ticket.provider, "model": ticket.model}
+        log.info(signals.BATCH_CHANGED, ticket=ticket.id, **told, **fields)
+        id = fields.get("batch") or ticket.batch_id or ticket.id
+        self.settler.lifecycle.publish_batch(id, ticket.items[0].lane, **told)
+
+
+def _route(ticket: Ticket) -> Route:
+    return Route(provider=ticket.provider, model=ticket.model, name=ticket.model, account=ticket.account)
+
+
+def _lease(batch_id: str) -> str:
+    return f"batch {batch_id}"

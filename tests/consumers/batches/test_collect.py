@@ -1,0 +1,538 @@
+"""What a collector does with a ticket in each of its states: the provider's batches are made up, and the broker is a
+list of what was published."""
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import pytest
+from typing_extensions import override
+
+from consumers.batches.collect import KEPT_MS, SURE_AFTER_MS, TOO_LARGE, Collector
+from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
+from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
+from consumers.job import Job, Source
+from consumers.limits.base import BatchLimits
+from consumers.providers.batches import Batches, BatchInfo, Kind, ResultLine
+from consumers.providers.breakers import Breakers
+from consumers.state.base import Cancelling, Completion, Fingerprint, Granted, Held, Identity, StoreUnavailable
+from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Encoded, Message
+from lanekeeper.contract.problems import BrokerUnreachable
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, Sent
+from topology.broker.consume import Deliveries
+from topology.codec.headers import BatchHop, HopHeaders, hop_headers
+from topology.lanes import BATCH, BatchSpec
+
+HOUR_MS = 3_600_000
+SPEC = BatchSpec(enabled=True, promote_s=1800, first_poll_s=30)
+
+
+@dataclass
+class Batch:
+    info: BatchInfo
+    custom_ids: list[str]
+    lines: list[ResultLine]
+
+
+class MadeUpBatches(Batches):
+    def __init__(self) -> None:
+        self.made: dict[str, Batch] = {}
+        self.refusals: list[ProviderError] = []
+        """What the next calls of `create` raise, in order."""
+        self.is_created_though = False
+        """Whether the batch exists although `create` raises."""
+        self.refuses_params: bytes | None = None
+        """A batch with a request like this is refused as a whole."""
+        self.failing: ProviderError | None = None
+        self.cancelled: list[str] = []
+
+    @override
+    async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
+        if any(params == self.refuses_params for _, params in requests):
+            raise RejectedError("invalid", status=400)
+        if self.refusals and not self.is_created_though:
+            raise self.refusals.pop(0)
+        info = self.add([custom_id for custom_id, _ in requests])
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return info
+
+    def add(self, custom_ids: list[str], *, created_ms: int = NOW_MS) -> BatchInfo:
+        id = f"msgbatch_{len(self.made) + 1}"
+        info = BatchInfo(id=id, status="in_progress", requests=len(custom_ids), created_ms=created_ms)
+        self.made[id] = Batch(info, custom_ids, [])
+        return info
+
+    def end(self, id: str, *kinds: Kind) -> None:
+        """All its requests succeed, unless `kinds` says how each ends."""
+        batch = self.made[id]
+        batch.info = replace(batch.info, status="ended")
+        batch.lines = [
+            line(custom_id, kind)
+            for custom_id, kind in zip(batch.custom_ids, kinds or ["succeeded"] * len(batch.custom_ids), strict=False)
+        ]
+
+    @override
+    async def retrieve(self, id: str) -> BatchInfo:
+        if self.failing is not None:
+            raise self.failing
+        if id not in self.made:
+            raise RejectedError("no such batch", status=404)
+        return self.made[id].info
+
+    @override
+    async def list_since(self, ms: int) -> AsyncIterator[BatchInfo]:
+        if self.failing is not None:
+            raise self.failing
+        for batch in reversed(self.made.values()):
+            if batch.info.created_ms >= ms:
+                yield batch.info
+
+    @override
+    async def results(self, id: str) -> AsyncGenerator[ResultLine, None]:
+        for each in self.made[id].lines:
+            yield each
+
+    @override
+    async def cancel(self, id: str) -> BatchInfo:
+        self.cancelled.append(id)
+        return self.made[id].info
+
+
+def line(custom_id: str, kind: str = "succeeded") -> ResultLine:
+    return ResultLine(custom_id=custom_id, kind=cast(Kind, kind), line=json.dumps([custom_id, kind]).encode())
+
+
+class Collecting:
+    def __init__(self) -> None:
+        self.bench = Bench()
+        self.provider = MadeUpBatches()
+        self.is_with_batches = True
+        self.now_ms = NOW_MS
+        self.bench.settler.now_ms = lambda: self.now_ms
+        self.breakers = Breakers()
+        self.collector = Collector(
+            Deliveries(None, queue=NAMES.tickets, prefetch=8),  # type: ignore[arg-type]
+            specs={"batch": SPEC},
+            limits={"anthropic": BatchLimits(requests=1000)},
+            batches=lambda _: self.provider if self.is_with_batches else None,
+            breakers=self.breakers,
+            publisher=self.bench.publisher,
+            settler=self.bench.settler,
+            store=self.bench.store,
+        )
+
+    async def gathered(self, *items: Item, id: str = "a" * 24, **fields: Any) -> Ticket:
+        """A ticket as the gatherer publishes it."""
+        await self.bench.store.gather(id, [item.identity for item in items], until_ms=NOW_MS + KEPT_MS)
+        given: dict[str, Any] = {
+            "account": "anthropic/small", "provider": "anthropic", "model": "claude-haiku-5-5", "gathered_ms": NOW_MS,
+        }  # fmt: skip
+        return Ticket(id=id, items=items, **given | fields)
+
+    async def take(self, ticket: Ticket | bytes, *, exchange: str = "", redelivered: bool = False) -> list[Sent]:
+        """What is published for a ticket."""
+        body = pack(ticket) if isinstance(ticket, Ticket) else ticket
+        delivery = FakeDelivery(
+            Message(body=body, exchange=exchange), self.bench.log, queue=NAMES.tickets, redelivered=redelivered
+        )
+        before = len(self.bench.publisher.sent)
+        await self.collector._take(delivery)
+        return self.bench.publisher.sent[before:]
+
+    async def again(self, ticket: Ticket, **how: Any) -> Ticket:
+        """The ticket as it is published again; nothing else is."""
+        (sent,) = await self.take(ticket, **how)
+        return self.read(sent)
+
+    def read(self, sent: Sent) -> Ticket:
+        assert sent.routing_key in (NAMES.ticket_key, NAMES.tickets)
+        return unpack(sent.message.body)
+
+    def submitted(self) -> list[str]:
+        return list(self.provider.made)
+
+
+@pytest.fixture
+def collecting() -> Collecting:
+    return Collecting()
+
+
+def items(count: int, *, deadline_ms: int = NOW_MS + 24 * HOUR_MS, tokens: int = 10) -> list[Item]:
+    batch = BatchHop(provider="anthropic", account="anthropic/small", model="claude-haiku-5-5", held=(1.0, 20.0, 0.5))
+    headers = {"mine": "kept", n.TRACEPARENT: f"00-{'1' * 32}-{'2' * 16}-01"}
+    return [
+        Item(
+            number=number,
+            message=Message(
+                body=b"body %d" % number,
+                headers={**headers, **hop_headers(HopHeaders(attempts=2, batch=batch, user_id="tenant"))},
+                message_id=f"id-{number}",
+                reply_to="lane.reply.tenant",
+            ),
+            routing_key="batch.shop.sum",
+            identity=Identity("tenant", f"id-{number}"),
+            deadline_ms=deadline_ms,
+            params=b"params %d" % number,
+            tokens=tokens,
+        )
+        for number in range(count)
+    ]
+
+
+def delay_ms(sent: Sent) -> int:
+    return sum(100 << level for level in range(29) if sent.message.headers.get(NAMES.delay_bit(level)) is True)
+
+
+def job_of(sent: Sent) -> Job:
+    """What its lane gets."""
+    assert sent.exchange == NAMES.delay(0)
+    assert sent.message.headers[NAMES.delay_bit(0)] is False
+    message = replace(sent.message, exchange=NAMES.due_exchange, routing_key=sent.routing_key)
+    return Job(FakeDelivery(message, []), lane=BATCH, source=Source.DELAY, taken_ms=NOW_MS)
+
+
+def results(sent: Sequence[Sent]) -> dict[str, bytes | None]:
+    """For each request that went back to its lane: its result; None if it is to be run live."""
+    found: dict[str, bytes | None] = {}
+    for each in sent:
+        job = job_of(each)
+        assert job.id not in found
+        assert job.batch is not None
+        assert job.batch.live == (job.batch_result is None)
+        found[job.id] = job.batch_result
+    return found
+
+
+# ---- submitting -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_gathered_ticket_becomes_one_batch_and_waits_for_it(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(3))
+    (sent,) = await collecting.take(ticket)
+    again = collecting.read(sent)
+    assert (again.stage, again.batch_id, len(again.items)) == (Stage.SUBMITTED, "msgbatch_1", 3)
+    assert collecting.provider.made["msgbatch_1"].custom_ids == [f"{ticket.id}-{number}" for number in range(3)]
+    assert sent.exchange == NAMES.delay(8)
+    assert delay_ms(sent) == 25_600
+    assert collecting.bench.log[-3:] == ["event: batch", "confirmed: lane.delay.08", "ack"]
+    assert collecting.collector.requests_waiting == 3
+
+
+async def test_requests_that_another_ticket_has_are_left_to_it(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(3))
+    await collecting.gathered(*items(1), id="b" * 24)
+    assert [item.number for item in (await collecting.again(ticket)).items] == [1, 2]
+
+
+async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(2))
+    await collecting.gathered(*items(2), id="b" * 24)
+    assert await collecting.take(ticket) == []
+    assert collecting.bench.log[-1] == "ack"
+    assert not collecting.submitted()
+
+
+async def test_a_full_batch_queue_is_waited_for(collecting: Collecting) -> None:
+    await collecting.again(await collecting.gathered(*items(700)))
+    other = [replace(item, identity=Identity("other", item.identity.id), number=item.number) for item in items(400)]
+    waiting = await collecting.again(await collecting.gathered(*other, id="b" * 24))
+    assert (waiting.stage, waiting.polls) == (Stage.GATHERED, 1)
+    first = replace(await collecting.gathered(*items(700)), stage=Stage.SUBMITTED, batch_id="msgbatch_1")
+    collecting.provider.end("msgbatch_1")
+    await collecting.take(first)
+    assert (await collecting.again(waiting)).stage is Stage.SUBMITTED
+    assert len(collecting.submitted()) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RateLimitedError("later", status=429, retry_after_s=100), AccountError("no key", reason="its key is refused")],
+)
+async def test_a_provider_that_takes_no_batch_is_waited_for(collecting: Collecting, error: ProviderError) -> None:
+    collecting.provider.refusals = [error]
+    (sent,) = await collecting.take(await collecting.gathered(*items(3)))
+    assert delay_ms(sent) >= 1000 * (error.retry_after_s or 25.6)
+    again = collecting.read(sent)
+    assert (await collecting.again(again)).stage is Stage.SUBMITTED
+    assert len(collecting.submitted()) == 1
+
+
+async def test_what_is_refused_as_a_whole_is_split_until_the_wrong_request_is_alone(collecting: Collecting) -> None:
+    collecting.provider.refuses_params = b"params 5"
+    tickets, back = [await collecting.gathered(*items(8))], list[Sent]()
+    while tickets:
+        for sent in await collecting.take(tickets.pop()):
+            if sent.routing_key == NAMES.tickets:
+                tickets.append(collecting.read(sent))
+            elif sent.routing_key == "batch.shop.sum":
+                back.append(sent)
+    assert results(back) == {"id-5": None}
+    assert sorted(len(batch.custom_ids) for batch in collecting.provider.made.values()) == [1, 2, 4]
+    assert collecting.collector.counts["split"] == 3
+
+
+async def test_a_split_that_is_done_twice_makes_the_same_tickets(collecting: Collecting) -> None:
+    collecting.provider.refuses_params = b"params 1"
+    ticket = await collecting.gathered(*items(4))
+    first, second = await collecting.take(ticket)
+    good = collecting.read(second)
+    submitted = await collecting.again(good)
+    collecting.provider.refuses_params = None
+    # its worker died before it acknowledged, and before it took the ticket of the first half
+    collecting.now_ms += SURE_AFTER_MS
+    adopting = await collecting.again(good, redelivered=True)
+    assert adopting.stage is Stage.ADOPTING
+    assert (await collecting.again(adopting)).batch_id == submitted.batch_id
+    assert collecting.read(first).id == ticket.id + "0"
+    assert len(collecting.submitted()) == 1
+
+
+async def test_without_batches_at_the_provider_all_run_live(collecting: Collecting) -> None:
+    collecting.is_with_batches = False
+    assert results(await collecting.take(await collecting.gathered(*items(2)))) == {"id-0": None, "id-1": None}
+    collecting.is_with_batches = True
+    collecting.provider.refusals = [RejectedError("no such path", status=404)]
+    assert results(await collecting.take(await collecting.gathered(*items(2)))) == {"id-0": None, "id-1": None}
+
+
+# ---- adopting -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_ticket_whose_worker_died_looks_for_its_batch_before_it_makes_one(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(3))
+    submitted = await collecting.again(ticket)
+    (sent,) = await collecting.take(ticket, redelivered=True)
+    assert delay_ms(sent) >= SURE_AFTER_MS
+    adopted = await collecting.again(collecting.read(sent))
+    assert (adopted.stage, adopted.batch_id) == (Stage.SUBMITTED, submitted.batch_id)
+    assert len(collecting.submitted()) == 1
+
+
+async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ended(collecting: Collecting) -> None:
+    provider = collecting.provider
+    provider.refusals, provider.is_created_though = [TransientError("cut off", type="connection")], True
+    adopting = await collecting.again(await collecting.gathered(*items(2)))
+    assert adopting.stage is Stage.ADOPTING
+    provider.add(["of-another-client-0", "of-another-client-1"])
+    adopting = await collecting.again(adopting)
+    assert set(adopting.candidates) == {"msgbatch_1", "msgbatch_2"}
+    provider.end("msgbatch_2")
+    adopting = await collecting.again(adopting)
+    assert adopting.candidates == ("msgbatch_1",)
+    provider.end("msgbatch_1")
+    adopted = await collecting.again(adopting)
+    assert (adopted.stage, adopted.batch_id) == (Stage.SUBMITTED, "msgbatch_1")
+    assert len(results(await collecting.take(adopted))) == 2
+
+
+async def test_of_batches_with_as_many_requests_another_ticket_s_is_no_candidate(collecting: Collecting) -> None:
+    other = [replace(item, identity=Identity("other", item.identity.id)) for item in items(2)]
+    await collecting.again(await collecting.gathered(*other, id="b" * 24))
+    collecting.provider.refusals = [TransientError("cut off", type="connection")]
+    adopting = await collecting.again(await collecting.gathered(*items(2)))
+    assert (await collecting.again(adopting)).batch_id == "msgbatch_2"
+
+
+async def test_two_tickets_whose_creations_were_not_answered_each_find_their_own(collecting: Collecting) -> None:
+    provider, lost = collecting.provider, TransientError("cut off", type="connection")
+    provider.refusals, provider.is_created_though = [lost, lost], True
+    other = [replace(item, identity=Identity("other", item.identity.id)) for item in items(2)]
+    first = await collecting.again(await collecting.gathered(*items(2)))
+    second = await collecting.again(await collecting.gathered(*other, id="b" * 24))
+    first, second = await collecting.again(first), await collecting.again(second)
+    assert len(first.candidates) == len(second.candidates) == 2
+    provider.end("msgbatch_1")
+    provider.end("msgbatch_2")
+    assert (await collecting.again(second)).batch_id == "msgbatch_2"
+    assert (await collecting.again(first)).batch_id == "msgbatch_1"
+    assert len(collecting.submitted()) == 2
+
+
+async def test_a_redelivered_ticket_waits_until_a_creation_that_was_cut_off_has_taken_effect(
+    collecting: Collecting,
+) -> None:
+    collecting.provider.refusals = [TransientError("cut off", type="connection")]
+    adopting = await collecting.again(await collecting.gathered(*items(2)))
+    again = await collecting.again(adopting, redelivered=True)
+    assert (again.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+
+
+async def test_a_lost_store_loses_no_request_and_makes_no_second_batch(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(2))
+    await collecting.again(ticket)
+    await collecting.bench.store.clear(ticket.id, [item.identity for item in ticket.items])
+    await collecting.bench.store.let_go("batch msgbatch_1", ticket.id)
+    adopting = await collecting.again(await collecting.again(ticket, redelivered=True))
+    assert adopting.candidates == ("msgbatch_1",)
+    collecting.provider.end("msgbatch_1")
+    assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
+    assert len(collecting.submitted()) == 1
+
+
+# ---- collecting -----------------------------------------------------------------------------------------------------
+
+
+async def submitted(collecting: Collecting, count: int = 3, **fields: Any) -> Ticket:
+    return await collecting.again(await collecting.gathered(*items(count, **fields)))
+
+
+async def test_a_batch_that_runs_is_looked_at_less_and_less_often(collecting: Collecting) -> None:
+    ticket, delays = await submitted(collecting), []
+    for _ in range(8):
+        (sent,) = await collecting.take(ticket)
+        delays.append(delay_ms(sent))
+        ticket = collecting.read(sent)
+    assert delays == [51_200, 102_400, 204_800, 409_600, 409_600, 409_600, 409_600, 409_600]
+
+
+async def test_each_result_goes_back_to_the_lane_with_its_request(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 5)
+    collecting.provider.end(ticket.batch_id, "succeeded", "errored", "expired", "canceled", "broken")
+    collecting.provider.made[ticket.batch_id].lines.reverse()
+    sent = await collecting.take(ticket)
+    assert results(sent) == {
+        f"id-{number}": line(f"{ticket.id}-{number}", kind).line if kind in ("succeeded", "errored", "broken") else None
+        for number, kind in enumerate(("succeeded", "errored", "expired", "canceled", "broken"))
+    }
+    assert collecting.bench.log[-1] == "ack"
+    assert collecting.collector.counts["ended"] == 1
+    job = next(job for job in map(job_of, sent) if job.id == "id-0")
+    assert job.message.body == b"body 0"
+    assert (job.message.headers["mine"], job.message.reply_to) == (Encoded(b"S\0\0\0\4kept"), "lane.reply.tenant")
+    assert job.message.headers[n.TRACEPARENT].startswith(f"00-{'1' * 32}")
+    assert (job.attempts, job.identity, job.routing_key) == (2, Identity("tenant", "id-0"), "batch.shop.sum")
+    assert job.batch is not None
+    assert (job.batch.held, job.batch.batch, job.batch.account) == ((1.0, 20.0, 0.5), ticket.batch_id, ticket.account)
+
+
+async def test_what_the_results_do_not_tell_of_is_run_live(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 3)
+    collecting.provider.end(ticket.batch_id, "succeeded")
+    found = results(await collecting.take(ticket))
+    assert found["id-0"] is not None
+    assert (found["id-1"], found["id-2"]) == (None, None)
+    assert collecting.collector.counts["missing"] == 2
+
+
+async def test_a_result_for_nobody_or_a_second_one_is_dropped_and_counted(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 1)
+    collecting.provider.end(ticket.batch_id)
+    lines = collecting.provider.made[ticket.batch_id].lines
+    lines += [lines[0], line(f"{ticket.id}-99"), line("")]
+    assert len(results(await collecting.take(ticket))) == 1
+    assert collecting.collector.counts["answered_late"] == 3
+
+
+async def test_a_batch_that_vanished_is_run_live(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 2)
+    del collecting.provider.made[ticket.batch_id]
+    assert results(await collecting.take(ticket)) == {"id-0": None, "id-1": None}
+    assert collecting.collector.counts["vanished"] == 1
+
+
+async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 2)
+    collecting.provider.failing = TransientError("down", status=500, retry_after_s=300)
+    (sent,) = await collecting.take(ticket)
+    assert delay_ms(sent) >= 300_000
+    assert collecting.read(sent).batch_id == ticket.batch_id
+
+
+async def test_what_is_known_of_a_ticket_is_forgotten_when_it_ends(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 2)
+    collecting.provider.end(ticket.batch_id)
+    await collecting.take(ticket)
+    store, identities = collecting.bench.store, [item.identity for item in ticket.items]
+    assert len(await store.gather("c" * 24, identities, until_ms=NOW_MS + 1000)) == 2
+    assert await store.hold(f"batch {ticket.batch_id}", "another", for_s=1)
+    assert collecting.collector.requests_waiting == 0
+
+
+async def test_a_result_that_the_broker_does_not_take_is_told_to_be_too_large(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 1)
+    collecting.provider.end(ticket.batch_id)
+    collecting.bench.publisher.too_large = {b"body 0" + line(f"{ticket.id}-0").line}
+    assert results(await collecting.take(ticket)) == {"id-0": TOO_LARGE}
+
+
+@pytest.mark.parametrize("error", [BrokerUnreachable("away"), StoreUnavailable("away")])
+async def test_a_ticket_that_cannot_be_settled_returns_to_its_queue(
+    collecting: Collecting, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+    ticket = await submitted(collecting, 2)
+    collecting.provider.end(ticket.batch_id)
+    if isinstance(error, StoreUnavailable):
+        collecting.bench.store.failing = error
+    else:
+        collecting.bench.publisher.failing = {NAMES.delay(0): error}
+    await collecting.take(ticket)
+    assert collecting.bench.log[-1] == "nack"
+    collecting.bench.store.failing = None
+    collecting.bench.publisher.failing = {}
+    assert len(results(await collecting.take(ticket, redelivered=True))) == 2
+
+
+# ---- requests that leave their batch --------------------------------------------------------------------------------
+
+
+async def test_a_request_whose_deadline_comes_near_is_run_live(collecting: Collecting) -> None:
+    near, far = items(1, deadline_ms=NOW_MS + HOUR_MS), items(3)[1:]
+    ticket = await collecting.again(await collecting.gathered(*near, *far))
+    collecting.now_ms = NOW_MS + HOUR_MS - 1800_000 - 40_000  # it comes back in 51 s
+    *back, sent = await collecting.take(ticket)
+    assert results(back) == {"id-0": None}
+    left = collecting.read(sent)
+    assert [item.number for item in left.items] == [1, 2]
+    assert collecting.collector.counts["promoted"] == 1
+    collecting.provider.end(ticket.batch_id)
+    assert results(await collecting.take(left)).keys() == {"id-1", "id-2"}
+    assert collecting.collector.counts["answered_late"] == 1
+
+
+async def test_a_request_is_run_live_too_if_its_batch_was_not_even_submitted(collecting: Collecting) -> None:
+    collecting.provider.refusals = [RateLimitedError("later", status=429)]
+    ticket = await collecting.gathered(*items(1, deadline_ms=NOW_MS + 1800_000 + 1000))
+    assert results(await collecting.take(ticket)) == {"id-0": None}
+
+
+async def cancel(collecting: Collecting, *numbers: int) -> None:
+    gone = Completion(status="error", code="cancelled", body=b"{}", ended_ms=NOW_MS)
+    for number in numbers:
+        identity = Identity("tenant", f"id-{number}")
+        fingerprint = Fingerprint(body_hash=b"h" * 16, mark=b"m" * 16, redelivered=False, nonce=b"n" * 8)
+        granted = await collecting.bench.store.claim(identity, fingerprint)
+        assert isinstance(granted, Granted)
+        await collecting.bench.store.release(Held(identity, granted.token))
+        assert await collecting.bench.store.cancel(identity, gone) is Cancelling.RECORDED
+
+
+async def test_a_cancelled_request_leaves_its_batch(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 3)
+    await cancel(collecting, 1)
+    *back, sent = await collecting.take(ticket)
+    assert results(back) == {"id-1": None}
+    assert [item.number for item in collecting.read(sent).items] == [0, 2]
+    assert not collecting.provider.cancelled
+
+
+async def test_if_all_its_requests_are_cancelled_the_batch_is(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 2)
+    await cancel(collecting, 0, 1)
+    assert results(await collecting.take(ticket)).keys() == {"id-0", "id-1"}
+    assert collecting.provider.cancelled == [ticket.batch_id]
+    assert collecting.bench.log[-1] == "ack"
+
+
+# ---- what is no ticket ----------------------------------------------------------------------------------------------
+
+
+async def test_what_is_no_ticket_becomes_a_dead_letter(collecting: Collecting) -> None:
+    (sent,) = await collecting.take(b"nonsense")
+    assert (sent.exchange, sent.message.body) == (NAMES.dead, b"nonsense")
+    assert sent.message.headers[n.DEAD_CODE] == "internal"
+    (sent,) = await collecting.take(pack(await collecting.gathered(*items(1))), exchange="someone.elses")
+    assert sent.exchange == NAMES.dead
