@@ -24,7 +24,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
-from topology.codec.decoding import Published, Request, app_of, published
+from topology.codec.decoding import Published, Request, app_of, deadline_of, published
 from topology.codec.headers import BatchHop, FlowHop, read_hop, read_replay, split_tail
 from topology.lanes import LaneSpec
 
@@ -301,6 +301,17 @@ class Job:
         if self.decoded is not None:
             return max(0, until_ms - self.decoded.request.start_ms)
         return max(0, until_ms - max(self.published.ms, self.hop.due_ms or 0))
+
+    @cached_property
+    def deadline_ms(self) -> int | None:
+        """By the headers alone; None if they are invalid."""
+        if self.lane is None:
+            return None
+        hop = self.hop if self.trusted else None
+        try:
+            return deadline_of(self.message, lane=self.lane, hop=hop, now_ms=self.taken_ms)
+        except RequestProblem:
+            return None
 
     @property
     def published(self) -> Published:

@@ -10,7 +10,7 @@ exception is a lane that several tenants use: while all its slots are taken, del
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from consumers.job import Job, Source
@@ -18,7 +18,7 @@ from consumers.lifecycle import record
 from consumers.outcomes import Outcome, ended
 from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import QueueAdmitter
+from consumers.slots.admission import PausedAdmitter, QueueAdmitter
 from consumers.slots.lane_slots import Admission, LaneSlots
 from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
@@ -27,6 +27,13 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 
 TAKEN_AT_ONCE = 16
+FRONT = 200
+"""Of the queue of a paused lane so many requests that are not late yet are looked at, so that few lose their priority:
+RabbitMQ delivers what is returned before all others."""
+FRONT_BYTES = 16 * 1024 * 1024
+LOOK_FOR_S = 5.0
+NEXT_LOOK_S = 10.0
+ENDED_AT_ONCE = 32
 log = logs.logger()
 
 
@@ -57,6 +64,9 @@ class Pool:
         self._activity = activity
         self._tracing = tracing
         self._admitter = admitter or QueueAdmitter(LaneSlots().queue(deliveries.prefetch))
+        self._paused = PausedAdmitter()
+        self._look_s: dict[str, float] = {}
+        """When to look at a queue's front again."""
         self._brake = brake
         self.queue = deliveries.queue
         self.slots = deliveries.prefetch if slots is None else slots
@@ -156,28 +166,70 @@ class Pool:
                 await self._settler.reject_later(delivery)
                 self._admitter.unread(delivery.queue)
                 return
-            task = asyncio.current_task()
-            assert task is not None
-            self._undecided[job] = task
-            try:
-                with logs.about(job):
-                    await self._take_job(job)
-            finally:
-                self._undecided.pop(job, None)
+            await self._take_job(job, self._admitter)
         finally:
             self.in_hand -= 1
 
-    async def _take_job(self, job: Job) -> None:
+    async def end_late(self) -> None:
+        """While an operator pauses the lane: end the requests at the front of its queue whose deadline has passed, and
+        return the others in their order."""
+        try:
+            for queue in self._deliveries.queues:
+                if time.monotonic() >= self._look_s.get(queue, 0.0):
+                    await self._end_late(queue)
+        except* BrokerError:
+            pass  # the channel was lost, and with it what was taken: the next look opens another
+
+    async def _end_late(self, queue: str) -> None:
+        until_s, free_bytes, kept = time.monotonic() + LOOK_FOR_S, FRONT_BYTES, list[Delivery]()
+        free, now_ms, next_ms = asyncio.Semaphore(ENDED_AT_ONCE), 0, 2**63
+        try:
+            async with aclosing(self._deliveries.front(queue)) as front, asyncio.TaskGroup() as ending:
+                async for delivery in front:
+                    kept.append(delivery)
+                    now_ms, job = time.time_ns() // 1_000_000, None
+                    with suppress(Exception):  # what cannot be read is reported when the lane is resumed
+                        job = self._job_of(delivery)
+                    if job is None:
+                        pass
+                    elif not self._paused.takes(job):
+                        next_ms = min(next_ms, job.deadline_ms or next_ms)
+                    else:
+                        await free.acquire()
+                        kept.pop()
+                        task = ending.create_task(self._take_job(job, self._paused), name=f"{queue} {delivery.tag}")
+                        task.add_done_callback(lambda _: free.release())
+                    free_bytes -= len(delivery.message.body)
+                    is_over = len(kept) == FRONT or free_bytes < 0 or time.monotonic() > until_s
+                    if is_over or self._stopping or self.brake is None:
+                        break
+        finally:
+            for delivery in kept:
+                await self._settler.nack(delivery)
+        if len(kept) == FRONT and now_ms < next_ms:  # until then none of these is late, and none comes before them
+            self._look_s[queue] = time.monotonic() + min(NEXT_LOOK_S, (next_ms - now_ms) / 1000)
+
+    async def _take_job(self, job: Job, admitter: QueueAdmitter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._undecided[job] = task
+        try:
+            with logs.about(job):
+                await self._admit(job, admitter)
+        finally:
+            self._undecided.pop(job, None)
+
+    async def _admit(self, job: Job, admitter: QueueAdmitter) -> None:
         admission: Admission | None = None
         try:
-            admission = await self._admitter.admit(job)
+            admission = await admitter.admit(job)
             if admission is Admission.BEGIN:
                 await self._work(job)
                 return
             del self._undecided[job]
             if admission is Admission.BACK:
                 await self._settler.nack(job.delivery)
-            elif (outcome := await self._admitter.set_aside(job)) is None:
+            elif (outcome := await admitter.set_aside(job)) is None:
                 await self._settler.ack(job.delivery)
             else:
                 await self._settle(job, outcome)
@@ -196,7 +248,7 @@ class Pool:
             await self._settler.reject_later(job.delivery)
         finally:
             if admission is Admission.BEGIN:
-                self._admitter.leave(job)
+                admitter.leave(job)
 
     async def _work(self, job: Job) -> None:
         delivery = job.delivery

@@ -19,11 +19,11 @@ from typing import Final
 from cachetools import TTLCache
 from typing_extensions import override
 
-from consumers.clock import NowMs
+from consumers.clock import NowMs, now_ms
 from consumers.job import HIGHEST_PRIORITY, Job, side_priority
 from consumers.outcomes import Deferred, Outcome, ended
 from consumers.settle import set_aside
-from consumers.slots.lane_slots import Admission, QueueSlots
+from consumers.slots.lane_slots import Admission, LaneSlots, QueueSlots
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE
@@ -35,6 +35,8 @@ from topology.lanes import LaneSpec
 PLACE_KEPT_S: Final = 1.0
 PLACES: Final = 10_000
 FULL_FOR_S: Final = 1.0
+RETURNED_AT_MOST: Final = 5
+PUT_OFF_MS: Final = 10_000
 LATER_MS: Final = 1000
 
 
@@ -74,6 +76,33 @@ class QueueAdmitter:
         if outcome is None:
             self._slots.lane.figures(job.identity.tenant).set_aside += 1
         return outcome
+
+
+class PausedAdmitter(QueueAdmitter):
+    """Takes from the queue of a paused lane what is late, without a slot. What was looked at, and returned, several
+    times as RabbitMQ counts (before 4.3 it does) is put off instead, so that it never reaches the delivery limit."""
+
+    def __init__(self, *, now_ms: NowMs = now_ms) -> None:
+        super().__init__(LaneSlots().queue(0))
+        self._now_ms = now_ms
+
+    def takes(self, job: Job) -> bool:
+        return self._is_late(job) or (job.delivery.times_delivered or 0) > RETURNED_AT_MOST
+
+    @override
+    async def admit(self, job: Job) -> Admission:
+        return Admission.BEGIN if self._is_late(job) else Admission.ASIDE
+
+    @override
+    async def set_aside(self, job: Job) -> Outcome | None:
+        return Deferred(delay_ms=PUT_OFF_MS, reason="paused", redelivered=job.redelivered)
+
+    @override
+    def leave(self, job: Job) -> None:
+        pass
+
+    def _is_late(self, job: Job) -> bool:
+        return job.deadline_ms is not None and job.deadline_ms <= self._now_ms()
 
 
 class SideQueueAdmitter(QueueAdmitter):

@@ -24,6 +24,7 @@ LOOK_EVERY_S: Final = 0.05
 objects, without a common event to wait for. Reading them 20 times a second takes 0.01 % of a CPU."""
 BRAKES_EVERY: Final = 5
 """At each fifth check also what an operator has paused: there may be a hundred pools."""
+LATE_EVERY_S: Final = 2.0
 LOGGED_AFTER_S: Final = 0.5
 WATCH_EVERY_S: Final = 2.0
 EMPTY_FOR: Final = 4
@@ -47,6 +48,13 @@ class Pausable(Protocol):
 
     async def resume(self) -> None:
         """Take deliveries again. If too many are still being worked on, do nothing; `Pausing` then calls this again."""
+
+
+class PausableQueue(Pausable, Protocol):
+    """A pool, which consumes one queue."""
+
+    async def end_late(self) -> None:
+        """While `brake` holds: end the requests whose deadline has passed."""
 
 
 class Pausing:
@@ -95,6 +103,14 @@ class Pausing:
             if not reasons:
                 self._open.set()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    async def end_late(self, takers: Sequence[PausableQueue]) -> None:
+        """Without an end, look into the queues of lanes that an operator has paused for requests that are late."""
+        while True:
+            await asyncio.sleep(LATE_EVERY_S)
+            for taker in takers:
+                if taker.brake is not None and taker.is_paused and not self.reasons():
+                    await taker.end_late()
 
 
 class Consumer(Protocol):

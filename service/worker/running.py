@@ -56,6 +56,7 @@ async def run(
             "pausing": worker.pausing.run(
                 (*worker.pools, worker.scaling, worker.posting, worker.gatherer, worker.collector)
             ),
+            "late while paused": worker.pausing.end_late(worker.pools),
             "topology watch": worker.broker.watch.run(),
         }
         if worker.schedules.specs:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers import settle
-from consumers.job import Attempted, Job
+from consumers import pool, settle
+from consumers.job import Attempted, Job, Source
 from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
 from consumers.slots.activity import LaneActivity
@@ -22,6 +22,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import Bench, FakeDelivery, a_pause
 from tests.support.waiting import until
 from topology.broker.consume import Deliveries, Delivery
+from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -37,6 +38,8 @@ class FakeDeliveries(Deliveries):
     def __init__(self) -> None:
         self.arriving: asyncio.Queue[FakeDelivery | Exception | None] = asyncio.Queue()
         self.sessions_opened = 0
+        self.waiting: list[FakeDelivery] = []
+        self.looks = 0
         self._ended = False
 
     @override
@@ -44,6 +47,14 @@ class FakeDeliveries(Deliveries):
         while not self._ended:
             self.sessions_opened += 1
             yield self._arrived()
+
+    queues = ("lane.critical",)
+
+    @override
+    async def front(self, queue: str) -> AsyncGenerator[Any, None]:
+        self.looks += 1
+        for each in self.waiting:
+            yield each
 
     async def _arrived(self) -> AsyncIterator[FakeDelivery]:
         while (found := await self.arriving.get()) is not None:
@@ -266,3 +277,37 @@ async def test_a_pool_whose_lane_an_operator_pauses_gives_back_what_has_not_begu
     await until(lambda: working.activity.answered == 2)
     await working.stop()
     assert bench.log.count("nack") == 2
+
+
+async def test_of_a_paused_lane_only_what_is_late_is_worked_on_and_what_was_returned_often_is_put_off() -> None:
+    bench = Bench()
+
+    async def refuse(job: Job) -> Outcome:
+        return Refused(RequestProblem("deadline_exceeded", job.id))
+
+    def job_of(delivery: Delivery) -> Job:
+        return Job(delivery, lane=CRITICAL, source=Source.REQUESTER, taken_ms=time.time_ns() // 1_000_000)
+
+    working = Working(bench, refuse, admitter=QueueAdmitter(LaneSlots().queue(0)), job_of=job_of)
+    working.pause = a_pause()
+    await working.pool.pause("paused")
+    sent = {n.SENT_MS: time.time_ns() // 1_000_000}
+    late = {**sent, n.SENT_MS: sent[n.SENT_MS] - 5000, n.DEADLINE_MS: 4000}
+    worn = bench.delivery(message_id="worn", headers=sent)
+    worn.times_delivered = 6
+    working.deliveries.waiting = [
+        bench.delivery(message_id="waits", headers=sent),
+        bench.delivery(message_id="late", headers=late),
+        worn,
+        bench.delivery(message_id="wrong", headers={n.DEADLINE_MS: "soon"}),
+    ]
+    await working.pool.end_late()
+    assert (working.activity.failed, working.activity.deferred_for["paused"]) == (1, 1)
+    assert (bench.log.count("ack"), bench.log.count("nack")) == (2, 2)
+
+    working.deliveries.waiting = [bench.delivery(headers=sent) for _ in range(pool.FRONT + 10)]
+    await working.pool.end_late()
+    await working.pool.end_late()
+    assert bench.log.count("nack") == 2 + pool.FRONT
+    assert working.deliveries.looks == 2, "none of them can be late yet"
+    await working.stop()

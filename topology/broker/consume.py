@@ -242,6 +242,11 @@ class Heads:
         self._held.clear()
 
 
+async def _head(channel: Channel, queue: str) -> tuple[Delivered, int] | None:
+    with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
+        return await fetch(channel, queue)
+
+
 class HeadsSession(Session):
     """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, more seldom while the lane is
     idle, passive declarations find out which queues have messages; the answer to a fetch says how many are left."""
@@ -294,8 +299,7 @@ class HeadsSession(Session):
                     self._next_reading_s = min(self._next_reading_s, last_s + READ_LENGTHS_EVERY_S)
 
     async def _fetch(self, queue: str) -> Delivery | None:
-        with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
-            found = await fetch(self._channel, queue)
+        found = await _head(self._channel, queue)
         if found is None:
             self._heads.found(queue, 0)
             return None
@@ -341,6 +345,7 @@ class Deliveries:
         self._on_missing = on_missing
         self._heads = heads
         self._session: Session | None = None
+        self._at_front: Channel | None = None
         self._stopping = asyncio.Event()
         self._paused: str | None = None
         self._unpaused = asyncio.Event()
@@ -408,6 +413,19 @@ class Deliveries:
         self._unpaused.set()
         if self._session is not None:
             await self._session.resume()
+
+    @property
+    def queues(self) -> tuple[str, ...]:
+        return (self.queue,) if self._heads is None else self._heads.queues
+
+    async def front(self, queue: str) -> AsyncGenerator[Delivery, None]:
+        """The messages of a queue from its front, one by one, although this consumer is paused. They come on a channel
+        that stays open, so each must be settled. Raises BrokerError."""
+        if self._at_front is None or self._at_front.is_closed:
+            self._at_front = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
+        channel = self._at_front
+        while (found := await _head(channel, queue)) is not None:
+            yield Delivery(found[0], queue=queue, channel=channel, counted=self._counted)
 
     async def consume_again(self, *, keeps_channel: bool) -> None:
         if (session := self._session) is None:

@@ -217,6 +217,15 @@ def decode(
     )
 
 
+def deadline_of(message: Message, *, lane: LaneSpec, hop: HopHeaders | None, now_ms: int) -> int:
+    """`Request.deadline_ms`, without a look at the body. Raises RequestProblem."""
+    if hop is not None and hop.flow is not None:
+        return hop.flow.deadline_ms
+    headers, history = header_rules.read(message.headers), hop or HopHeaders()
+    sent = published(message, history, now_ms=now_ms)
+    return (_due_ms(headers, history, sent_ms=sent.ms) or sent.ms) + _allowed_ms(headers, lane)
+
+
 class _Content(NamedTuple):
     """The fields of `Request` that come from the body."""
 
