@@ -65,6 +65,7 @@ class Pool:
         self._tracing = tracing
         self._admitter = admitter or QueueAdmitter(LaneSlots().queue(deliveries.prefetch))
         self._paused = PausedAdmitter()
+        self._looking = asyncio.Lock()
         self._look_s: dict[str, float] = {}
         """When to look at a queue's front again."""
         self._brake = brake
@@ -136,7 +137,8 @@ class Pool:
         """
         self._gives_back = self._gives_back and self._stopping
         if self.in_hand <= self._deliveries.prefetch:
-            await self._deliveries.resume()
+            async with self._looking:  # else later requests would overtake those that are looked at
+                await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:
         """Work on the deliveries of one channel. If the channel is lost, the work on its deliveries is cancelled,
@@ -183,29 +185,30 @@ class Pool:
     async def _end_late(self, queue: str) -> None:
         until_s, free_bytes, kept = time.monotonic() + LOOK_FOR_S, FRONT_BYTES, list[Delivery]()
         free, now_ms, next_ms = asyncio.Semaphore(ENDED_AT_ONCE), 0, 2**63
-        try:
-            async with aclosing(self._deliveries.front(queue)) as front, asyncio.TaskGroup() as ending:
-                async for delivery in front:
-                    kept.append(delivery)
-                    now_ms, job = time.time_ns() // 1_000_000, None
-                    with suppress(Exception):  # what cannot be read is reported when the lane is resumed
-                        job = self._job_of(delivery)
-                    if job is None:
-                        pass
-                    elif not self._paused.takes(job):
-                        next_ms = min(next_ms, job.deadline_ms or next_ms)
-                    else:
-                        await free.acquire()
-                        kept.pop()
-                        task = ending.create_task(self._take_job(job, self._paused), name=f"{queue} {delivery.tag}")
-                        task.add_done_callback(lambda _: free.release())
-                    free_bytes -= len(delivery.message.body)
-                    is_over = len(kept) == FRONT or free_bytes < 0 or time.monotonic() > until_s
-                    if is_over or self._stopping or self.brake is None:
-                        break
-        finally:
-            for delivery in kept:
-                await self._settler.nack(delivery)
+        async with asyncio.TaskGroup() as ending, self._looking:
+            try:
+                async with aclosing(self._deliveries.front(queue)) as front:
+                    async for delivery in front:
+                        kept.append(delivery)
+                        now_ms, job = time.time_ns() // 1_000_000, None
+                        with suppress(Exception):  # what cannot be read is reported when the lane is resumed
+                            job = self._job_of(delivery)
+                        if job is None:
+                            pass
+                        elif not self._paused.takes(job):
+                            next_ms = min(next_ms, job.deadline_ms or next_ms)
+                        else:
+                            await free.acquire()
+                            kept.pop()
+                            task = ending.create_task(self._take_job(job, self._paused), name=f"{queue} {delivery.tag}")
+                            task.add_done_callback(lambda _: free.release())
+                        free_bytes -= len(delivery.message.body)
+                        is_over = len(kept) == FRONT or free_bytes < 0 or time.monotonic() > until_s
+                        if is_over or self._stopping or self.brake is None:
+                            break
+            finally:
+                for delivery in kept:
+                    await self._settler.nack(delivery)
         if len(kept) == FRONT and now_ms < next_ms:  # until then none of these is late, and none comes before them
             self._look_s[queue] = time.monotonic() + min(NEXT_LOOK_S, (next_ms - now_ms) / 1000)
 
