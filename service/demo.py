@@ -1,6 +1,7 @@
 """`lanekeeper demo`: acts, each of which shows one promise and tells whether it was kept. A flood of batch jobs that
 chats overtake; a worker that is killed, and requests that are sent twice; a document that is cut, summarised and put
-together; Anthropic's SDK through the gateway; a small budget; a provider that fails. START HERE: `tell_story`."""
+together; Anthropic's SDK through the gateway; a bulk job at half price; a small budget; a provider that fails. START
+HERE: `tell_story`."""
 
 import asyncio
 import io
@@ -28,6 +29,7 @@ from rich.table import Table
 from consumers.failures import RateLimitedError
 from consumers.flows.pipelines import StepSpec
 from consumers.providers.anthropic import AnthropicProvider
+from consumers.spending import LANE
 from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import LANE_NAME, PIPELINE
@@ -41,6 +43,7 @@ from service.config.settings import BatchesSettings, BudgetSettings, CapsSetting
 from service.private_broker import private_broker
 from service.side_tasks import beside
 from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.batches import BatchOptions
 from service.telemetry import logs
 from service.worker import running as worker
 from service.worker.assembly import Worker, assemble
@@ -52,6 +55,7 @@ from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL
 ANSWER_WITHIN_S = 90.0
 BATCH_SLOTS = 12
 LATENCY_MS = 300
+CENT = 0.01
 PLAIN_WIDTH = 80
 REDRAW_S = 0.25
 LINE_EVERY_S = 2.0
@@ -98,6 +102,8 @@ async def tell_story(settings: Settings) -> bool:
             show("the pipeline", *await ingested(client, api))
             act("Anthropic's SDK, through the gateway, among batch jobs")
             show("the SDK", *await by_sdk(settings, client, api, folder=Path(folder)))
+        act(f"a bulk job of {BULK} requests that can wait until tomorrow, with {PROCESSING_S:g} s in place of hours")
+        show("the batches", *await in_batches(settings))
         act("two providers, of which the first goes down and comes back")
         show("the outage", *await outage(settings))
         act(
@@ -392,6 +398,7 @@ async def _beside(
     }
     for name, lane in settings.lanes.items():
         sets |= {f"lanes.{name}.enabled": json.dumps(lane.enabled), f"lanes.{name}.rank": str(lane.rank)}
+        sets[f"lanes.{name}.batches.enabled"] = "false"
     words = [word for name, value in sets.items() for word in ("--set", f"{name}={value}")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "service.cli.main", *line, "--config", str(config), *words),
@@ -466,6 +473,44 @@ async def _first_token_ms(sdk: AsyncAnthropic, lane: str, number: int) -> int | 
     except AnthropicError:
         return None
     return round(1000 * (first_s - began_s)) if first_s is not None and text in answer else None
+
+
+# ---- a bulk job, which the provider answers in batches at half price -------------------------------------------------
+
+BULK = 300
+BULK_MODEL = "claude-sonnet-5-5"
+BULK_TOKENS = 800
+PROCESSING_S = 2.0
+
+
+async def in_batches(settings: Settings) -> tuple[str, bool]:
+    """Send a bulk job, of which the provider leaves a few requests unanswered. Returns what it cost, and whether each
+    requester got its own answer and the provider's bill says the same."""
+    bulk = settings.lanes[BATCH.name].model_copy(update={"batches": BatchesSettings(enabled=True)})
+    options = SimulatedOptions(batches=BatchOptions(processing_s=PROCESSING_S))
+    async with SimulatedAPI(options) as api:
+        settings = simulating(settings.model_copy(update={"lanes": {**settings.lanes, BATCH.name: bulk}}), api.base_url)
+        async with working(settings, lanes=(BATCH.name,)) as (parts, client):
+
+            async def ask(number: int) -> bool:
+                mark = f"request {number} of the bulk job. [[tokens: {BULK_TOKENS}]]"
+                prompt = f"{mark} [[fault: expired x1]]" if number % 50 == 7 else mark
+                final = None
+                with suppress(LanekeeperError):
+                    body = {"prompt": prompt, "model": BULK_MODEL}
+                    final = await client.request(body, key=f"{BATCH.name}.demo.bulk", timeout_s=ANSWER_WITHIN_S)
+                return final is not None and mark in final.text
+
+            right = sum(await asyncio.gather(*map(ask, range(BULK))))
+            spent = parts.budgeting.spending.totals()[LANE][BATCH.name]
+        created, live = len(api.batches.all), api.stats()["calls"]
+        billed_usd = float(api.ledger.usd)
+    text = (
+        f"{right} of {BULK} answered right, in {created} {'batch' if created == 1 else 'batches'} and {live} calls for "
+        f"what expired in them: ${spent.usd:.2f} in place of ${spent.usd + spent.saved_usd:.2f}, "
+        f"${spent.saved_usd:.2f} saved; the provider's bill: ${billed_usd:.2f}"
+    )
+    return text, right == BULK and live < BULK / 10 and abs(spent.usd - billed_usd) < CENT
 
 
 # ---- a small budget: with Lanekeeper's budget gate, and with workers that call whenever they are free ----------------

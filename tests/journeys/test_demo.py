@@ -46,6 +46,9 @@ async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost: Vhost,
         r"time to the first token: critical \d+ ms \(p95 [^)]+, 10 of 10 answered\), batch [^)]+, 10 of 10 answered"
     )
     assert re.search(first_token, told)
+    assert re.search(
+        r"300 of 300 answered right, in \d batch(es)? and 6 calls .* saved; the provider's bill: \$\d", told
+    )
     assert re.search(r"a provider down: 0 of \d+ requests lost", told)
     assert re.search(r"its breaker open, .*, closed", told)
     assert re.search(r"the budget gate \d+ ms \d+ ms \d+ 0 1\.00 ", told), "no 429"
