@@ -124,17 +124,6 @@ async def test_an_application_may_publish_to_its_lanes_under_its_own_name(broker
 
 
 @pytest.mark.oldest_version
-async def test_an_application_gets_its_replies(broker_with_users: Broker) -> None:
-    it = broker_with_users
-
-    for role in ("application", "client"):
-        own = Names().reply_queue(it.users[role].name)
-        assert await it.may(role, consume("amq.rabbitmq.reply-to"))
-        assert await it.may(role, consume(own))
-        assert await it.may(role, get(own))
-
-
-@pytest.mark.oldest_version
 async def test_an_application_is_answered_by_direct_reply_to_and_in_its_reply_queue(
     broker_with_users: Broker, vhost: Vhost
 ) -> None:

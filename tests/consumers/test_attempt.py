@@ -347,17 +347,6 @@ def stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consumers.providers.breakers.OPEN_MOST_S", 60.0)
 
 
-async def test_while_a_breaker_is_open_the_other_provider_is_called_at_once(providers: Open, stays_open: None) -> None:
-    two = await providers(failing("server_error"))
-
-    for each in range(3 * FAILURES):
-        assert answered_by(await two.ask(id=str(each))) == "two"
-
-    assert two.calls == (FAILURES, 3 * FAILURES)
-    assert two.moves.asked[-1] == ("two", None), "no call was made that could be settled"
-    assert "event: breaker" in two.bench.log
-
-
 async def test_a_failure_that_opens_the_last_breaker_is_no_attempt_however_soon_the_breaker_is_probed(
     providers: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,15 +36,6 @@ async def test_nothing_is_taken_until_the_pauses_were_read_and_then_the_last_kno
     assert world.brake.of("lane", "batch") == a_pause()
 
 
-async def test_a_pause_ends_at_its_time_without_another_read() -> None:
-    world = World(a_pause(until_ms=NOW_MS + 1000))
-    await world.brake.read()
-    world.now_ms += 999
-    assert world.brake.of("lane", "batch")
-    world.now_ms += 1
-    assert world.brake.of("lane", "batch") is None
-
-
 @pytest.mark.parametrize(
     ("paused", "is_held"),
     [

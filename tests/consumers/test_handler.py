@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.failures import UNREACHABLE, OverloadedError, TransientError
+from consumers.failures import OverloadedError, TransientError
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Decoded, Job, Route
 from consumers.large_bodies import Fetching
 from consumers.limits.base import Underway
-from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.outcomes import Buried, Deferred, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Answer, OnEvent, Registry
 from consumers.slots.pausing import Pausing
@@ -105,14 +105,6 @@ def code(outcome: Outcome) -> str:
     return outcome.problem.code
 
 
-@pytest.mark.parametrize("exchange", ["lane.due", "lane.delay.00", "lane.delay.28"])
-async def test_internal_headers_are_believed_on_a_message_from_a_delay(bench: Bench, exchange: str) -> None:
-    job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "shop"}, user_id="the-workers")
-    assert isinstance(await handle(bench, job), Answered)
-    assert job.attempts == 3
-    assert job.identity.tenant == "shop"
-
-
 @pytest.mark.parametrize("exchange", ["lane.requests", "", "lane.delayed", "lane.due2", "my.lane.due", "lane.fallen"])
 async def test_internal_headers_are_not_believed_on_other_messages(bench: Bench, exchange: str) -> None:
     job = bench.job(exchange=exchange, headers={n.ATTEMPT: 2, n.USER_ID: "bank"}, user_id="shop")
@@ -152,20 +144,6 @@ class Shut(Down):
 
     @override
     async def enter(self, *_: Any, **__: Any) -> None: ...
-
-
-@pytest.mark.parametrize(
-    "error", [TransientError("x", type=UNREACHABLE), TransientError("500", status=500), OverloadedError("529")]
-)
-async def test_a_failure_while_the_provider_is_down_counts_no_attempt(bench: Bench, error: Exception) -> None:
-    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: CRITICAL.max_attempts - 1, n.FIRST_SEEN_MS: NOW_MS})
-
-    outcome = await handle(bench, job, FakeProvider(error), breakers=Down())
-
-    assert isinstance(outcome, Deferred)
-    assert outcome.reason == "breaker"
-    assert 2000 <= outcome.delay_ms <= 3000
-    assert job.attempts == CRITICAL.max_attempts - 1
 
 
 async def test_an_attempt_that_sent_parts_counts_so_that_the_next_sends_a_restart(bench: Bench) -> None:

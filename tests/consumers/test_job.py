@@ -54,19 +54,6 @@ def test_the_attempts_of_earlier_deliveries_count(attempted: Attempted | None, a
     assert job.attempts == attempts
 
 
-def test_an_attempt_while_the_provider_was_down_does_not_count() -> None:
-    job = Bench().job()
-    job.attempted = Attempted(started_ms=1, counts=False)
-    assert job.attempts == 0
-
-
-def test_an_absent_message_id_is_replaced_by_one_of_its_own() -> None:
-    bench = Bench()
-    found = {bench.job(message_id=None).id, bench.job(message_id=None).id, bench.job(message_id="mine").id}
-    assert len(found) == 3
-    assert "mine" in found
-
-
 @pytest.mark.parametrize(
     ("user", "stated", "tenant"),
     [("crm", "other", "crm"), ("gateway", "other", "other"), ("gateway", 7, "gateway"), (None, "other", "")],
@@ -148,13 +135,6 @@ def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited
 
 
 SAID = (None, *range(HIGHEST_PRIORITY + 1))
-
-
-@pytest.mark.parametrize("priority", SAID)
-def test_requests_that_come_back_go_before_all_fresh_ones(priority: int | None) -> None:
-    back = side_priority(priority, is_fresh=False)
-    assert back is not None
-    assert back > max(side_priority(each, is_fresh=True) or 0 for each in SAID)
 
 
 @pytest.mark.parametrize("is_fresh", [True, False])

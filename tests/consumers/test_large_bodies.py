@@ -33,14 +33,6 @@ def naming(kept: BodyAddress) -> Message:
     return Message(body=b"", message_id="m-1", headers={n.BODY: kept.address, n.BODY_SHA256: kept.sha256})
 
 
-async def test_a_body_is_fetched_from_the_store_that_has_its_address(own: BodyStore, other: BodyStore) -> None:
-    fetching = Fetching(own, others=[other], most_bytes=10)
-    for store in (own, other):
-        assert await fetching.fetch(await store.keep([b"12345", b"67890"])) == b"1234567890"
-        with pytest.raises(BodyTooLarge):
-            await fetching.fetch(await store.keep([b"12345678901"]))
-
-
 async def test_a_body_at_another_address_is_refused(own: BodyStore, other: BodyStore) -> None:
     with pytest.raises(BodyError, match="LANEKEEPER_BODIES__ALLOW"):
         await Fetching(own, most_bytes=10).fetch(await other.keep([b"{}"]))

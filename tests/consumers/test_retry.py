@@ -1,6 +1,5 @@
 """Whether and when a failed attempt is retried: a table of errors, attempts and remaining time."""
 
-import itertools
 import random
 from typing import Any
 
@@ -23,7 +22,6 @@ from consumers.failures import (
     AnswerTooLargeError,
     Meaning,
     OverloadedError,
-    Paid,
     ProviderError,
     RateLimitedError,
     RejectedError,
@@ -31,7 +29,6 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.outcomes import Buried, Refused, Retried
-from topology.lanes import DEFAULT_LANES, LaneSpec
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=8.0)
 
@@ -109,22 +106,6 @@ def pauses_ms(
 FAILURES = [TransientError("x"), OverloadedError("x"), RateLimitedError("x"), OverloadedError("x", retry_after_s=1)]
 
 
-@given(seed=st.integers(), lane=st.sampled_from(DEFAULT_LANES), error=st.sampled_from(FAILURES))
-def test_the_attempts_of_a_single_request_span_a_short_outage(seed: int, lane: LaneSpec, error: ProviderError) -> None:
-    pauses = pauses_ms(
-        error,
-        max_attempts=lane.max_attempts,
-        deadline_ms=round(lane.deadline_s * 1000),
-        call_ms=20,
-        policy=RetryPolicy(),
-        seed=seed,
-    )
-    assert len(pauses) == lane.max_attempts - 1
-    assert sum(pauses) >= 30_000
-    assert pauses[0] <= 1500, "the first is quick"
-    assert all(earlier < later for earlier, later in itertools.pairwise(pauses))
-
-
 @given(
     seed=st.integers(),
     error=st.sampled_from(FAILURES),
@@ -155,57 +136,6 @@ def test_requests_that_failed_together_are_retried_at_different_times() -> None:
     rng = random.Random(5)
     delays = {decide(OverloadedError("x"), attempts=5, max_attempts=9, rng=rng).delay_ms for _ in range(50)}  # type: ignore[union-attr]
     assert len(delays) > 40
-
-
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (RejectedError("400 invalid_request_error: …", status=400), 400),
-        (RejectedError("403", status=403), 403),
-        (RejectedError("unsendable"), 400),
-    ],
-)
-@pytest.mark.parametrize("attempts", [1, 4])
-def test_a_request_that_the_provider_rejected_for_good_is_not_retried(
-    error: ProviderError, status: int, attempts: int
-) -> None:
-    outcome = decide(error, attempts=attempts)
-    assert isinstance(outcome, Buried)
-    assert (outcome.problem.code, outcome.problem.status) == ("provider_rejected", status)
-    assert outcome.problem.detail == error.detail
-
-
-@pytest.mark.parametrize("error", [TransientError("gone"), OverloadedError("gone"), RateLimitedError("gone")])
-@pytest.mark.parametrize("attempts", [4, 5])
-def test_after_its_last_attempt_a_request_is_dead_lettered_with_the_last_error(
-    error: ProviderError, attempts: int
-) -> None:
-    outcome = decide(error, attempts=attempts)
-    assert isinstance(outcome, Buried)
-    assert outcome.problem.code == "attempts_exhausted"
-    assert outcome.problem.detail == f"all {attempts} attempts failed; the last: gone"
-
-
-@pytest.mark.parametrize(
-    ("error", "left_ms", "retried"),
-    [
-        (TransientError("x"), 376, True),
-        (TransientError("x"), 375, False),
-        (TransientError("x"), 0, False),
-        (TransientError("x"), -5, False),
-        (RateLimitedError("x", retry_after_s=5), 5501, True),
-        (RateLimitedError("x", retry_after_s=5), 5500, False),
-        (RateLimitedError("x", retry_after_s=86_400), 600_000, False),
-    ],
-)
-def test_no_retry_is_planned_after_the_deadline(error: ProviderError, left_ms: int, retried: bool) -> None:
-    outcome = decide(error, left_ms=left_ms)
-    if retried:
-        assert isinstance(outcome, Retried)
-    else:
-        assert isinstance(outcome, Refused)
-        assert outcome.problem.code == "deadline_exceeded"
-        assert f"{max(0, left_ms)} ms are left" in outcome.problem.detail
 
 
 @pytest.mark.parametrize(
@@ -244,10 +174,3 @@ def test_retry_failover_and_breaker_follow_from_the_failures_class_type_and_stat
     error: ProviderError, means: Meaning
 ) -> None:
     assert error.means is means
-
-
-def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid() -> None:
-    error = OverloadedError("x")
-    assert (error.paid, error.is_outage) == (Paid.REQUEST, True)
-    error.had_begun = True
-    assert (error.paid, error.is_outage) == (Paid.UNKNOWN, False)

@@ -107,12 +107,6 @@ async def test_a_request_whose_reply_may_not_be_sent_is_parked_and_acknowledged(
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == code
 
 
-async def test_a_dead_lettered_request_with_a_forbidden_reply_address_is_parked_once(bench: Bench) -> None:
-    bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
-    assert await bench.settler.settle(bench.job(), BURIED)
-    assert bench.to("lane.dead").headers[n.DEAD_CODE] == "provider_rejected"
-
-
 async def test_a_stored_answer_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()
@@ -129,17 +123,6 @@ async def test_a_dead_letter_too_large_for_the_broker_is_parked_without_its_body
 
 
 # the stored outcome is the one that is sent
-
-
-async def test_a_request_that_had_ended_is_answered_with_the_stored_reply(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(), ANSWERED)
-    later = Answered(body=b'{"id":"another"}', model="claude-y", provider="anthropic")
-    assert isinstance(await bench.settler.settle(bench.job(), later), Replayed)
-    first, second = (each.message for each in bench.publisher.sent)
-    assert first.body == second.body == ANSWERED.body
-    assert n.REPLAYED not in first.headers
-    assert second.headers == {**first.headers, n.REPLAYED: True}
-    assert bench.log[-2:] == ["ack", "event: replayed"]
 
 
 async def test_a_large_answer_kept_beside_the_broker_is_deleted_if_the_request_had_ended(

@@ -35,7 +35,6 @@ from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances
 from tests.support.virtual_time import virtually
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
-from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
 ESTIMATE = Amounts(1, 1000, 500)
@@ -292,34 +291,6 @@ async def test_a_request_that_was_told_to_stop_takes_nothing() -> None:
 
     assert await ground.gate.enter(job, decoded(job)) is None
     assert ground.store.used == {}
-
-
-async def test_over_a_cap_a_request_waits_for_the_next_day_if_its_deadline_allows() -> None:
-    ground = Ground(tenants={"shop": Cap(requests=1)})
-    ground.store.resets_in_s = 30
-    await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE)
-
-    outcome = await ground.enter(ground.job(user_id="shop"))
-
-    assert isinstance(outcome, Deferred)
-    assert outcome.reason == "tenant"
-    assert 30_000 <= outcome.delay_ms <= 90_000
-    assert await ground.enter(ground.job(user_id="other")) is None
-
-
-async def test_over_a_cap_a_request_with_an_earlier_deadline_is_refused_with_the_figures() -> None:
-    ground = Ground(lanes={"critical": Cap(usd=COST * 1.5)})
-    ground.store.resets_in_s = CRITICAL.deadline_s + 1
-    await ground.through(ground.job(), ANSWERED, usage=ESTIMATE, cost_usd=COST)
-
-    outcome = await ground.enter(ground.job())
-
-    assert isinstance(outcome, Refused)
-    assert outcome.problem.code == "deadline_exceeded"
-    assert outcome.problem.detail == (
-        "lane 'critical' has used $0.0070 of $0.0105 today (UTC), and this takes $0.0070; "
-        "the next day begins in 121000 ms, and 120000 ms are left"
-    )
 
 
 async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_for_the_next_day() -> None:

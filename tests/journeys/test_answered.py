@@ -106,21 +106,6 @@ async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_la
             }
 
 
-@pytest.mark.oldest_version
-async def test_a_request_with_direct_reply_to_is_answered(vhost: Vhost) -> None:
-    async with serving(vhost), requester(vhost, direct=True) as app:
-        ids = [await app.publish({"prompt": f"question {n}"}) for n in range(20)]
-        assert [(await app.final(each)).text for each in ids] == [f"echo: question {n}" for n in range(20)]
-
-
-async def test_a_request_with_a_reply_queue_of_the_application_is_answered(vhost: Vhost) -> None:
-    async with serving(vhost), requester(vhost) as app:
-        for name in ("shop.answers", "lane.reply.shop"):
-            await app.channel.queue_declare(name, durable=True)
-            await app.publish({"prompt": "hello"}, reply_to=name)
-            await until(lambda name=name: app.depth(name))
-
-
 async def test_a_request_without_reply_to_is_worked_on_and_acknowledged(vhost: Vhost) -> None:
     async with serving(vhost) as worker, requester(vhost) as app:
         await app.read_events()

@@ -93,21 +93,6 @@ async def test_the_deadline_counts_from_the_due_time(vhost: Vhost) -> None:
         assert (await app.final(late)).status == "ok"
 
 
-@pytest.mark.oldest_version
-async def test_delayed_requests_start_in_the_order_of_their_due_times(vhost: Vhost) -> None:
-    async with serving(vhost, lanes={"batch": {"slots": 4}}) as worker, requester(vhost) as app:
-        delays = [6200, 1700, 4700, 3200]  # further apart than the publishes on a busy machine
-        asked = await asyncio.gather(
-            *(
-                app.publish({"prompt": f"due {each:04d}"}, key="batch.tests.x", headers={"x-lane-delay-ms": each})
-                for each in delays
-            )
-        )
-        for each in asked:
-            await app.final(each)
-        assert [call.prompt for call in worker.api.calls] == [f"due {each:04d}" for each in sorted(delays)]
-
-
 @pytest.mark.all_delay_levels
 async def test_beyond_the_limit_of_waiting_requests_a_long_delay_is_refused_and_a_short_one_is_not(
     vhost: Vhost,

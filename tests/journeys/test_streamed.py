@@ -85,14 +85,6 @@ async def test_a_stream_field_in_the_body_must_agree_with_the_header(vhost: Vhos
         assert len(worker.api.calls) == 1
 
 
-@pytest.mark.every_version
-async def test_a_stream_can_be_received_by_direct_reply_to(vhost: Vhost) -> None:
-    async with serving(vhost), requester(vhost, direct=True) as app:
-        asked = await app.publish({"prompt": "hello there, how are you"}, headers={"x-lane-stream": True})
-        final = await app.final(asked)
-        assert final.json == put_together([part.json for part in app.parts(asked)])
-
-
 BROKEN = [
     "error_mid_stream",
     "error_mid_stream type=api_error",

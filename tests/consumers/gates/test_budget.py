@@ -14,7 +14,6 @@ from consumers.outcomes import Answered, Deferred, Dropped, Refused
 from consumers.state.base import Stop
 from tests.support.budget_gate import BODY, DONE, ONE, TWO, Ground, story
 from tests.support.jobs import decoded
-from tests.support.pictures import picture, png
 from topology.lanes import BATCH, CRITICAL, LaneSpec
 
 
@@ -70,22 +69,6 @@ def test_the_usage_of_an_answer_is_the_estimate_for_the_next_request_of_its_kind
     story(tell)
 
 
-def test_a_request_that_cannot_start_before_its_deadline_is_refused_at_once_with_the_figures() -> None:
-    async def tell(on: Ground) -> None:
-        await on.spend("one/m", requests=100)
-        began_s = on.loop.time()
-        outcome = await on.enter(on.job(deadline_ms=30_000))
-
-        assert on.loop.time() == began_s
-        assert isinstance(outcome, Refused)
-        assert outcome.problem.code == "deadline_exceeded"
-        assert "30000 ms" in outcome.problem.detail
-        assert "rpm of one/m" in outcome.problem.detail
-        assert on.budgets.waiting() == {}
-
-    story(tell)
-
-
 def test_a_request_whose_call_could_not_end_before_its_deadline_is_refused_without_a_call() -> None:
     async def tell(on: Ground) -> None:
         known = on.job()
@@ -124,21 +107,11 @@ def asking(*content: object) -> bytes:
     return json.dumps({"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": content}]}).encode()
 
 
-PICTURE = asking(picture(png(1600, 1200, size=600_000)), {"type": "text", "text": "What is this?"})
 LONG = asking({"type": "text", "text": "word " * 200_000})
 
 
 def used(on: Ground) -> list[float]:
     return [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
-
-
-def test_a_picture_reserves_what_the_provider_counts_for_it() -> None:
-    async def tell(on: Ground) -> None:
-        await on.enter(on.job(BATCH, body=PICTURE))
-
-        assert used(on)[1] == pytest.approx(58 * 43, rel=0.05)
-
-    story(tell)
 
 
 def test_a_call_without_usage_is_charged_its_input_and_the_output_that_it_had_time_for() -> None:

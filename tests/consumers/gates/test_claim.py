@@ -13,9 +13,8 @@ from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.large_bodies import Fetching
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Replayed, Retried
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
-from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.jobs import NOW_MS, Bench, decoded, read, routes_of
@@ -68,13 +67,6 @@ async def test_a_request_that_runs_elsewhere_is_asked_about_after_as_long_as_it_
 ) -> None:
     found = await Ground().enter(Running(for_ms=for_ms))
     assert found == Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=None)
-
-
-async def test_after_four_deaths_of_its_holders_a_request_is_dead_lettered() -> None:
-    assert await Ground().enter(dead(3)) is None
-    found = await Ground().enter(dead(4))
-    assert isinstance(found, Buried)
-    assert (found.problem.code, "delivered 5 times" in str(found.problem.detail)) == ("poison", True)
 
 
 async def test_of_requests_with_two_deaths_one_runs_at_a_time_and_others_beside_it() -> None:
@@ -147,33 +139,6 @@ def job(*, deadline_ms: int = 60_000) -> Job:
 async def enter(found: bytes | Exception | None, some: Job) -> Outcome | None:
     decoding = Decoding(Parsing(), routes_of("one").of)
     return await fetch_body(some, decoded(some), fetching=Fetches(found), decoding=decoding, now_ms=lambda: NOW_MS)
-
-
-async def test_a_fetched_body_is_decoded_as_if_it_had_been_in_the_message() -> None:
-    some = job()
-    assert await enter(CONTENT, some) is None
-    request = decoded(some).request
-    assert (request.body, request.model, request.max_tokens) == (CONTENT, "claude-x", 7)
-
-
-@pytest.mark.parametrize(
-    ("found", "code"),
-    [
-        (BodyTooLarge("9 bytes"), "too_large"),
-        (BodyError("it is gone"), "invalid_request"),
-        (b"{", "invalid_request"),
-    ],
-)
-async def test_a_body_that_can_never_be_used_ends_the_request(found: bytes | Exception, code: str) -> None:
-    outcome = await enter(found, job())
-    assert isinstance(outcome, Refused | Buried)
-    assert outcome.problem.code == code
-
-
-async def test_while_the_store_is_unavailable_the_body_is_fetched_again_after_two_seconds() -> None:
-    outcome = await enter(BodiesUnavailable("down"), job())
-    assert isinstance(outcome, Deferred)
-    assert (outcome.delay_ms, outcome.reason) == (2000, "body unavailable")
 
 
 @pytest.mark.parametrize(("deadline_ms", "took_s"), [(20_000, 20), (90_000, 60)])

@@ -10,7 +10,7 @@ import pytest
 from consumers.failures import TransientError
 from consumers.gates import HOLD_S, await_route, later
 from consumers.job import Chain, Decoded, Job, Route
-from consumers.outcomes import Buried, Deferred, Dropped, Outcome, Refused
+from consumers.outcomes import Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import FAILURES, Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
@@ -53,27 +53,6 @@ class Ground:
             entered = await self.breakers.enter(route, clock(), request=str(each))
             assert entered
             await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
-
-
-async def test_a_request_for_a_forbidden_model_is_parked() -> None:
-    ground = Ground(tenants={"": ("claude-haiku-5-5",)})
-
-    outcome = await ground.enter(ground.job())
-
-    assert isinstance(outcome, Buried)
-    assert outcome.problem.code == "forbidden_model"
-
-
-def test_a_provider_with_an_open_breaker_is_not_among_those_to_call() -> None:
-    async def story() -> None:
-        ground = Ground()
-        one, two = ground.all
-        await ground.break_(one)
-
-        assert await ground.enter(ground.job()) is None
-        assert ground.breakers.usable(ground.all) == [two]
-
-    virtually(story())
 
 
 def test_a_request_waits_if_the_breaker_closes_soon() -> None:

@@ -32,14 +32,6 @@ async def late(some: Job, now_ms: int) -> Outcome | None:
     return await refuse_if_late(some, decoded(some), breakers=Breakers(), now_ms=lambda: now_ms)
 
 
-@pytest.mark.parametrize(("left_ms", "is_over"), [(1, False), (0, True), (-1, True)])
-async def test_at_its_deadline_a_request_is_over(left_ms: int, is_over: bool) -> None:
-    some = job()
-    found = await late(some, decoded(some).request.deadline_ms - left_ms)
-
-    assert isinstance(found, Refused) == is_over
-
-
 RAN = Attempted(started_ms=NOW_MS + 200, run_ms=4_100)
 
 
@@ -152,18 +144,6 @@ async def entered(
     return await defer_until_due(job, decoded(job), claiming=claiming, bodies=bodies, now_ms=lambda: NOW_MS + late_ms)
 
 
-@pytest.mark.parametrize(("delay_ms", "late_ms"), [(None, 0), (500, 500), (500, 501)])
-async def test_what_is_due_goes_on(delay_ms: int | None, late_ms: int) -> None:
-    claiming = FakeClaiming()
-    assert await entered(claiming, delay_ms, late_ms=late_ms) is None
-    assert claiming.noted == []
-
-
-async def test_what_is_not_due_is_deferred_until_it_is() -> None:
-    found = await entered(FakeClaiming(), 500, late_ms=499)
-    assert found == Deferred(delay_ms=1, reason="scheduled", due_ms=NOW_MS + 500)
-
-
 @pytest.mark.parametrize(("delay_ms", "noted", "weights"), [(MINUTE_MS, "short", []), (MINUTE_MS + 1, "long", [1])])
 async def test_a_wait_of_more_than_a_minute_is_counted(delay_ms: int, noted: str, weights: list[int]) -> None:
     claiming = FakeClaiming()
@@ -202,15 +182,6 @@ async def test_a_body_whose_store_cannot_be_asked_weighs_as_much_as_the_largest(
     assert claiming.weights == [3]
 
 
-@pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL])
-async def test_a_long_wait_without_room_is_refused_and_a_short_one_is_not(limit: WaitingLimit) -> None:
-    found = await entered(FakeClaiming(limit), 2 * MINUTE_MS)
-    assert isinstance(found, Refused)
-    assert found.problem.code == "too_many_waiting"
-    assert "60 s ahead or more" in str(found.problem.detail)
-    assert isinstance(await entered(FakeClaiming(limit), MINUTE_MS), Deferred)
-
-
 async def test_a_request_that_has_ended_does_not_wait() -> None:
     assert await entered(FakeClaiming(may_wait=False), 500) is None
     assert await entered(FakeClaiming(may_wait=False), 2 * MINUTE_MS) is None
@@ -233,13 +204,6 @@ async def test_a_message_that_was_published_twice_is_refused_in_silence() -> Non
 
 DEBOUNCED = {n.DEBOUNCE: "doc"}
 DUE_AGAIN: Mapping[str, Any] = {"exchange": "lane.due", "late_ms": 500}
-
-
-async def test_the_last_update_of_a_key_waits_until_it_is_due_and_then_goes_on() -> None:
-    claiming = FakeClaiming()
-    assert isinstance(await entered(claiming, 500, headers=DEBOUNCED), Deferred)
-    assert await entered(claiming, 500, headers={**DEBOUNCED, n.DUE_MS: NOW_MS + 500}, **DUE_AGAIN) is None
-    assert claiming.noted == ["short", "doc until 3600500", "doc until 3600500"]
 
 
 @pytest.mark.parametrize("how", [{}, DUE_AGAIN])

@@ -21,7 +21,7 @@ from consumers.limits.base import (
 )
 from consumers.limits.bucket import ROUNDING
 from consumers.limits.budgets import MOST_ACCOUNTS, OwnTurns, own_budgets
-from tests.support.budget import ACCOUNT, Tokens, Traffic, spec, traffic
+from tests.support.budget import ACCOUNT, Traffic, spec
 from tests.support.virtual_time import virtually
 
 ONE = Amounts(1, 1, 1)
@@ -379,28 +379,6 @@ FIVE_MINUTES_S = 300
 
 def small(rng: random.Random) -> int:
     return rng.randint(100, 500)
-
-
-def large(rng: random.Random) -> int:
-    return rng.randint(1000, 4000)
-
-
-@pytest.mark.parametrize("tokens", [small, large], ids=["requests are short", "tokens are short"])
-@pytest.mark.parametrize("burst_s", [10, 60])
-def test_batch_uses_the_free_budget_and_critical_hardly_waits(tokens: Tokens, burst_s: float) -> None:
-    async def story() -> None:
-        on = traffic(burst_s=burst_s)
-        on.slots("batch", 4, tokens)
-        on.every(2, "critical", 400)
-        await on.run(FIVE_MINUTES_S)
-
-        assert on.refused == 0
-        assert len(on.waits_s["critical"]) == 150
-        assert on.p99_s("critical") < 1
-        on.burst_s = 10  # the initial content of our own account
-        assert max(on.shares()) >= 0.95
-
-    virtually(story())
 
 
 def test_a_waiting_request_is_woken_once_and_does_not_poll() -> None:

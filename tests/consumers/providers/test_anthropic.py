@@ -169,16 +169,6 @@ async def test_an_error_while_forwarding_does_not_count_as_the_providers_failure
     await api.until(lambda: api.running == 0)
 
 
-async def test_a_refused_connection_is_a_transient_failure(asked: AskedFor, unused_tcp_port: int) -> None:
-    provider = AnthropicProvider.at(f"http://127.0.0.1:{unused_tcp_port}", api_key=KEY)
-
-    with pytest.raises(TransientError, match="no connection to the provider") as caught:
-        await provider.stream(asked(), timeout_s=60, parts=None)
-    await provider.aclose()
-
-    assert caught.value.spent(RESERVED) == NOTHING
-
-
 async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
     api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:

@@ -81,16 +81,6 @@ async def test_a_tenants_share_is_proportional_to_its_weight(ended: Tasks, slots
     assert 2.5 < shares["large"] / shares["small"] < 3.5
 
 
-async def test_a_tenant_at_its_in_flight_limit_waits_although_slots_are_free(ended: Tasks) -> None:
-    worked = Worked(8, {"*": TenantShare(in_flight=2)})
-    ended += await worked.fill({"a": 5, "b": 1})
-    assert worked.begun == ["a", "a", "b"]
-    assert worked.slots.running == 3
-    await worked.end("a")
-    assert worked.begun == ["a", "a", "b", "a"]
-    assert [worked.lane_slots.snapshot()[each]["begun"] for each in "ab"] == [3, 1]
-
-
 async def test_the_in_flight_limit_counts_requests_of_both_queues_of_a_lane(ended: Tasks) -> None:
     lane_slots = LaneSlots({"a": TenantShare(in_flight=1)})
     intake, due = lane_slots.queue(4), lane_slots.queue(4)

@@ -1,23 +1,11 @@
 """Allowances and leases, for every engine."""
 
-import asyncio
-
 import pytest
 
 from consumers.state.base import Store
-from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 
 DAY_S = 86_400
-
-
-async def test_an_allowance_is_never_exceeded_by_concurrent_takers(opened: Opened) -> None:
-    stores = [await opened(), await opened()]
-    taken = await asyncio.gather(*(stores[n % 2].take("calls", 3, limit=100, period_s=DAY_S) for n in range(50)))
-
-    assert sum(each.granted for each in taken) == 33
-    assert max(each.used for each in taken) == 99
-    assert all(0 < each.resets_in_s <= DAY_S for each in taken)
 
 
 async def test_an_amount_above_the_allowance_takes_nothing(store: Store) -> None:

@@ -65,25 +65,6 @@ def test_the_end_waits_until_the_outcome_is_stored() -> None:
     assert it.end() == b"event: message_stop\ndata: " + json.dumps(STOP).encode() + b"\n\n"
 
 
-def test_a_restart_before_the_first_piece_is_not_noticed() -> None:
-    it = Forwarding()
-    it.part(part(0, START))
-
-    assert it.part(restart()) == b""
-    assert it.part(part(1, START)) + it.part(part(2, BLOCK)) == b""
-    assert read(it.part(part(3, DELTA))) == [START, BLOCK, DELTA]
-
-
-def test_a_restart_after_it_ends_the_stream_with_an_overload() -> None:
-    it = Forwarding()
-    for seq, event in enumerate((START, BLOCK, DELTA)):
-        it.part(part(seq, event))
-
-    with pytest.raises(ApiError) as caught:
-        it.part(restart())
-    assert json.loads(caught.value.body("r"))["error"]["type"] == "overloaded_error"
-
-
 def test_a_missing_part_at_the_beginning_is_made_good_by_the_whole_answer() -> None:
     it = Forwarding()
 
