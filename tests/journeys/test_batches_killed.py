@@ -47,7 +47,7 @@ async def test_a_worker_dies_at_each_step_of_a_batch(vhost: Vhost, tmp_path: Pat
     async with HeldCalls(simulated) as api, requester(vhost.amqp_url) as app:
         environ = environment(vhost, api, **settings)
         dying = {**environ, "LANEKEEPER_FAILPOINTS": f"{place}:1"}
-        prompts = [f"number {number}" for number in range(COUNT)]
+        prompts = [f"number-{number}" for number in range(COUNT)]
         async with lanekeeper("serve", environ=dying, folder=tmp_path) as first:
             await first.ready()
             publishing = [
