@@ -28,7 +28,7 @@ from consumers.spending import (
     Total,
     Usage,
 )
-from consumers.state.base import Completion, Stop, StoreUnavailable
+from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
@@ -131,22 +131,6 @@ async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> 
         await take(spending, spending.bounds("batch", ""), Spent(1, 10))
 
     assert counted(store) == {"cap lane batch requests": 0}
-
-
-@pytest.mark.parametrize("steps", range(4))
-async def test_a_request_that_is_cancelled_while_it_takes_a_cap_leaves_nothing_taken(steps: int) -> None:
-    store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}))
-    taking = asyncio.create_task(take(spending, spending.bounds("batch", ""), Spent(1, 10)))
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    taking.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await taking
-    for _ in range(2):
-        await spending.finish(within_s=30)
-
-    assert sum(counted(store).values()) == 0
 
 
 def test_an_amount_taken_yesterday_is_not_given_back_today() -> None:
@@ -282,15 +266,6 @@ async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_to
 
     assert ground.store.used == {"cap lane critical requests": 1, "cap lane critical tokens": 0}
     assert ground.spending.totals()["lane"]["critical"] == Total(1, 0, 0)
-
-
-async def test_a_request_that_was_told_to_stop_takes_nothing() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
-    job = ground.job()
-    job.stopped = Stop.CANCELLED
-
-    assert await ground.gate.enter(job, decoded(job)) is None
-    assert ground.store.used == {}
 
 
 async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_for_the_next_day() -> None:

@@ -23,13 +23,6 @@ def store(tmp_path: Path) -> Iterator[BodyStore]:
     made.close()
 
 
-async def test_what_is_kept_is_fetched_by_its_address_and_digest(store: BodyStore) -> None:
-    kept = await store.keep([b"hel", b"lo"])
-    assert kept.sha256 == HELLO
-    assert kept.address.startswith(store.url + "/")
-    assert await store.fetch(kept) == b"hello"
-
-
 async def test_folder_and_files_are_readable_by_their_owner_alone(store: BodyStore, tmp_path: Path) -> None:
     umask = os.umask(0)
     try:

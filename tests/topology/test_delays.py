@@ -72,23 +72,6 @@ def test_a_message_waits_exactly_its_delay_and_ends_in_its_lanes_due_queue(delay
     assert hop.delay_ms == waited_ms
 
 
-@given(delay_ms=st.integers(100, delays.MAX_DELAY_MS), missing=st.integers(0, delays.LEVELS - 1))
-def test_a_message_without_one_of_the_delay_bits_goes_to_lane_fallen(delay_ms: int, missing: int) -> None:
-    hop = delays.hop(delay_ms, NAMES)
-    headers = {name: bit for name, bit in hop.headers.items() if name != NAMES.delay_bit(missing)}
-
-    queues, _ = Router(TOPOLOGY).deliver(hop.exchange, "normal.a.b", headers)
-
-    complete = len(headers) == len(hop.headers)
-    assert queues == ([NAMES.due("normal")] if complete else [NAMES.fallen])
-
-
-def test_after_its_delay_a_message_without_a_lane_goes_to_lane_fallen() -> None:
-    hop = delays.hop(300, NAMES)
-
-    assert Router(TOPOLOGY).deliver(hop.exchange, "nowhere.a.b", hop.headers) == ([NAMES.fallen], 300)
-
-
 @pytest.mark.parametrize(
     ("delay_ms", "exchange", "bits"),
     [

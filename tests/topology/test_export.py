@@ -35,12 +35,6 @@ def test_a_user_name_must_be_usable_as_one_word_of_a_routing_key(name: str) -> N
         User(name, "application", HASH)
 
 
-def test_an_application_may_have_200_connections_and_2000_channels_and_a_worker_any_number() -> None:
-    users = [User("support", "application", HASH), User("worker", "worker", HASH)]
-    exported = definitions(TOPOLOGY, "/", users)
-    assert [each.get("limits") for each in exported["users"]] == [{"max-connections": 200, "max-channels": 2000}, None]
-
-
 def test_a_password_hash_is_not_in_the_repr() -> None:
     assert HASH not in repr(User("support", "application", HASH))
 
@@ -93,13 +87,6 @@ def test_the_routing_keys_that_a_user_may_publish_with(user: User, allowed: str)
 
     assert permission["exchange"] == "lane.requests"
     assert {key for key in KEYS.split() if pattern.search(key)} == set(allowed.split())
-
-
-def test_a_client_may_publish_to_its_lanes_cancel_and_fetch_results() -> None:
-    asked, control = definitions(TOPOLOGY, "/", [User("crm", "client", HASH, lanes=("batch",))])["topic_permissions"]
-
-    assert (asked["exchange"], asked["write"]) == ("lane.requests", r"^(batch)\.{username}\.")
-    assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result|change)$")
 
 
 def test_definitions_are_json_and_contain_every_object_once() -> None:

@@ -44,17 +44,6 @@ def test_the_actual_usage_is_settled_and_the_rest_is_given_back() -> None:
     story(tell)
 
 
-def test_a_request_that_was_never_sent_gives_everything_back() -> None:
-    async def tell(on: Ground) -> None:
-        job = on.job()
-        await on.enter(job)
-        await on.gate.leave(job, decoded(job), None)
-
-        assert [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets] == [0, 0, 0]
-
-    story(tell)
-
-
 def test_the_usage_of_an_answer_is_the_estimate_for_the_next_request_of_its_kind() -> None:
     async def tell(on: Ground) -> None:
         first, second = on.job(), on.job()

@@ -13,7 +13,7 @@ from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.large_bodies import Fetching
-from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Replayed, Retried
+from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Replayed
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
@@ -94,22 +94,6 @@ async def test_a_copy_that_was_worked_on_before_may_still_have_to_be_dead_letter
     ended = Completion(status="ok", code="", body=b"{}", headers={}, ended_ms=1)
     found = await ground.enter(Ended(completion=ended, is_same_message=is_same_message), ground.job(delivery=delivery))
     assert found == Replayed(completion=ended, buries=is_same_message and redelivered)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "released"),
-    [
-        (ANSWERED, []),
-        (None, [None]),
-        (Retried(delay_ms=700, error=""), [NOW_MS + 700]),
-        (Deferred(delay_ms=300, reason="", due_ms=None), [NOW_MS + 300]),
-    ],
-)
-async def test_only_a_request_that_goes_on_gives_its_claim_back(
-    outcome: Outcome | None, released: list[int | None]
-) -> None:
-    ground = Ground()
-    assert await ground.leave(ground.job(), outcome) == released
 
 
 CONTENT = json.dumps({"model": "claude-x", "max_tokens": 7, "messages": [{"role": "user", "content": "hi"}]}).encode()

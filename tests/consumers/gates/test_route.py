@@ -10,10 +10,9 @@ import pytest
 from consumers.failures import TransientError
 from consumers.gates import HOLD_S, await_route, later
 from consumers.job import Chain, Decoded, Job, Route
-from consumers.outcomes import Deferred, Dropped, Outcome, Refused
+from consumers.outcomes import Deferred, Outcome, Refused
 from consumers.providers.breakers import FAILURES, Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
-from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
 from topology.lanes import BATCH, CRITICAL, LaneSpec
@@ -129,23 +128,6 @@ def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once()
 
         assert isinstance(outcome, Refused)
         assert asyncio.get_running_loop().time() == began_s
-
-    virtually(story())
-
-
-def test_a_request_that_is_told_to_stop_ends_its_wait_for_a_breaker() -> None:
-    async def story() -> None:
-        ground = Ground("one")
-        for route in ground.all:
-            await ground.break_(route, times=2)
-        job = ground.job()
-        began_s = asyncio.get_running_loop().time()
-        entering = asyncio.create_task(ground.enter(job))
-        await asyncio.sleep(0.1)
-        job.stop(Stop.CANCELLED)
-
-        assert isinstance(await entering, Dropped)
-        assert asyncio.get_running_loop().time() == pytest.approx(began_s + 0.1)
 
     virtually(story())
 

@@ -168,27 +168,6 @@ def test_a_cancelled_request_delays_none_of_those_behind_it() -> None:
     story(tell)
 
 
-@pytest.mark.parametrize("granted_first", [True, False])
-def test_a_grant_and_a_cancellation_in_one_turn_of_the_loop_lose_nothing(granted_first: bool) -> None:
-    async def tell(on: Bench) -> None:
-        first, second = on.ask("critical", "first"), on.ask("critical", "second")
-        await asyncio.sleep(0)
-        if not granted_first:
-            first.cancel()
-        for bucket in on.account.buckets:
-            bucket.level = bucket.savings[0] = 1.5  # enough for one, at once
-        on.budgets.turns(ACCOUNT).step()
-        if granted_first:
-            first.cancel()
-        began_s = on.loop.time()
-
-        assert await on.since(began_s, second) < 0.01
-        assert on.order == ["second"]
-        assert on.account.concurrency.running == 1
-
-    story(tell)
-
-
 def test_a_request_that_cannot_start_in_time_is_refused_at_once_with_the_wait_and_its_reason() -> None:
     async def tell(on: Bench) -> None:
         for _ in range(30):
@@ -251,54 +230,6 @@ def test_after_many_overloads_no_more_calls_run_for_a_while_and_each_end_wakes_t
             on.budgets.settle(reservation, ONE)
 
         await asyncio.wait_for(waits, 0.1)
-
-    story(tell)
-
-
-def test_what_was_granted_to_a_cancelled_request_goes_to_the_next_at_once() -> None:
-    async def tell(on: Bench) -> None:
-        first, second = await on.line_up(), await on.line_up()
-        on.fill(1.1)
-        first.cancel()
-        on.turns.step()  # before the cancelled task has run
-        await second
-
-        assert on.passed_s == 0
-        assert on.account.concurrency.running == 1
-
-    story(tell)
-
-
-def test_what_was_granted_to_the_last_in_line_that_was_cancelled_is_there_again() -> None:
-    async def tell(on: Bench) -> None:
-        asked = await on.line_up()
-        on.fill(2.0)
-        asked.cancel()
-        on.turns.step()
-
-        assert on.account.buckets[0].level == 2.0
-        assert on.turns.is_idle
-
-    story(tell)
-
-
-def test_a_request_whose_time_is_up_is_not_granted_what_comes_back_at_that_moment() -> None:
-    async def tell(on: Bench) -> None:
-        until = on.loop.time() + 5
-        asked = asyncio.ensure_future(on.budgets.reserve(ACCOUNT, lane="critical", amounts=ONE, until=until))
-        await asyncio.sleep(0)
-        on.account.held_until_s = until + 5
-
-        def come_back() -> None:
-            on.account.held_until_s = until
-            on.fill(2.0)
-            on.turns.step()
-
-        on.loop.call_at(until, come_back)  # after the timer of the wait, before its task runs
-        with pytest.raises(WaitTooLong):
-            await asked
-
-        assert on.turns.is_idle
 
     story(tell)
 

@@ -175,27 +175,6 @@ async def test_nothing_is_set_aside_if_the_lane_is_not_being_sorted_or_the_reque
     assert await fixed is Admission.BEGIN
 
 
-async def test_a_request_that_is_cancelled_when_its_turn_comes_returns_the_slot() -> None:
-    slots = full(aside(), flood=1)
-    waiting = asyncio.create_task(slots.wait("small"))
-    await asyncio.sleep(0)
-    slots.end("flood")
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    assert (slots.running, slots.running_of("small")) == (0, 0)
-
-
-async def test_a_request_whose_task_was_cancelled_is_given_no_slot_that_becomes_free_at_that_moment() -> None:
-    slots = full(aside(), flood=1)
-    gone, next_ = (asyncio.create_task(slots.wait(tenant)) for tenant in ("small", "other"))
-    await asyncio.sleep(0)
-    gone.cancel()
-    slots.end("flood")
-    await asyncio.gather(gone, return_exceptions=True)
-    assert (slots.running_of("small"), slots.running_of("other"), slots.running) == (0, 1, 1)
-    assert await next_ is Admission.BEGIN
-
-
 def test_a_request_that_has_waited_too_long_is_given_no_slot_that_becomes_free_at_that_moment() -> None:
     async def story() -> tuple[Admission, int, int]:
         slots = full(aside(), flood=1)

@@ -25,11 +25,8 @@ from lanekeeper.amqp.wire import (
     write_table,
 )
 from lanekeeper.contract.messages import UNREADABLE, Message
-from lanekeeper.contract.names import Names
 from tests.support.examples import examples
-from topology.codec.headers import carried
 
-SIZES = dict(zip([bytes([each]) for each in b"tbBsuIilLfdDT"], (1, 1, 1, 2, 2, 4, 4, 8, 8, 4, 8, 5, 8), strict=True))
 CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP, USER_ID = (1 << bit for bit in (15, 13, 10, 9, 6, 4))
 
 
@@ -181,26 +178,10 @@ def test_a_property_that_could_not_be_read_is_not_published() -> None:
     assert round_trip(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
 
 
-@pytest.mark.parametrize("value", [0, 9, -1, 403, 65_536, 2**31, 2**40, 2**63 - 1, -(2**63)])
-def test_our_integers_are_written_as_signed_64_bit(value: int) -> None:
-    assert write_table({"k": value}) == table(b"\x01kl" + struct.pack(">q", value))
-
-
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, object(), Decimal("1E300")])
 def test_a_value_without_an_amqp_type_is_refused(value: object) -> None:
     with pytest.raises(TypeError):
         write_table({"k": value})
-
-
-@given(kind=st.sampled_from([bytes([each]) for each in b"tbBsuIilLfdDT"]), data=st.binary(min_size=8, max_size=8))
-@settings(max_examples=examples(100), deadline=None)
-def test_a_requesters_header_is_passed_on_with_the_same_bytes(kind: bytes, data: bytes) -> None:
-    value = kind + data[: SIZES[kind]]
-    nested_too = b"F" + table(b"\x01a" + value) + b"\x03sum" + value
-    came = table(b"\x01k" + value + b"\x01t" + nested_too)
-    message = delivered(HEADERS, came)
-    if UNREADABLE not in message.headers:  # a time beyond the range of Python's datetime
-        assert write_table(carried(message.headers, of=Names())) == came
 
 
 values = st.recursive(
@@ -234,10 +215,3 @@ TEXTS = (
 def test_any_message_is_unchanged_after_writing_and_reading(properties: dict[str, Any], **more: Any) -> None:
     message = Message(body=b"{}", exchange="lane.requests", routing_key="critical.a.b", **properties, **more)
     assert round_trip(message) == message
-
-
-@given(flags=st.integers(0, 2**15 - 1).map(lambda bits: bits << 1), data=st.binary(max_size=400))
-@settings(max_examples=examples(150), deadline=None)
-def test_any_property_bytes_become_a_message_that_can_be_published(flags: int, data: bytes) -> None:
-    message = delivered(flags, data)
-    encoded(message)
