@@ -148,8 +148,9 @@ class Spending:
     async def finish(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
 
-    def count(self, lane: str, tenant: str, spent: Spent, *, saved_usd: float = 0.0) -> None:
-        for key in ((LANE, lane), (TENANT, tenant)):
+    def count(self, lane: str, tenant: str | None, spent: Spent, *, saved_usd: float = 0.0) -> None:
+        """`tenant`: None if it is not known."""
+        for key in ((LANE, lane), *(() if tenant is None else ((TENANT, tenant),))):
             before = self._totals.pop(key, Total())
             self._totals[key] = Total(*(x + y for x, y in zip(before, (*spent, saved_usd), strict=True)))
         if len(self._totals) > TENANTS_COUNTED:

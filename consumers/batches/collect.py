@@ -15,7 +15,7 @@ was cancelled.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, assert_never
@@ -63,6 +63,13 @@ ASKED_AT_ONCE: Final = 100
 log = logs.logger()
 
 
+CountLate = Callable[[str, Route, bytes], Awaitable[None]]
+
+
+async def count_nothing(_lane: str, _route: Route, _line: bytes) -> None:
+    """The default `count_late` of a collector: does nothing."""
+
+
 Returning = tuple[Item, bytes | None]
 """A request that goes back to its lane, with its line of the results; None: to be run live."""
 
@@ -78,7 +85,7 @@ class _Next:
 @dataclass(slots=True, eq=False, repr=False)
 class Collector:
     """Consumes `lane.tickets`. `specs`: of each lane. `limits`, `batches`: of the provider with this name; None if it
-    has no batches."""
+    has no batches. `count_late`: counts the cost of an answer to a request that had left its batch."""
 
     deliveries: Deliveries
     _: KW_ONLY
@@ -89,6 +96,7 @@ class Collector:
     publisher: Publisher
     settler: "Settler"
     store: Store
+    count_late: CountLate = count_nothing
     brake: str | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
@@ -351,6 +359,7 @@ class Collector:
             async for line in lines:
                 if (item := missing.pop(line.custom_id, None)) is None:
                     self.counts["answered_late"] += 1
+                    await self.count_late(ticket.items[0].lane, _route(ticket), line.line)
                     continue
                 self.counts[line.kind] += 1
                 returning.append((item, None if line.kind in NOT_RUN else line.line))

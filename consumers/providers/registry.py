@@ -61,7 +61,6 @@ class Calls:
         self.cache_write = 0
         self.uncached = 0
         self.usd = 0.0
-        self.saved_usd = 0.0
 
     def count(self, answer: Answer) -> None:
         usage = answer.usage
@@ -71,7 +70,6 @@ class Calls:
         self.cache_read += usage.cache_read_input_tokens
         self.cache_write += usage.cache_creation_input_tokens
         self.usd += answer.cost_usd or 0.0
-        self.saved_usd += answer.saved_usd
 
 
 OTHER = "other"

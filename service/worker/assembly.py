@@ -17,6 +17,7 @@ from consumers.claiming import Claiming
 from consumers.clock import now_ms
 from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
+from consumers.failures import ProviderError
 from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
 from consumers.flows.pipelines import Pipelines
@@ -37,7 +38,7 @@ from consumers.gates import (
 )
 from consumers.handler import Handler
 from consumers.housekeeping import DeadLetterLimits
-from consumers.job import Job, source_of
+from consumers.job import Job, Route, source_of
 from consumers.large_bodies import Fetching, LargeAnswers, WebBodies
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
@@ -57,7 +58,7 @@ from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueu
 from consumers.slots.lane_slots import LaneSlots, QueueSlots, TenantShare
 from consumers.slots.pausing import Pausing, Watchdog
 from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling
-from consumers.spending import Spending
+from consumers.spending import Spending, Spent
 from consumers.state import open_store
 from consumers.state.base import FollowedStore, Store, StoreUnavailable
 from lanekeeper.amqp.connection import Connection, depths
@@ -276,6 +277,13 @@ class Budgeting:
     registry: Registry
     caps_gate: CapsGate
     budget_gate: BudgetGate
+
+    async def count_late(self, lane: str, route: Route, line: bytes) -> None:
+        """Count what an answer in a batch has cost for whose request nobody waits any more."""
+        with suppress(ProviderError):
+            answer = await self.registry.from_batch(route, line)
+            tokens = answer.counted.input_tokens + answer.counted.output_tokens
+            self.spending.count(lane, None, Spent(0, tokens, answer.cost_usd or 0.0))
 
     def waiting_for(self) -> Mapping[str, str]:
         return {
@@ -671,6 +679,7 @@ async def assemble(
                 specs={lane.name: lane.batches for lane in all_lanes},
                 limits=settings.batch_limits(),
                 batches=budgeting.registry.batches,
+                count_late=budgeting.count_late,
                 breakers=budgeting.breakers,
                 publisher=broker.publisher,
                 settler=settler,

@@ -11,9 +11,10 @@ from service.worker.figures import samples
 from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
+from tests.support.waiting import until
 
 HAIKU, SONNET = "claude-haiku-5-5", "claude-sonnet-5-5"
-LANE = {"slots": 64, "batches": {"enabled": True, "window_s": 0.5, "first_poll_s": 0.1}}
+LANE: dict[str, Any] = {"slots": 64, "batches": {"enabled": True, "window_s": 0.5, "first_poll_s": 0.1}}
 FAULTS = {3: "[[fault: expired x1]]", 7: "[[fault: overloaded x1]]", 11: "[[fault: invalid]]"}
 """Run live; answered in another batch; refused, for nothing."""
 
@@ -65,3 +66,25 @@ async def test_the_providers_ledger_equals_what_is_told_of_lanes_and_tenants(vho
             ("lanekeeper.lane.saved_usd", "critical"): 0,
             ("lanekeeper.tenant.saved_usd", "ann"): pytest.approx(totals["tenant"]["ann"].saved_usd),
         }
+
+
+async def test_an_answer_that_comes_too_late_counts_for_its_lane_as_the_provider_bills_it(vhost: Vhost) -> None:
+    """The hurried request leaves its batch, and is paid twice: live, and in the batch."""
+    lane = {**LANE, "batches": {**LANE["batches"], "count": 2, "window_s": 30, "least_s": 60.0, "promote_s": 55.0}}
+    options = SimulatedOptions(batches=BatchOptions(processing_s=3600))
+    async with serving(vhost, lanes={"batch": lane}, simulated=options) as worker, requester(vhost) as app:
+        patient = await app.publish({"prompt": "no hurry"}, key="batch.tests.bill")
+        deadline = {"x-lane-deadline-ms": 62_000}
+        hurried = await app.publish({"prompt": "soon"}, key="batch.tests.bill", headers=deadline)
+        assert (await app.final(hurried)).status == "ok"
+        (batch,) = worker.api.batches.all.values()
+        batch.ends_s = 0
+        for item in batch.items:
+            item.done_s = 0
+        assert (await app.final(patient)).status == "ok"
+
+        ledger, spending = worker.api.ledger, worker.parts.budgeting.spending
+        assert ledger.answers == {"live": 1, "batch": 2}
+        billed_usd = pytest.approx(float(ledger.usd), abs=1e-9)
+        await until(lambda: spending.totals()["lane"]["batch"].usd == billed_usd)
+        assert spending.totals()["lane"]["batch"].requests == 2

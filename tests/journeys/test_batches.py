@@ -146,7 +146,7 @@ async def test_one_request_of_a_batch_is_cancelled(vhost: Vhost) -> None:
         await until(lambda: made(worker))
         await cancel(app, "r-1")
         assert (await app.final(asked["r-1"])).code == "cancelled"
-        assert worker.parts.collector.requests_waiting == 2
+        await until(lambda: worker.parts.collector.requests_waiting == 2)
         (batch,) = made(worker)
         assert batch.cancelled_s is None
         end(batch)
