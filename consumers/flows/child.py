@@ -83,8 +83,10 @@ def told(error: BaseException) -> tuple[bytes, str]:
     is_rejected = problems is not None and isinstance(error, problems.Rejected)
     if is_rejected:
         return REJECTED, str(error)[:TEXT_LENGTH]
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in last)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    place = "".join(
+        f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames[-1:]
+    )  # `<frozen os>` says little
     return FAILED, f"{type(error).__name__}{place}: {error}"[:TEXT_LENGTH]
 
 

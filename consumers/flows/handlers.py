@@ -3,7 +3,7 @@ names them. What follows from a failed call is decided like that of a provider's
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -51,7 +51,7 @@ class HandlerSpec:
     many: bool = False
     """It takes a list, and returns one of the same length: a result, or an exception, for each."""
     count: int = 20
-    window_s: float = 0.05
+    window_s: float = 0.02
 
 
 Call = Callable[[bytes, float], Awaitable[bytes]]
@@ -59,18 +59,21 @@ Call = Callable[[bytes, float], Awaitable[bytes]]
 
 
 class Handlers:
-    """The registered handlers of this process. `most_bytes`: the largest result."""
+    """The registered handlers of this process. `most_bytes`: the largest result. `slots`: how many requests of each
+    lane this process works on at a time, so that nothing waits for more to be gathered."""
 
     def __init__(
         self,
         specs: Iterable[HandlerSpec] = (),
         *,
         most_bytes: int = ANSWER_BYTES,
+        slots: Mapping[str, int] | None = None,
         cores: int | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._most_bytes = most_bytes
+        self._slots = slots or {}
         self._cores = Cores(cores)
         self._tracing = tracing or Tracing()
         self._functions: dict[str, Callable[[Any], Any]] = {}
@@ -136,8 +139,9 @@ class Handlers:
 
     def _gathering(self, spec: HandlerSpec, lane: str) -> Gathering:
         if (found := self._gatherings.get((spec.name, lane))) is None:
+            count = min(spec.count, self._slots.get(lane, spec.count))
             found = self._gatherings[spec.name, lane] = Gathering(
-                partial(self._many, spec), count=spec.count, window_s=spec.window_s, background=self._background
+                partial(self._many, spec), count=count, window_s=spec.window_s, background=self._background
             )
         return found
 

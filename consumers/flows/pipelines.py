@@ -269,7 +269,10 @@ class Pipelines:
         assert step.each is not None
         items = _filled_in(partial(step.each.value, values))
         if not isinstance(items, list):
-            raise RequestProblem("invalid_request", f"each: found {type(items).__name__}, allowed is a list")
+            kind = {dict: "an object", str: "a text", type(None): "null", bool: "a boolean"}.get(
+                type(items), "a number"
+            )
+            raise RequestProblem("invalid_request", f"each: found {kind}, allowed is a list")
         if len(items) > ITEMS_AT_MOST:
             raise RequestProblem("too_large", f"each: {len(items)} items, allowed are {ITEMS_AT_MOST}")
         flow = job.standing.flow

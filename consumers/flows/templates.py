@@ -35,6 +35,8 @@ STATEMENTS: Final = (nodes.Template, nodes.Output, nodes.For, nodes.If, nodes.As
 PRECISION_AT_MOST: Final = 20
 _END: Final = "the end"
 """In a template's values: until when it may take. No template can name what has a space in it."""
+_TIMED: Final = "looks at the clock"
+"""The filter that is put around what a loop goes over."""
 
 
 class Unrendered(Exception):
@@ -52,7 +54,7 @@ class _Sandbox(SandboxedEnvironment):
         super().__init__(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_text)
         self.globals.clear()
         own: dict[str, Any] = {
-            "tojson": _as_json, "string": _text, "join": _join, "round": _round, "sum": _sum, "timed": _timed,
+            "tojson": _as_json, "string": _text, "join": _join, "round": _round, "sum": _sum, _TIMED: _timed,
         }  # fmt: skip
         self.filters = {name: self.filters[name] for name in FILTERS | LOOPS} | own
 
@@ -146,13 +148,16 @@ class _Bounds(NodeTransformer):
             # its turns multiply, and templates are rendered in the worker's loop
             raise Unrendered(f"line {nested.lineno}: a loop in a loop is not available; use a step with `each`")
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "timed")
+        node.iter = _filtered(node.iter, _TIMED)
         return node
 
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
+        if node.name not in (known := _sandbox().filters):
+            names = ", ".join(sorted(known.keys() - {_TIMED}))
+            raise Unrendered(f"line {node.lineno}: there is no filter {node.name[:40]!r}; there are {names}")
         self.generic_visit(node)
         if node.name in LOOPS and node.node is not None:
-            node.node = _filtered(node.node, "timed")
+            node.node = _filtered(node.node, _TIMED)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -213,7 +218,7 @@ def _read(source: str) -> tuple[nodes.Template, frozenset[str]]:
         tree = _sandbox().parse(source)
         names = frozenset(meta.find_undeclared_variables(tree))
         bounded = _Bounds().visit(tree)
-        _sandbox().compile(bounded)  # an unknown filter is found here
+        _sandbox().compile(bounded)  # an unknown test is found here
         return bounded, names
     except TemplateError as error:
         raise Unrendered(f"line {getattr(error, 'lineno', None) or 1}: {error.message}") from None

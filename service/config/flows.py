@@ -37,7 +37,7 @@ class HandlerSettings(Section):
     length: a result, or an exception, for each."""
     count: Annotated[int, Field(ge=2, le=1000)] = 20
     """With `many`: the most requests in one call. So many slots of the lane are needed as well."""
-    window_ms: Annotated[int, Field(ge=1, le=10_000)] = 50
+    window_ms: Annotated[int, Field(ge=1, le=10_000)] = 20
     """With `many`: for how long the first request waits for others."""
 
     def disagreements(self) -> Iterator[Disagreement]:

@@ -245,12 +245,13 @@ async def open_handlers(
     settings: Settings, lanes: Sequence[LaneSpec], *, tracing: Tracing, stack: AsyncExitStack
 ) -> Handlers:
     """Import the handlers; `stack` closes their processes. Raises SettingsError, which names all that cannot be."""
-    handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes, tracing=tracing)
+    slots = {lane.name: lane.slots_max or lane.slots for lane in lanes}
+    handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes, slots=slots, tracing=tracing)
     stack.push_async_callback(handlers.aclose, within_s=FINISH_WITHIN_S)
     if problems := await handlers.load():
         raise SettingsError("\n".join(problems))
     for spec in settings.handler_specs():
-        narrow = {lane.name: slots for lane in lanes if (slots := lane.slots_max or lane.slots) < spec.count}
+        narrow = {lane: size for lane, size in slots.items() if size < spec.count}
         if spec.many and narrow:
             log.warning(signals.HANDLER_NARROW, handler=spec.name, count=spec.count, slots=narrow)
     return handlers

@@ -18,10 +18,12 @@ NAMES = {"async": "together", "cpu": "computed_together"}
 
 
 @asynccontextmanager
-async def registered(kind: Kind = "async", *, count: int = 5, window_s: float = 60.0) -> AsyncIterator[Handlers]:
+async def registered(
+    kind: Kind = "async", *, count: int = 5, window_s: float = 60.0, slots: dict[str, int] | None = None
+) -> AsyncIterator[Handlers]:
     run = f"tests.support.functions:{NAMES[kind]}"
     spec = HandlerSpec(name="h", run=run, kind=kind, many=True, count=count, window_s=window_s)
-    handlers = Handlers([spec], cores=1, most_bytes=1000)
+    handlers = Handlers([spec], cores=1, most_bytes=1000, slots=slots)
     assert await handlers.load() == []
     try:
         yield handlers
@@ -53,6 +55,11 @@ async def test_fewer_are_called_when_the_window_ends_and_those_of_another_lane_a
         assert found == [[0, 3], [1, 3], [2, 3]] * 2
         assert await ask(handlers, "later") == ["later", 1]
         assert await ask_all(handlers, "a", "b") == [["a", 2], ["b", 2]], "the window begins anew"
+
+
+async def test_where_a_lane_has_fewer_slots_nothing_waits_for_more() -> None:
+    async with registered(count=5, slots={"batch": 2}) as handlers:
+        assert await ask_all(handlers, "a", "b") == [["a", 2], ["b", 2]]
 
 
 @pytest.mark.parametrize("kind", ["async", "cpu"])

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from consumers.flows.templates import MOST_BYTES, Expression, Template, TooLong, Unrendered
+from consumers.flows.templates import FILTERS, LOOPS, MOST_BYTES, Expression, Template, TooLong, Unrendered
 
+KNOWN = FILTERS | LOOPS | {"join", "round", "string", "sum", "tojson"}
 VALUES: dict[str, Any] = {
     "input": {
         "word": "river",
@@ -111,6 +112,7 @@ def test_an_error_names_nothing_that_was_put_in() -> None:
         ("{{ input.list[7] }}", "the list has no '7'"),
         ("{{ input.word + 1 }}", "+ is for two numbers, two texts or two lists"),
         ("{{ 1 / 0 }}", "it divides by zero"),
+        ("{{ input|timed }}", f"line 1: there is no filter 'timed'; there are {', '.join(sorted(KNOWN))}"),
         ("{{ input.list|sum }}", "a value has not the kind that the template needs"),
         ("{% filter upper %}x{% endfilter %}", "line 1: a template has {{ }}, for, if and set … = …, and nothing else"),
     ],
