@@ -528,6 +528,6 @@ def _state(id: str, found: Found | None) -> dict[str, Any]:
     if found is None:
         return {"id": id, "status": "unknown", "attempts": 0}
     state = {"id": id, "status": "running" if found.running else "waiting", "attempts": found.attempts}
-    if found.step:
-        state["step"] = found.step
+    if found.stands:
+        state["step"] = found.stands
     return state if found.due_ms is None else {**state, "due_at": moment_text(found.due_ms)}

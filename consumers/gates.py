@@ -36,7 +36,7 @@ from consumers.outcomes import (
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import asking_for
 from consumers.spending import MILLION, Hold, Over, Price, Prices, Spending, Spent
-from consumers.state.base import Conflict, Ended, Granted, Pause, Running, StoreUnavailable, WaitingLimit
+from consumers.state.base import IN_BATCH, Conflict, Ended, Granted, Pause, Running, StoreUnavailable, WaitingLimit
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
@@ -286,8 +286,7 @@ class ClaimGate:
                 if answer is None:  # else its step's outcome must be stored first
                     await self._claiming.release(job, due_ms=self._now_ms() + delay_ms, step=outcome.told)
             case Batched():
-                step = f"{job.step}, waiting for a batch" if job.step else "waiting for a batch"
-                await self._claiming.release(job, step=step)
+                await self._claiming.release(job, step=f"{job.step}, {IN_BATCH}" if job.step else IN_BATCH)
             case Retried(delay_ms=delay_ms) | Deferred(delay_ms=delay_ms):
                 await self._claiming.release(job, due_ms=self._now_ms() + delay_ms)
             case None:

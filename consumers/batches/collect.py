@@ -470,9 +470,11 @@ class Collector:
     # ---- waiting -----------------------------------------------------------------------------------------------------
 
     def _waits(self, ticket: Ticket) -> _Next | None:
-        """While the provider may not be called, the ticket waits."""
+        """While the provider may not be called, or its lane is paused, the ticket waits."""
         wait_s = self.breakers.wait_s(_route(ticket), asyncio.get_running_loop().time())
-        return None if wait_s <= 0 else self._later(ticket, least_ms=round(1000 * wait_s))
+        if wait_s <= 0 and self.breakers.brake.of("lane", ticket.items[0].lane) is None:
+            return None
+        return self._later(ticket, least_ms=round(1000 * wait_s))
 
     def _later(self, ticket: Ticket, *, least_ms: int = 0) -> _Next:
         level = (max(1, round(1000 * self._spec(ticket).first_poll_s) // UNIT_MS)).bit_length() - 1 + ticket.polls

@@ -170,6 +170,9 @@ class Held:
     token: int
 
 
+IN_BATCH = "waiting for a batch"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What the store knows about a request: either how it ended, or whether it runs or waits for its next attempt."""
@@ -179,7 +182,17 @@ class Found:
     attempts: int = 0
     due_ms: int | None = None
     step: str = ""
-    """Where its pipeline stands, such as `summarise, 37 of 100`."""
+    """Where its pipeline stands, such as `summarise, 37 of 100`; `IN_BATCH` at its end if it waits for a batch, or did
+    before it ran."""
+
+    @property
+    def is_in_batch(self) -> bool:
+        return not self.running and self.step.endswith(IN_BATCH)
+
+    @property
+    def stands(self) -> str:
+        """The step, for its requester."""
+        return self.step.removesuffix(IN_BATCH).removesuffix(", ") if self.running else self.step
 
 
 class WaitingLimit(StrEnum):

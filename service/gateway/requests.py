@@ -357,8 +357,8 @@ def status_of(
         fields["submitted_at"] = moment_text(submission.submitted_ms)
         fields["deadline_at"] = moment_text(submission.deadline_ms)
     if ended is None:
-        if found.step:
-            fields["step"] = found.step
+        if found.stands:
+            fields["step"] = found.stands
         if due_ms is not None and due_ms > now_ms:
             fields["due_at"] = moment_text(due_ms)
         if pause is not None:
@@ -389,7 +389,7 @@ def word_of(known: Known, now_ms: int) -> str:
     found = known.found
     if found.completion is not None:
         return end_of(found.completion)
-    if found.running or found.step:
+    if found.running or (found.step and not found.is_in_batch):
         return "running"
     if found.attempts:
         return "retrying"

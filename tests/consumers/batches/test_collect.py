@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from consumers.batches.collect import KEPT_MS, SURE_AFTER_MS, TOO_LARGE, Collector
 from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
+from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Source
 from consumers.limits.base import BatchLimits
@@ -20,7 +21,7 @@ from consumers.state.base import Cancelling, Completion, Fingerprint, Granted, H
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Encoded, Message
 from lanekeeper.contract.problems import BrokerUnreachable
-from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, Sent
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, HeldPauses, Sent, a_pause
 from topology.broker.consume import Deliveries
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec
@@ -207,6 +208,19 @@ def results(sent: Sequence[Sent]) -> dict[str, bytes | None]:
 
 
 # ---- submitting -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_ticket_whose_lane_is_paused_is_not_submitted(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(3))
+    pauses = HeldPauses(a_pause(kind="lane", name="batch"))
+    collecting.collector.breakers.brake = brake = Brake(pauses, now_ms=lambda: NOW_MS)
+    await brake.read()
+    waiting = await collecting.again(ticket)
+    assert (waiting.stage, collecting.submitted()) == (Stage.GATHERED, [])
+
+    pauses.held.clear()
+    await brake.read()
+    assert (await collecting.again(waiting)).stage == Stage.SUBMITTED
 
 
 async def test_a_gathered_ticket_becomes_one_batch_and_waits_for_it(collecting: Collecting) -> None:
