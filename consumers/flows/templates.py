@@ -215,11 +215,8 @@ class Expression:
 
 def _read(source: str) -> tuple[nodes.Template, frozenset[str]]:
     try:
-        tree = _sandbox().parse(source)
-        names = frozenset(meta.find_undeclared_variables(tree))
-        bounded = _Bounds().visit(tree)
-        _sandbox().compile(bounded)  # an unknown test is found here
-        return bounded, names
+        tree = _Bounds().visit(_sandbox().parse(source))
+        return tree, frozenset(meta.find_undeclared_variables(tree))
     except TemplateError as error:
         raise Unrendered(f"line {getattr(error, 'lineno', None) or 1}: {error.message}") from None
 
