@@ -17,7 +17,6 @@ import pytest
 from anthropic import AsyncAnthropic
 from pydantic import SecretStr
 
-from consumers.state.base import Identity
 from service.gateway.access import hash_of
 from service.gateway.app import ABSENT_WITHIN_S
 from service.simulated.app import SimulatedAPI
@@ -26,7 +25,7 @@ from tests.support.brokers import Vhost, close_connection
 from tests.support.gate import gate
 from tests.support.processes import Running, environment, interpreter, lanekeeper
 from tests.support.requester import requester
-from tests.support.serving import RunningWorker, serving
+from tests.support.serving import serving
 from tests.support.waiting import until
 
 CRM, SHOP = "lane-crm", "lane-shop"
@@ -190,7 +189,6 @@ async def test_a_call_is_refused_within_seconds_and_the_next_one_succeeds_when_i
             await until(lambda: answered(session, url, stream=stream))
 
 
-ONE_SLOT = {"normal": {"slots": 1}}
 SLOW = "[[latency: 60s]]"
 
 
@@ -214,40 +212,6 @@ async def first_piece(got: aiohttp.ClientResponse) -> None:
     raise AssertionError("it ended before its first piece")
 
 
-async def is_cancelled(worker: RunningWorker, id: str) -> bool:
-    """Whether this is its outcome, as it can be fetched."""
-    found = await worker.parts.store.find(Identity("", id))
-    return found is not None and found.completion is not None and found.completion.code == "cancelled"
-
-
-async def test_a_queued_request_is_never_called(vhost: Vhost) -> None:
-    async with (
-        serving(vhost, lanes=ONE_SLOT) as worker,
-        gate(worker, ping_every_s=0.05) as url,
-        requester(vhost) as app,
-    ):
-        await app.read_events()
-        async with stream_of(url, f"{SLOW} ahead"):
-            await until(lambda: worker.calls("ahead"))
-            async with stream_of(url, "queued") as got:
-                id = got.headers["request-id"]
-            await until(lambda: worker.parts.store.find(Identity("", id)))
-        await until(lambda: "cancelled" in app.events_of(id))
-
-        assert not worker.calls("queued")
-
-
-async def test_a_delayed_request_is_never_called(vhost: Vhost) -> None:
-    async with serving(vhost) as worker, gate(worker, ping_every_s=0.05) as url, requester(vhost) as app:
-        await app.read_events()
-        async with stream_of(url, "delayed", x_lane_delay_ms="5000") as got:
-            id = got.headers["request-id"]
-            await until(lambda: worker.parts.store.find(Identity("", id)))
-        await until(lambda: "cancelled" in app.events_of(id))
-
-        assert not worker.calls("delayed")
-
-
 @pytest.mark.parametrize("has_piece", [False, True], ids=["running", "streaming"])
 async def test_a_call_to_the_provider_is_closed(vhost: Vhost, has_piece: bool) -> None:
     async with serving(vhost) as worker, gate(worker, ping_every_s=0.05) as url, requester(vhost) as app:
@@ -262,22 +226,6 @@ async def test_a_call_to_the_provider_is_closed(vhost: Vhost, has_piece: bool) -
         await until(lambda: "cancelled" in app.events_of(id))
 
         assert [each.outcome for each in worker.calls("story")] == ["client_gone"]
-
-
-async def test_a_request_between_two_attempts_makes_no_further_one(vhost: Vhost) -> None:
-    async with (
-        serving(vhost, retry={"base_s": 1, "cap_s": 2}) as worker,
-        gate(worker, ping_every_s=0.05) as url,
-        requester(vhost) as app,
-    ):
-        await app.read_events()
-        async with stream_of(url, "failing [[fault: rate_limited retry_after=5]]") as got:
-            id = got.headers["request-id"]
-            await until(lambda: "retrying" in app.events_of(id))
-        await until(lambda: is_cancelled(worker, id))
-        await until(lambda: "cancelled" in app.events_of(id))  # it came due, and its outcome was known
-
-        assert len(worker.calls("failing")) == 1
 
 
 HEADERS = {"Idempotency-Key": "once-and-only", "x-lane-name": "normal"}
