@@ -169,7 +169,7 @@ def _show_status(found: "Status", console: "Console") -> None:
     if saved:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in saved.items())
         say(f"saved by providers' batches: {text}")
-    if text := ", ".join(f"{name} {count}" for name, count in sorted(found.batches.items())):
+    if text := ", ".join(f"{name} {count}" for name, count in sorted(found.batches.items()) if count):
         say(f"batches since the workers began: {text}")
     for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.webhooks, WEBHOOKS), (found.control, CONTROL)):
         if text := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):

@@ -487,8 +487,10 @@ def simulating(settings: Settings, *urls: str) -> Settings:
 
 
 def _quick(batches: BatchesSettings) -> BatchesSettings:
-    quick = {"window_s": 1.0, "first_poll_s": 1.0}
-    return batches.model_copy(update={name: quick[name] for name in quick.keys() - batches.model_fields_set})
+    """For one second, unless it is set for how long."""
+    usual = BatchesSettings()
+    names = ("window_s", "first_poll_s")
+    return batches.model_copy(update={name: 1.0 for name in names if getattr(batches, name) == getattr(usual, name)})
 
 
 def with_provider(settings: Settings, url: str, *, key: str) -> Settings:

@@ -382,6 +382,15 @@ def test_the_complete_url_for_spans_comes_before_the_collectors() -> None:
     assert load().traces_url is None
 
 
+def test_while_simulating_batches_are_gathered_for_a_second_unless_the_time_is_set() -> None:
+    plain, given = load(), load(env={"LANEKEEPER_LANES__BATCH__BATCHES__WINDOW_S": "3"})
+
+    batches = simulating(plain, "http://127.0.0.1:1").lanes["batch"].batches
+    assert (batches.enabled, batches.window_s, batches.first_poll_s) == (True, 1, 1)
+    assert simulating(given, "http://127.0.0.1:1").lanes["batch"].batches.window_s == 3
+    assert plain.lanes["batch"].batches.window_s == 20
+
+
 def test_while_simulating_the_only_provider_is_named_so_and_has_the_limits_of_the_first() -> None:
     env = {
         "ANTHROPIC_API_KEY": SECRET,
