@@ -44,7 +44,6 @@ _STACK = pytest.StashKey[ExitStack]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--every-version`, `--every-test-on-every-version` and `--schedules`."""
     parser.addoption("--every-version", action="store_true", help="on RabbitMQ in containers: 4.3, marked ones on all")
     parser.addoption("--every-test-on-every-version", action="store_true", help="on RabbitMQ 3.10, 4.0 and 4.3")
     parser.addoption("--schedules", type=int, default=200, metavar="N", help="of faults, in test_schedules.py")
@@ -86,7 +85,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Let the keeper remove all brokers."""
     if stack := config.stash.get(_STACK, None):
         stack.close()
 
@@ -217,5 +215,4 @@ def _kept(what: str, version: str) -> dict[str, str]:
 
 @pytest.fixture
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty current folder."""
     monkeypatch.chdir(tmp_path)

@@ -41,7 +41,6 @@ def cancellations(bench: Bench, *users: str | None, first: int = 1, **said: str)
 
 
 async def read(bench: Bench, deliveries: list[FakeDelivery]) -> tuple[ControlAnswers, FakeSession]:
-    """Read all messages to the end."""
     session = FakeSession(bench.log, deliveries, ends=True)
     answers = answers_of(bench)
     await control(bench, session, answers=answers, per_tenant_s=PER_S).run()

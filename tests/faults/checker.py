@@ -43,8 +43,6 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One publish of a request has ended."""
-
     at_s: float
     question: str
     sent_s: float
@@ -53,8 +51,6 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replied:
-    """A final reply arrived."""
-
     at_s: float
     question: str
     identity: str
@@ -100,8 +96,6 @@ class Called:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbed:
-    """A fault was caused, lasted and was repaired."""
-
     at_s: float
     healed_s: float
     code: str
@@ -116,8 +110,6 @@ Event = Asked | Published | Replied | Posted | Parked | Called | Disturbed
 
 
 class History:
-    """Events in the order in which they were noticed."""
-
     def __init__(self) -> None:
         self.events: list[Event] = []
 
@@ -140,7 +132,6 @@ class Stall:
         return self.ended_s - self.began_s
 
     def within(self, from_s: float, until_s: float) -> "Stall | None":
-        """The part of it between these times."""
         began_s, ended_s = max(self.began_s, from_s), min(self.ended_s, until_s)
         return Stall(self.lane, began_s, ended_s) if began_s < ended_s else None
 
@@ -217,8 +208,6 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of a run."""
-
     violations: tuple[Violation, ...]
     asked: int
     confirmed: int

@@ -286,10 +286,8 @@ CALM_S = (3.0, 6.0)
 class Planned:
     fault: Fault
     calm_s: float
-    """The calm time before it."""
     lasts_s: float
     seed: int
-    """The seed of the fault's own choices."""
 
     def __str__(self) -> str:
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
@@ -333,7 +331,6 @@ TRIES = 3
 
 
 def fault(title: str) -> Fault:
-    """The fault with that name."""
     return next(each for each in FAULTS if each.title == title)
 
 

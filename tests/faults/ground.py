@@ -91,12 +91,10 @@ class FileStore:
             ballast.unlink()
 
     def delete(self) -> None:
-        """Delete the file while it is open, as an operator might."""
         for each in self.folder.glob("store.sqlite3*"):
             each.unlink(missing_ok=True)
 
     def corrupt(self, rng: random.Random) -> None:
-        """Overwrite the beginning of the file."""
         with self.path.open("r+b") as file:
             file.write(rng.randbytes(4096))
 
@@ -124,7 +122,6 @@ class RedisStore:
 
 @asynccontextmanager
 async def redis_store() -> AsyncIterator[RedisStore]:
-    """A Redis for as long as the block lasts."""
     with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
         async with Proxy(LOOPBACK, server.port) as line:
             yield RedisStore(server, line)
@@ -152,18 +149,14 @@ async def _mount(*words: str) -> bool:
 FAILPOINT_EXIT = 86
 """The exit code of a worker that dies at a failpoint (`consumers/settle.py`)."""
 PAUSE_S = 0.2
-"""The pause before a restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A worker process has ended."""
-
     at_s: float
     worker: int
     code: int
     told: frozenset[signal.Signals]
-    """The signals that were sent to it."""
 
     @property
     def is_expected(self) -> bool:
@@ -201,7 +194,6 @@ class Worker:
                 os.kill(self.pid, number)
 
     async def ended(self, *, within_s: float = 40) -> None:
-        """Wait until the current process has ended."""
         if self.running is not None:
             await asyncio.wait_for(self.running.process.wait(), timeout=within_s)
 
@@ -224,7 +216,6 @@ class Crew:
 
     @property
     def crashes(self) -> list[Ending]:
-        """Endings that were not expected."""
         return [each for each in self.endings if not each.is_expected]
 
     async def __aenter__(self) -> Self:
@@ -330,7 +321,6 @@ class Ground:
         self.api.configure(SimulatedOptions(faults=shares, keep_calls=self.api.options.keep_calls))
 
     def calls(self) -> list[Called]:
-        """The provider's calls so far."""
         return [
             Called(
                 at_s=call.started_s,

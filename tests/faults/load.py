@@ -71,10 +71,7 @@ EVERYTHING = Mix(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """One request that an application wants to send."""
-
     identity: str
-    """The message id."""
     lane: str
     body: Mapping[str, Any]
     headers: Mapping[str, Any] = field(default_factory=dict)
@@ -283,7 +280,6 @@ class Load:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are confirmed and not answered."""
         return len(self._confirmed)
 
     async def __aenter__(self) -> Self:
@@ -320,7 +316,6 @@ class Load:
         return not self._waiting
 
     async def fetched(self, *, within_s: float) -> None:
-        """Fetch the results of requests that could not be answered."""
         end_s = time.monotonic() + within_s
         free = asyncio.Semaphore(FETCHED_AT_ONCE)
         async with Client(self._urls[-1]) as client, asyncio.TaskGroup() as all_at_once:
@@ -396,7 +391,6 @@ class Load:
         return question
 
     async def _publish(self, wish: Wish, question: str) -> None:
-        """Publish until it is confirmed."""
         properties = Basic.Properties(
             message_id=wish.identity,
             correlation_id=question,

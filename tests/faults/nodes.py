@@ -31,7 +31,6 @@ from tests.support.waiting import until
 
 SIZE = 3
 COMMAND_S = 60
-"""Time limit of one command, of Docker or of RabbitMQ in a container."""
 READY_S = 120
 """Time limit for three nodes to start at once on two busy cores; on two idle cores it takes about 12 s."""
 LOOK_EVERY_S = 0.25
@@ -77,7 +76,6 @@ class Node:
         await self.ready()
 
     async def restart(self) -> None:
-        """Stop it cleanly (SIGTERM) and start it again."""
         await docker("restart", "--time=45", self.host)
         await self.ready()
 
@@ -93,7 +91,6 @@ class Node:
         await docker("network", "disconnect", self.network, self.host)
 
     async def heal(self) -> None:
-        """Undo `partition`."""
         await docker("network", "connect", f"--ip={self.address}", self.network, self.host)
 
     async def drain(self) -> None:
@@ -176,7 +173,6 @@ class Cluster:
         return found
 
     async def whole(self, *, within_s: float = READY_S) -> None:
-        """Wait until every node runs and sees its peers."""
         for node in self.nodes:
             await node.ready(within_s=within_s)
 

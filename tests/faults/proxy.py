@@ -64,7 +64,6 @@ class Proxy:
 
     @property
     def open(self) -> int:
-        """The open connections."""
         return len(self._lines)
 
     async def mend(self) -> None:
@@ -117,8 +116,6 @@ class Proxy:
 
 
 class _Line:
-    """One connection, in both directions."""
-
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter, rng: random.Random) -> None:
         self._writers = (client, server)
         self._rng = rng

@@ -43,8 +43,6 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its kind of broker, seed, duration and result."""
-
     on: str
     seed: int
     minutes: float
@@ -54,7 +52,6 @@ class Run:
 
     @property
     def failures(self) -> list[str]:
-        """Everything that is wrong with the run."""
         crashed = [f"crashed: worker {each.worker} ended by itself with {each.code}" for each in self.crashes]
         return [*(str(each) for each in self.verdict.violations), *crashed]
 
@@ -188,18 +185,15 @@ class Conditions:
     """What all runs have in common."""
 
     rate: float
-    """Requests a second."""
     store: str
     codes: frozenset[str] | None
     """The faults to cause; None: all."""
     folder: Path
-    """For histories and workers' logs."""
 
 
 async def one(
     on: str, conditions: Conditions, *, seed: int, seconds: float, part: tuple[int, int], broken: bool = False
 ) -> Run:
-    """One seed on one kind of broker."""
     folder = conditions.folder / ("broken" if broken else f"{on}-{seed}")
     await asyncio.to_thread(folder.mkdir, parents=True)
     codes = conditions.codes

@@ -51,7 +51,6 @@ class Service:
     history: History
 
     async def verdict(self) -> Verdict:
-        """The results, once everything is answered."""
         await until(lambda: self.load.answered(within_s=ANSWERED_S), within_s=ANSWERED_S)
         calls = [
             Called(

@@ -145,7 +145,6 @@ def bedrock(data: bytes) -> None:
 
 
 def answer(data: bytes) -> None:
-    """An answer without streaming."""
     try:
         _answered(data)
     except ProviderError as error:

@@ -360,7 +360,6 @@ HEAD = ("client", "publish", "ask", "stream", "cancel, result", "trace", "large 
 
 
 def table(rows: list[list[str]]) -> str:
-    """The rows in Markdown."""
     lines = [HEAD, ["---"] * len(HEAD), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

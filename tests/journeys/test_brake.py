@@ -27,8 +27,6 @@ HAIKU, SONNET = BATCH.model, NORMAL.model
 
 
 class Operator:
-    """Runs commands of `lanekeeper`."""
-
     def __init__(self, vhost: Vhost, folder: Path) -> None:
         self._environ, self._folder = environment(vhost), folder
 

@@ -53,8 +53,6 @@ _LISTENS = re.compile(rb"DevTools listening on (ws://\S+)")
 
 
 class Page:
-    """An open page."""
-
     def __init__(self, ws: aiohttp.ClientWebSocketResponse, html: str | None) -> None:
         self._ws = ws
         self._html = None if html is None else base64.b64encode(html.encode()).decode()
@@ -79,7 +77,6 @@ class Page:
             await self._ask("Input.dispatchKeyEvent", type="keyUp", **given)
 
     async def picture(self, *, width: int, height: int, dark: bool) -> bytes:
-        """A PNG of the page."""
         phone = width < 600
         size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
         await self._ask("Emulation.setDeviceMetricsOverride", **size)

@@ -16,14 +16,11 @@ from tests.support.waiting import until
 
 
 class AsyncAPI:
-    """Compares messages with the document."""
-
     def __init__(self, document: dict[str, Any]) -> None:
         self.messages = document["components"]["messages"]
         self.seen: set[str] = set()
 
     def see(self, name: str, got: Got, body: Any = None) -> None:
-        """Raises if the message does not fit."""
         described = self.messages[name]
         Draft202012Validator(described["headers"]).validate(dict(got.headers))
         Draft202012Validator(described["payload"]).validate(got.json if body is None else body)
@@ -63,7 +60,6 @@ async def test_every_message_over_the_websocket_fits_the_document(vhost: Vhost) 
             await ws.send_json(message)
 
         async def hear(type: str, *kinds: str) -> None:
-            """Read until such a message."""
             async with asyncio.timeout(60):
                 while not found or found[-1]["type"] != type or (kinds and found[-1]["kind"] not in kinds):
                     found.append(await ws.receive_json())

@@ -302,7 +302,6 @@ class Socket:
         await self.say("submit", body={**body, "stream": stream}, **fields)
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Read until a message for which this holds."""
         async with asyncio.timeout(60):
             while True:
                 found: dict[str, Any] = json.loads(await self.ws.receive_str())

@@ -193,7 +193,6 @@ _ID = re.compile(r'"(id|request_id|_request_id)": "[^"]*"')
 
 
 async def finished(*command: str, folder: Path, within_s: float = 120) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(*command, cwd=folder, stdout=PIPE, stderr=PIPE)
     try:
         async with asyncio.timeout(within_s):

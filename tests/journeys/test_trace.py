@@ -431,7 +431,6 @@ def ms(span: ReceivedSpan) -> float:
 
 
 def child(spans: list[ReceivedSpan], *, of: ReceivedSpan, name: str) -> ReceivedSpan:
-    """The only child of a span whose name begins like this."""
     (found,) = [span for span in spans if span.parent_id == of.span_id and span.name.startswith(name)]
     assert found.trace_id == of.trace_id
     return found

@@ -23,8 +23,6 @@ MANAGEMENT_PORT = 15672
 
 @dataclass(frozen=True, slots=True)
 class RunningBroker:
-    """A broker that tests share. Its user may create virtual hosts."""
-
     amqp_url: str = field(repr=False)
     management_url: str
     version: str
@@ -39,8 +37,6 @@ class RunningBroker:
 
 @dataclass(frozen=True, slots=True)
 class Vhost:
-    """A virtual host that belongs to one test."""
-
     name: str
     amqp_url: str = field(repr=False)
     management_url: str
@@ -53,7 +49,6 @@ class Vhost:
 
     @property
     def quoted(self) -> str:
-        """The name as quoted in paths of the management API."""
         return quote(self.name, safe="")
 
     @property
@@ -115,13 +110,11 @@ def _call(amqp_url: str, management_url: str, method: str, path: str, body: obje
 
 
 def version_of(connection: AbstractConnection) -> str:
-    """The broker's version, as it reports it."""
     assert connection.transport is not None
     return str(connection.transport.connection.server_properties["version"])
 
 
 async def close_connection(vhost: Vhost, name: str) -> None:
-    """Make the broker close the connections of that name, as an administrator can."""
     found: list[str] = []
 
     async def is_listed() -> bool:

@@ -40,6 +40,5 @@ def stores() -> Iterator[None]:
 
 
 def store_url(amqp_url: str | None) -> str:
-    """The URL of the store for that virtual host in this test."""
     name = "".join(each if each.isalnum() else "-" for each in amqp_url or "none")[-80:]
     return f"sqlite:///{_folders[-1] / name}.sqlite"

@@ -22,8 +22,6 @@ OTHER_SECRET = "whsec_AAAQ9r8GKYqrTwjUPD8ILPZIo2LaLaSwMfKQ9r8GKYo="
 
 @dataclass(frozen=True)
 class Posted:
-    """One post."""
-
     path: str
     headers: dict[str, str]
     body: bytes

@@ -23,8 +23,6 @@ RESULT = '{"content": [{"type": "text",  "text": "Pô"}], "role":"assistant" }'
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer other than the usual one."""
-
     status: int
     document: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)

@@ -99,8 +99,6 @@ class Alone:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
-
     status: int
     headers: Any
     body: Any
@@ -110,7 +108,6 @@ class Answer:
 
 
 async def call(method: str, url: str, body: Any = None, **headers: str) -> Answer:
-    """One call; `headers` with `_` for `-`."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     given: dict[str, Any] = {"data" if isinstance(body, bytes) else "json": body}
     async with aiohttp.ClientSession() as session, session.request(method, url, headers=named, **given) as got:
@@ -118,15 +115,12 @@ async def call(method: str, url: str, body: Any = None, **headers: str) -> Answe
 
 
 async def submit(url: str, prompt: str = "hello", *, stream: bool = False, **headers: str) -> Answer:
-    """Submit a request for `prompt`."""
     body = {"model": "claude-sonnet-5-5", "max_tokens": 50, "messages": [{"role": "user", "content": prompt}]}
     return await call("POST", f"{url}/v1/requests", {**body, "stream": True} if stream else body, **headers)
 
 
 @dataclass(frozen=True)
 class SentEvent:
-    """One Server-Sent Event."""
-
     id: int
     kind: str
     data: Any
@@ -146,7 +140,6 @@ class Reader:
 
     @property
     def text(self) -> str:
-        """The text of the answer so far."""
         said = [each.data["delta"].get("text", "") for each in self.found if "delta" in each.data]
         return "".join(said)
 

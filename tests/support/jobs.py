@@ -203,7 +203,6 @@ class Bench:
         return Job(found, lane=lane, source=source_of(found.message, NAMES), taken_ms=NOW_MS)
 
     def to(self, exchange: str) -> Message:
-        """The only message published to `exchange`."""
         (found,) = (each.message for each in self.publisher.sent if each.exchange == exchange)
         return found
 

@@ -98,7 +98,6 @@ class Keeper:
                 return {"error": f"RabbitMQ {version}: {error}"}
 
     def close(self) -> None:
-        """Remove everything."""
         self.steps.leaving.set()
         with self.lock:  # a thread that holds it notices `leaving`, and gives up
             for each in self._containers:

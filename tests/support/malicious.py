@@ -349,7 +349,6 @@ class MaliciousProvider:
         self._server: asyncio.Server | None = None
         self.base_url = ""
         self.asked: list[Asked] = []
-        """The requests received, in order."""
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)

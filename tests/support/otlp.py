@@ -102,7 +102,6 @@ class OtlpReceiver:
     async def wait_for(
         self, condition: Callable[[list[ReceivedSpan]], object], *, timeout_s: float = PATIENCE_S
     ) -> list[ReceivedSpan]:
-        """All spans so far, once `condition` is true for them. After `timeout_s` it fails with the spans received."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not condition(self.spans):
@@ -113,7 +112,6 @@ class OtlpReceiver:
         return list(self.spans)
 
     async def trace(self, trace_id: str, *, names: Iterable[str], timeout_s: float = PATIENCE_S) -> list[ReceivedSpan]:
-        """The spans of one trace by start, once there is one for each of `names` (a name given twice: two)."""
         wanted = sorted(names)
 
         def complete(spans: list[ReceivedSpan]) -> bool:
@@ -130,7 +128,6 @@ class OtlpReceiver:
 
 
 def spans_of(body: bytes) -> list[ReceivedSpan]:
-    """The spans in one encoded ExportTraceServiceRequest."""
     export = ExportTraceServiceRequest()
     export.ParseFromString(body)
     found = []
@@ -142,7 +139,6 @@ def spans_of(body: bytes) -> list[ReceivedSpan]:
 
 
 def one(spans: Iterable[ReceivedSpan], name: str, **attributes: Any) -> ReceivedSpan:
-    """The only span with that name and these attributes (`_` in an attribute's name stands for `.`)."""
     wanted = {key.replace("_", "."): value for key, value in attributes.items()}
     found = [span for span in spans if span.name == name and wanted.items() <= span.attributes.items()]
     assert len(found) == 1, f"{len(found)} spans {name!r} with {wanted} among:\n{tree(list(spans))}"

@@ -145,7 +145,6 @@ async def _running(process: Process | Forked) -> AsyncIterator[Running]:
 async def run(
     *line: str, environ: Mapping[str, str], folder: Path, within_s: float = STARTED_S
 ) -> tuple[int, list[str]]:
-    """Run a command to its end; returns the exit code and the lines that it printed."""
     async with lanekeeper(*line, environ=environ, folder=folder) as running:
         code = await running.ended(within_s=within_s)
         return code, running.lines

@@ -72,7 +72,6 @@ class Got:
 
     @property
     def control(self) -> str | None:
-        """The header `x-lane-control`, on answers to control messages."""
         found: str | None = self.headers.get("x-lane-control")
         return found
 
@@ -82,12 +81,10 @@ class Got:
 
     @property
     def text(self) -> str:
-        """The text of a Message."""
         return "".join(block.get("text", "") for block in self.json["content"])
 
     @property
     def code(self) -> str:
-        """The code of a problem document."""
         assert self.properties.content_type == "application/problem+json", self
         return str(self.json["code"])
 
@@ -132,7 +129,6 @@ class Requester:
         return str(given["correlation_id"])
 
     async def waits_s(self, count: int, *, pause_s: float) -> list[float]:
-        """How long this many critical requests take, one after the other."""
         loop = asyncio.get_running_loop()
         found = []
         for n in range(count):
@@ -143,7 +139,6 @@ class Requester:
         return found
 
     async def ask(self, body: Any, *, within_s: float = FINAL_S, **how: Any) -> Got:
-        """Publish and wait for the final reply."""
         return await self.final(await self.publish(body, **how), within_s=within_s)
 
     async def control(self, body: Any, *, key: str, **how: Any) -> Got:
@@ -154,7 +149,6 @@ class Requester:
         return self.replies[asked][0]
 
     async def final(self, correlation_id: str, *, within_s: float = FINAL_S) -> Got:
-        """Wait for the final reply."""
         await until(lambda: self.finals(correlation_id), within_s=within_s)
         return self.finals(correlation_id)[0]
 
@@ -169,13 +163,11 @@ class Requester:
         await self._consume("lane.dead", self.dead)
 
     async def read_events(self) -> None:
-        """Start reading life-cycle events."""
         queue = (await self.channel.queue_declare(exclusive=True)).queue or ""
         await self.channel.queue_bind(queue, "lane.events", "#")
         await self._consume(queue, self.events)
 
     async def buried(self, message_id: str, *, within_s: float = FINAL_S) -> Got:
-        """Wait for the dead letter of a request."""
         found: list[Got] = await until(lambda: self.dead_of(message_id), within_s=within_s)
         return found[0]
 
@@ -183,16 +175,13 @@ class Requester:
         return [each for each in self.dead if each.properties.message_id == message_id]
 
     def events_of(self, message_id: str) -> list[str]:
-        """The names of a request's events, in order."""
         return [each.json["event"] for each in self.events if each.json["id"] == message_id]
 
     async def depth(self, queue: str) -> int:
-        """The number of ready messages in a queue."""
         declared = await self.channel.queue_declare(queue, passive=True)
         return declared.message_count or 0
 
     async def holds(self, count: int, *queues: str) -> bool:
-        """Whether these queues together have this many ready messages."""
         return sum([await self.depth(queue) for queue in queues]) == count
 
     async def _consume(self, queue: str, into: list[Got]) -> None:
@@ -228,7 +217,6 @@ def frame(kind: int, channel: int, payload: bytes) -> bytes:
 
 
 def short(text: bytes) -> bytes:
-    """A short string of any bytes."""
     return bytes([len(text)]) + text
 
 
@@ -309,7 +297,6 @@ class Ledger:
 
     @property
     def repeated(self) -> int:
-        """How many replies came in addition to the first of each request."""
         return sum(len(each) - 1 for each in self.finals.values())
 
     @asynccontextmanager
@@ -322,7 +309,6 @@ class Ledger:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Open a connection that reads the replies."""
         async with self._connection() as connection:
             channel = await connection.channel()
             await channel.basic_consume(REPLY_QUEUE, self._keep, no_ack=True)
@@ -378,7 +364,6 @@ class Ledger:
 
 
 def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The Message that these events make."""
     message: dict[str, Any] = {}
     arguments: dict[int, str] = {}
     for event in events:

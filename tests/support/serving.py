@@ -145,7 +145,6 @@ class RunningWorker:
     _losses: list["asyncio.Future[str]"] = field(default_factory=list)
 
     def calls(self, words: str) -> list[Call]:
-        """The calls to the provider whose prompt contains `words`."""
         return [call for call in self.api.calls if words in call.prompt]
 
     @property
@@ -155,7 +154,6 @@ class RunningWorker:
 
     @property
     def losses(self) -> list[str]:
-        """The reasons why connections were lost; empty if none was."""
         return [loss.result() for loss in self._losses if loss.done()]
 
 

@@ -89,7 +89,6 @@ def entries() -> list[Entry]:
 
 
 def tables() -> str:
-    """The generated part of the page."""
     parts = []
     every = entries()
     for section, title in TITLES.items():
@@ -101,7 +100,6 @@ def tables() -> str:
 
 
 def page() -> str:
-    """The page with its tables regenerated."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return before + BEGIN + "\n" + tables() + "\n" + END + rest.partition(END)[2]
 

@@ -60,7 +60,6 @@ def asked() -> AskedFor:
 
 @pytest.fixture
 def answering() -> Answering:
-    """A provider whose server answers every request with a handler."""
 
     @asynccontextmanager
     async def run(handler: Handler) -> AsyncIterator[AnthropicProvider]:

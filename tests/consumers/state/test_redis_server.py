@@ -45,7 +45,6 @@ async def is_well_again(store: RedisStore) -> object:
 
 @asynccontextmanager
 async def told(server: RedisServer, *words: str, back: tuple[str, ...]) -> AsyncIterator[None]:
-    """While the block lasts, a configuration command is in effect."""
     async with Redis.from_url(server.url) as admin:
         await admin.execute_command(*words)  # type: ignore[no-untyped-call]
         yield

@@ -148,7 +148,6 @@ async def opened() -> AsyncIterator[Alone]:
 
 
 async def send(port: int, sent: bytes) -> tuple[int, dict[str, str], bytes]:
-    """Send bytes, and read the answer: status, headers, body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(sent)

@@ -30,8 +30,6 @@ Settled = Callable[["Channel", "Entry", str], None]
 
 @dataclass(eq=False)
 class Entry:
-    """A message in a queue."""
-
     message: Message
     expires_s: float | None = None
     counted: int = 0

@@ -88,7 +88,6 @@ class SteppedLoop(asyncio.AbstractEventLoop):
             asyncio._set_running_loop(None)
 
     def next_timer_s(self) -> float | None:
-        """The time of the next timer."""
         while self._timers and self._timers[0].cancelled():
             heapq.heappop(self._timers)
         return self._timers[0].when() if self._timers else None

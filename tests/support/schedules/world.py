@@ -221,7 +221,6 @@ class World:
     # what can be done to it
 
     def publish(self, message: Message) -> None:
-        """Publish a request as a requester does, confirmed at once."""
         reply_to, id = message.reply_to or "", message.message_id or ""
         self.published.append(message)
         self.bodies[id].add(message.body)
