@@ -90,6 +90,16 @@ async def test_many_requests_are_one_call_of_an_embeddings_endpoint(
     assert told["slots"] == {"batch": 4}
 
 
+async def test_the_items_of_a_fan_out_are_gathered(vhost: Vhost) -> None:
+    handlers = {"together": {"run": f"{FUNCTIONS}:together", "many": True, "count": 10, "window_ms": 500}}
+    pipelines = {"p": {"steps": [{"name": "all", "each": "input", "handler": "together"}]}}
+    lanes = {"critical": {"slots": 10}}
+    async with serving(vhost, handlers=handlers, pipelines=pipelines, lanes=lanes), requester(vhost) as app:
+        reply = await app.ask(list(range(40)), headers={"x-lane-pipeline": "p"})
+    assert [item for item, _ in reply.json] == list(range(40))
+    assert max(together for _, together in reply.json) > 1
+
+
 async def test_a_type_without_a_handler_is_refused_by_name_and_so_is_a_stream(vhost: Vhost) -> None:
     async with serving(vhost, handlers=registered(echo="async")), requester(vhost) as app:
         unknown = await app.ask({"a": 1}, message_type="ecko")
