@@ -545,6 +545,7 @@ class BatchGate:
             tokens=round(amounts.input_tokens + amounts.output_tokens),
             deadline_ms=request.deadline_ms,
             tenant=job.identity.tenant,
+            ticket="" if before is None else before.ticket,
             tries=0 if before is None else before.tries,
         )
         return Batched(params=params)

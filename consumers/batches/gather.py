@@ -243,7 +243,8 @@ class Gatherer:
                 wanted[request.identity] = request
         if wanted:
             until_ms = max(request.batch.deadline_ms for request in wanted.values()) + KEPT_MS
-            granted = await self.store.gather(ticket_id, list(wanted), until_ms=until_ms)
+            former = {identity: request.batch.ticket for identity, request in wanted.items()}
+            granted = await self.store.gather(ticket_id, list(wanted), until_ms=until_ms, former=former)
             self.settler.failpoints.reach("after_gather_mark")
             back += [self._again(wanted[each], spec, now_ms) for each in wanted if each not in granted]
             await self._publish(ticket_id, group, [wanted[each] for each in wanted if each in granted], now_ms)

@@ -427,14 +427,19 @@ class StoredFirings(Protocol):
         """Changes nothing if a later firing is stored, other than that of `instead_of_ms`."""
 
 
+LEFT_MS = 3_600_000
+
+
 class Batching(Protocol):
     """Keeps which ticket each request belongs to that is in a provider's batch, and how much of each account's batch
     queue is reserved. A ticket's id may begin with that of another one: then it is a part of that ticket, which was
     split, and may take its requests. What is kept is removed at `until_ms`, if it was not cleared before."""
 
-    async def gather(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> Collection[Identity]:
+    async def gather(
+        self, ticket: str, requests: Sequence[Identity], *, until_ms: int, former: Mapping[Identity, str] | None = None
+    ) -> Collection[Identity]:
         """Mark requests as belonging to this ticket. Returns those that now do: not those of another ticket that was
-        submitted."""
+        submitted. `former`: for requests that came back from a ticket to be gathered again, which one that was."""
 
     async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> Mapping[Identity, bool]:
         """Mark requests as submitted. Returns those that belong to this ticket (or to the one of which it is a part),
@@ -442,7 +447,8 @@ class Batching(Protocol):
         in this same ticket, or it is not known."""
 
     async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
-        """Remove the marks of this ticket."""
+        """Requests have left this ticket. Their marks are kept for `LEFT_MS`: until their outcomes are stored, a
+        repeated message must not be put into another ticket."""
 
     async def enqueue(
         self,

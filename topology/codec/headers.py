@@ -98,7 +98,8 @@ class BatchHop:
     params_bytes: int = 0
     """So long is the JSON for the provider that follows the requester's body; 0: that body is the JSON."""
     ticket: str = ""
-    """Back from the batch: of which ticket, and in which batch of the provider."""
+    """Back from the batch: of which ticket, and in which batch of the provider. The ticket stays if it is gathered
+    again."""
     batch: str = ""
     result_bytes: int = 0
     """So long is the provider's result line that follows the requester's body."""

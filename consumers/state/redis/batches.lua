@@ -8,9 +8,9 @@ function run.gather(ticket, until_ms)
   local found = {}
   for i, key in ipairs(KEYS) do
     local row = redis.call('GET', key)
-    local is_free = not row or row:sub(1, 1) == '0'
+    local is_free = not row or row:sub(1, 1) == '0' or row:sub(2) == ARGV[i + 2]
     if is_free then mark(key, '0', ticket, until_ms) end
-    found[i] = (is_free or row == '1' .. ticket) and 1 or 0
+    found[i] = is_free and 1 or 0
   end
   return found
 end
@@ -30,10 +30,12 @@ function run.submit(ticket, until_ms)
   return found
 end
 
-function run.clear(ticket)
+function run.clear(ticket, left_ms)
   for _, key in ipairs(KEYS) do
     local row = redis.call('GET', key)
-    if row and row:sub(2) == ticket then redis.call('DEL', key) end
+    if row and row:sub(2) == ticket and redis.call('PTTL', key) > tonumber(left_ms) then
+      redis.call('PEXPIRE', key, left_ms)
+    end
   end
 end
 

@@ -142,8 +142,13 @@ class RedisStore:
         keys = [f"{self._of_tenant('debounce', identity.tenant)}:{key}"]
         return bool(await self._run("debounce", keys, published_ms, identity.id, until_ms))
 
-    async def gather(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> set[Identity]:
-        found = await self._run("gather", self._batched(requests), ticket, until_ms)
+    async def gather(
+        self, ticket: str, requests: Sequence[Identity], *, until_ms: int, former: Mapping[Identity, str] | None = None
+    ) -> set[Identity]:
+        left = former or {}
+        found = await self._run(
+            "gather", self._batched(requests), ticket, until_ms, *(left.get(each, "") for each in requests)
+        )
         return {each for each, is_granted in zip(requests, found, strict=True) if is_granted}
 
     async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
@@ -151,7 +156,7 @@ class RedisStore:
         return {each: before == 1 for each, before in zip(requests, found, strict=True) if before >= 0}
 
     async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
-        await self._run("clear", self._batched(requests), ticket)
+        await self._run("clear", self._batched(requests), ticket, base.LEFT_MS)
 
     async def enqueue(
         self,

@@ -175,11 +175,11 @@ _LAST_UPDATE: Final = "SELECT id FROM kept WHERE (kind, tenant, key) = ('debounc
 _GATHER: Final = (
     "INSERT INTO batched VALUES (?, ?, ?, 0, ?) ON CONFLICT DO UPDATE "
     "SET ticket = excluded.ticket, submitted = 0, until_ms = excluded.until_ms "
-    "WHERE NOT submitted OR until_ms <= ?"
+    "WHERE NOT submitted OR until_ms <= ? OR ticket = ?"
 )
 _IN_TICKET: Final = "SELECT ticket, submitted FROM batched WHERE (tenant, id) = (?, ?)"
 _SUBMIT: Final = "UPDATE batched SET ticket = ?, submitted = 1, until_ms = ? WHERE (tenant, id) = (?, ?)"
-_CLEAR: Final = "DELETE FROM batched WHERE (tenant, id, ticket) = (?, ?, ?)"
+_LEFT: Final = "UPDATE batched SET until_ms = min(until_ms, ?) WHERE (tenant, id, ticket) = (?, ?, ?)"
 _EXPIRED_BATCHED: Final = (
     f"DELETE FROM batched WHERE (tenant, id) IN (SELECT tenant, id FROM batched WHERE until_ms <= ? LIMIT {STEP_ROWS})"
 )
@@ -561,29 +561,36 @@ class Tables:
         self._execute(_DEBOUNCE, (identity.tenant, key, published_ms, identity.id, until_ms, at.today))
         return bool(self._execute(_LAST_UPDATE, (identity.tenant, key)).fetchone() == (identity.id,))
 
-    def gather(self, at: Times, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> set[Identity]:
-        found: set[Identity] = set()
-        for each in requests:
-            row = self._execute(_IN_TICKET, (each.tenant, each.id)).fetchone()
-            if row == (ticket, 1):
-                found.add(each)  # redelivered after it was submitted
-            elif self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today)).rowcount:
-                found.add(each)
-        return found
+    def gather(
+        self,
+        at: Times,
+        ticket: str,
+        requests: Sequence[Identity],
+        *,
+        until_ms: int,
+        former: Mapping[Identity, str] | None = None,
+    ) -> set[Identity]:
+        left = former or {}
+        return {
+            each
+            for each in requests
+            if self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today, left.get(each, ""))).rowcount
+        }
 
     def submit(self, at: Times, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
         found: dict[Identity, bool] = {}
         for each in requests:
             row = self._execute(_IN_TICKET, (each.tenant, each.id)).fetchone()
             if row is None:
-                self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today))
+                self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today, ""))
             if row is None or ticket.startswith(row[0]):
                 found[each] = row in (None, (ticket, 1))
                 self._execute(_SUBMIT, (ticket, until_ms, each.tenant, each.id))
         return found
 
-    def clear(self, _: Times, ticket: str, requests: Sequence[Identity]) -> None:
-        self.connection.executemany(_CLEAR, [(each.tenant, each.id, ticket) for each in requests])
+    def clear(self, at: Times, ticket: str, requests: Sequence[Identity]) -> None:
+        until_ms = at.today + base.LEFT_MS
+        self.connection.executemany(_LEFT, [(until_ms, each.tenant, each.id, ticket) for each in requests])
 
     def enqueue(
         self,

@@ -307,7 +307,7 @@ async def test_a_split_that_is_done_twice_makes_the_same_tickets(collecting: Col
 async def test_without_batches_at_the_provider_all_run_live(collecting: Collecting) -> None:
     collecting.is_with_batches = False
     assert results(await collecting.take(await collecting.gathered(*items(2)))) == {"id-0": None, "id-1": None}
-    collecting.is_with_batches = True
+    collecting = Collecting()
     collecting.provider.refusals = [RejectedError("no such path", status=404)]
     assert results(await collecting.take(await collecting.gathered(*items(2)))) == {"id-0": None, "id-1": None}
 
@@ -455,12 +455,16 @@ async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collec
     assert collecting.read(sent).batch_id == ticket.batch_id
 
 
-async def test_what_is_known_of_a_ticket_is_forgotten_when_it_ends(collecting: Collecting) -> None:
+async def test_when_a_ticket_ends_its_batch_is_forgotten_and_its_requests_may_be_gathered(
+    collecting: Collecting,
+) -> None:
     ticket = await submitted(collecting, 2)
     collecting.provider.end(ticket.batch_id)
     await collecting.take(ticket)
     store, identities = collecting.bench.store, [item.identity for item in ticket.items]
-    assert len(await store.gather("c" * 24, identities, until_ms=NOW_MS + 1000)) == 2
+    assert not await store.gather("c" * 24, identities, until_ms=NOW_MS + 1000)  # a repeated message
+    left = dict.fromkeys(identities, ticket.id)
+    assert len(await store.gather("c" * 24, identities, until_ms=NOW_MS + 1000, former=left)) == 2
     assert await store.hold(f"batch {ticket.batch_id}", "another", for_s=1)
     assert collecting.collector.requests_waiting == 0
 

@@ -222,14 +222,27 @@ async def test_what_was_gathered_by_a_worker_that_died_is_gathered_again() -> No
     }
 
 
+async def test_what_comes_back_from_a_batch_to_be_tried_again_is_in_the_next_one() -> None:
+    bench = Bench()
+    one, two = Identity("crm", "r-1"), Identity("crm", "r-2")
+    await bench.store.gather("former", [one, two], until_ms=2**45)
+    await bench.store.submit("former", [one, two], until_ms=2**45)
+    await bench.store.clear("former", [one, two])
+    found = [parked(bench, "r-1", tag=1, ticket="former"), parked(bench, "r-2", tag=2)]
+    gathering = Gathering(*found, bench=bench, spec=QUICK)
+    await gathering.run(settled=2)
+    assert gathering.items == [["r-1"]]
+    assert gathering.gatherer.counts == {"gathered": 1, "repeated": 1}
+
+
 async def test_a_mark_is_kept_for_longer_than_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     given: list[int] = []
     gather = bench.store.gather
 
-    async def noted(*args: Any, until_ms: int) -> Any:
+    async def noted(*args: Any, until_ms: int, former: Any) -> Any:
         given.append(until_ms)
-        return await gather(*args, until_ms=until_ms)
+        return await gather(*args, until_ms=until_ms, former=former)
 
     monkeypatch.setattr(bench.store, "gather", noted)
     await Gathering(*several(bench, 3), bench=bench).run(settled=3)

@@ -120,10 +120,10 @@ async def test_what_came_back_with_its_result_passes() -> None:
 
 
 async def test_what_another_ticket_had_is_gathered_again_and_remembers_how_often() -> None:
-    job = back(tries=3)
+    job = back(tries=3, ticket="a1")
     assert isinstance(await enter(job), Batched)
     assert job.batch is not None
-    assert job.batch.tries == 3
+    assert (job.batch.tries, job.batch.ticket) == (3, "a1")
 
 
 async def test_a_requester_cannot_say_that_a_batch_had_it() -> None:
