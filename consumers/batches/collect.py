@@ -167,15 +167,21 @@ class Collector:
         operation = "collect" if ticket.stage is Stage.SUBMITTED else "submit"
         requests = [item.message for item in ticket.items]
         with settler.tracing.batch(operation, requests, model=ticket.model, provider=ticket.provider) as span:
-            match ticket.stage:
-                case Stage.GATHERED:
-                    found = await self._submit(ticket)
-                case Stage.ADOPTING:
-                    found = await self._adopt(ticket, is_repeated=delivery.redelivered)
-                case Stage.SUBMITTED:
-                    found = await self._collect(ticket)
-                case never:
-                    assert_never(never)
+            try:
+                match ticket.stage:
+                    case Stage.GATHERED:
+                        found = await self._submit(ticket)
+                    case Stage.ADOPTING:
+                        found = await self._adopt(ticket, is_repeated=delivery.redelivered)
+                    case Stage.SUBMITTED:
+                        found = await self._collect(ticket)
+                    case never:
+                        assert_never(never)
+            except* (BrokerError, StoreUnavailable):
+                raise
+            except* Exception:  # by a fault of ours no request may stay in it beyond its deadline
+                log.exception(signals.HANDLER_FAILED, where="ticket")
+                found = self._later(ticket)
             if found is not None:
                 found = await self._without_urgent(found)
         if found is None:
@@ -220,12 +226,23 @@ class Collector:
         ours = tuple(item for item in ticket.items if item.identity in held)
         if not ours:
             return await self._finish(ticket)
-        if any(held.values()):
+        if any(held.values()) or len(ours) < len(ticket.items):
             return _Next(replace(ticket, stage=Stage.ADOPTING, items=ours, requests=len(ours)), SURE_AFTER_MS)
-        return await self._create(replace(ticket, items=ours))
+        return await self._begin(replace(ticket, requests=len(ours)))
+
+    async def _begin(self, ticket: Ticket) -> _Next | None:
+        """Create its batch, without requests that would leave it at the first look. A batch is found again by how many
+        requests it has, so the broker must have a ticket that says so first."""
+        ready = await self._without_urgent(self._submitted(ticket, ""))
+        if ready is None:
+            return None
+        left = ready.ticket.items
+        if len(left) != ticket.requests:
+            return _Next(replace(ticket, stage=Stage.ADOPTING, items=left, requests=len(left)), 0)
+        return await self._create(ticket)
 
     async def _create(self, ticket: Ticket) -> _Next | None:
-        if (batches := self.batches(ticket.provider)) is None:
+        if (batches := self.batches(ticket.provider)) is None or batches.is_missing:
             return await self._all_live(ticket)
         calls = [(ticket.custom_id(item), item.params) for item in ticket.items]
         try:
@@ -270,8 +287,8 @@ class Collector:
         """Its batch may exist: find it. Which it is, is known when it has ended, by the ids of its requests."""
         if (batches := self.batches(ticket.provider)) is None:
             return await self._all_live(ticket)
-        if is_repeated and not ticket.candidates:
-            return _Next(ticket, SURE_AFTER_MS)  # its worker may have died while it created the batch
+        if is_repeated:  # its worker may have died while it created the batch
+            return _Next(replace(ticket, candidates=()), SURE_AFTER_MS)
         try:
             candidates = ticket.candidates or await self._candidates(ticket, batches)
             left = []
@@ -288,7 +305,7 @@ class Collector:
             return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
         if left:
             return self._later(replace(ticket, candidates=tuple(left)))
-        return self._waits(ticket) or await self._create(replace(ticket, candidates=()))
+        return self._waits(ticket) or await self._begin(replace(ticket, candidates=()))
 
     async def _candidates(self, ticket: Ticket, batches: Batches) -> list[str]:
         """Those of as many requests of which it is not known that they are another ticket's."""
@@ -302,8 +319,8 @@ class Collector:
 
     async def _is_its_batch(self, ticket: Ticket, id: str, batches: Batches) -> bool | None:
         """None: not known yet."""
-        if await self._is_its_own(id, ticket):
-            return True
+        if (is_noted := await self._is_its_own(id, ticket)) is not None:
+            return is_noted
         try:
             if not (await batches.retrieve(id)).is_ended:
                 return None

@@ -187,7 +187,7 @@ class Registry:
     def batches(self, provider: str) -> "Batches | None":
         """None if the provider has no batches, or is not one of this process."""
         found = self._providers.get(provider)
-        return None if found is None or found.batches is None or found.batches.is_missing else found.batches
+        return None if found is None else found.batches
 
     async def from_batch(self, route: Route, line: bytes) -> Answer:
         """The answer in one line of a batch's results, with its cost; no call is made. `route`: what the batch was

@@ -801,11 +801,12 @@ def _handler(
     )
     brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
     claim_gate, caps_gate = ClaimGate(claiming), budgeting.caps_gate
-    batch_gate = BatchGate(
-        breakers,
-        estimate=budgeting.budget_gate.amounts,
-        has_batches=lambda provider: budgeting.registry.batches(provider) is not None,
-    )
+
+    def has_batches(provider: str) -> bool:
+        batches = budgeting.registry.batches(provider)
+        return batches is not None and not batches.is_missing
+
+    batch_gate = BatchGate(breakers, estimate=budgeting.budget_gate.amounts, has_batches=has_batches)
     return Handler(
         gates=(
             Gate(caps_gate.come_back, caps_gate.end, is_for_models=True),

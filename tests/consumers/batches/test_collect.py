@@ -38,6 +38,8 @@ class Batch:
 
 
 class MadeUpBatches(Batches):
+    is_missing = False
+
     def __init__(self) -> None:
         self.made: dict[str, Batch] = {}
         self.refusals: list[ProviderError] = []
@@ -386,6 +388,58 @@ async def test_a_lost_store_loses_no_request_and_makes_no_second_batch(collectin
     assert len(collecting.submitted()) == 1
 
 
+async def forget(collecting: Collecting, *batch_ids: str) -> None:
+    """As if their worker had died before it noted whose they are."""
+    for id in batch_ids:
+        await collecting.bench.store.let_go(f"batch {id}", "a" * 24)
+
+
+async def test_no_second_batch_is_made_if_the_worker_dies_when_it_has_looked_at_the_last_candidate(
+    collecting: Collecting,
+) -> None:
+    provider = collecting.provider
+    provider.end(provider.add(["of-another-client-0", "of-another-client-1"]).id)
+    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2, candidates=("msgbatch_1",))
+    await collecting.again(ticket)
+    await forget(collecting, "msgbatch_2")
+    again = await collecting.again(await collecting.again(ticket, redelivered=True))
+    assert again.candidates == ("msgbatch_2",)
+    assert len(collecting.submitted()) == 2
+
+
+async def test_before_a_batch_is_made_of_fewer_requests_its_ticket_says_of_how_many(collecting: Collecting) -> None:
+    whole = await collecting.gathered(*items(3))
+    ticket = replace(whole, stage=Stage.ADOPTING, requests=3, items=whole.items[1:])
+    ticket = await collecting.again(ticket)
+    assert (ticket.requests, collecting.submitted()) == (2, [])
+    await collecting.again(ticket)
+    await forget(collecting, "msgbatch_1")
+    again = await collecting.again(await collecting.again(ticket, redelivered=True))
+    assert again.candidates == ("msgbatch_1",)
+    assert len(collecting.submitted()) == 1
+
+
+async def test_no_second_batch_is_made_although_another_ticket_had_some_of_the_requests(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(3))
+    await collecting.gathered(*items(1), id="b" * 24)
+    smaller = await collecting.again(ticket)
+    assert (smaller.requests, len(smaller.items)) == (2, 2)
+    await collecting.again(smaller)
+    await forget(collecting, "msgbatch_1")
+    await collecting.bench.store.clear("b" * 24, [items(1)[0].identity])  # that ticket has ended
+    assert (await collecting.again(await collecting.again(smaller, redelivered=True))).candidates == ("msgbatch_1",)
+    assert len(collecting.submitted()) == 1
+
+
+async def test_a_candidate_that_another_ticket_found_to_be_its_own_is_none_any_more(collecting: Collecting) -> None:
+    collecting.provider.add(["b-0", "b-1"])
+    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    ticket = await collecting.again(ticket)
+    assert ticket.candidates == ("msgbatch_1",)
+    await collecting.bench.store.hold("batch msgbatch_1", "b" * 24, for_s=60)
+    assert (await collecting.again(ticket)).batch_id == "msgbatch_2"
+
+
 # ---- collecting -----------------------------------------------------------------------------------------------------
 
 
@@ -515,6 +569,37 @@ async def test_a_request_is_run_live_too_if_its_batch_was_not_even_submitted(col
     collecting.provider.refusals = [RateLimitedError("later", status=429)]
     ticket = await collecting.gathered(*items(1, deadline_ms=NOW_MS + 1800_000 + 1000))
     assert results(await collecting.take(ticket)) == {"id-0": None}
+
+
+async def test_what_would_leave_a_batch_at_once_is_not_put_into_it(collecting: Collecting) -> None:
+    near, far = items(1, deadline_ms=NOW_MS + 1800_000 + 1000), items(3)[1:]
+    ticket = await collecting.gathered(*near, *far)
+    await cancel(collecting, 2)
+    *back, sent = await collecting.take(ticket)
+    assert results(back) == {"id-0": None, "id-2": None}
+    ticket = collecting.read(sent)
+    assert (await collecting.again(ticket)).stage is Stage.SUBMITTED
+    assert [batch.custom_ids for batch in collecting.provider.made.values()] == [[f"{ticket.id}-1"]]
+
+
+async def test_by_a_fault_of_ours_no_request_stays_beyond_its_deadline(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+    ticket = await submitted(collecting, 1, deadline_ms=NOW_MS + HOUR_MS)
+    collecting.provider.failing = KeyError("a fault")  # type: ignore[assignment]
+    assert (await collecting.again(ticket)).batch_id == ticket.batch_id
+    collecting.now_ms = NOW_MS + HOUR_MS - 1800_000
+    assert results(await collecting.take(ticket)) == {"id-0": None}
+
+
+async def test_what_was_submitted_is_collected_although_no_more_batches_can_be_made(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 1)
+    collecting.provider.is_missing = True
+    collecting.provider.end(ticket.batch_id)
+    assert results(await collecting.take(ticket))["id-0"] is not None
+    other = replace(items(1)[0], identity=Identity("other", "id-0"))
+    assert results(await collecting.take(await collecting.gathered(other, id="b" * 24))) == {"id-0": None}
 
 
 async def cancel(collecting: Collecting, *numbers: int) -> None:

@@ -362,7 +362,8 @@ async def test_a_batch_that_is_gone_is_told_apart_from_a_provider_without_batche
         await batches.create([("a-1", body())])
 
     assert caught.value.status == 404
-    assert registry.batches("anthropic") is None
+    assert batches.is_missing
+    assert registry.batches("anthropic") is batches, "others were created before"
 
 
 async def test_only_providers_with_batches_have_some(registry: Registry) -> None:
