@@ -157,7 +157,8 @@ async def defer_until_due(
 
 async def _superseded(job: Job, decoded: Decoded, due_ms: int, *, claiming: Claiming) -> Outcome | None:
     key = decoded.request.debounce
-    if key is None or job.attempts or job.hop.flow is not None:  # what has begun goes on, a pipeline's next step too
+    # what has begun goes on: in a provider's batch, or in a pipeline's next step
+    if key is None or job.attempts or job.batch is not None or job.hop.flow is not None:
         return None
     if await claiming.debounce(job, key, until_ms=due_ms + DEBOUNCED_KEPT_MS):
         return None
@@ -419,6 +420,9 @@ class CapsGate:
             self._held[job] = Hold(bounds, Spent(*job.batch.held), ends_s)
             job.batch = replace(job.batch, held=(), held_until_ms=0)
             return None
+        if job.batch_result is not None:  # it is paid for already
+            self._held[job] = Hold(bounds, Spent())
+            return None
         route = self.breakers.usable(decoded.chain.routes)[0]
         price = self.prices.of(route.model)
         if price is None and any(bound.what == "usd" for bound in bounds):
@@ -444,17 +448,18 @@ class CapsGate:
         counted. In each case, earlier calls of the same attempt that failed and may have to be paid for are counted
         too."""
         hold, attempted = self._held.pop(job, None), job.attempted
-        if (
-            hold is not None
-            and job.batch is not None
-            and (
-                isinstance(outcome, Batched)
-                or (attempted is None and (outcome is None or isinstance(outcome, Deferred)))
-            )
-        ):  # it goes on with the request, or is still in the message that is delivered again
-            left_ms = round(1000 * (hold.ends_s - _loop_s()))
-            job.batch = replace(job.batch, held=tuple(hold.spent), held_until_ms=self.now_ms() + left_ms)
-            return
+        if hold is not None and job.batch is not None:
+            is_in_message = job.hop.batch is not None and job.hop.batch.held != ()
+            if outcome is None and attempted is None and is_in_message:
+                return  # and is delivered again with it
+            if hold.spent != Spent() and (
+                isinstance(outcome, Batched) or (attempted is None and isinstance(outcome, Deferred))
+            ):
+                left_ms = round(1000 * (hold.ends_s - _loop_s()))
+                job.batch = replace(job.batch, held=tuple(hold.spent), held_until_ms=self.now_ms() + left_ms)
+                if not is_in_message:
+                    job.unsettled = partial(self.spending.correct, hold, Spent())
+                return
         used = Spent()
         if isinstance(outcome, Answered):
             usage = None if attempted is None else attempted.usage

@@ -41,7 +41,7 @@ class Handler:
         if (refused := self._refused(job)) is not None:
             return refused
         assert job.lane is not None
-        if job.hop.flow_unread:
+        if job.hop.flow_unread or job.hop.batch_unread:
             return of_another_version(job, job.lane)
         try:
             job.decoded = decoded = await self.decoding.decode(job, job.lane)
@@ -87,12 +87,12 @@ class Handler:
 
 
 def of_another_version(job: Job, lane: LaneSpec) -> Outcome:
-    """The outcome of a pipeline's message, or an item's, whose place only workers of another version can read: it waits
-    for one of them, because run from here it would take its state for its input."""
+    """The outcome of a message of which only workers of another version can read where its pipeline stands, or what of
+    a provider's batch it has: it waits for one of them, because what they have put into its body is not known here."""
     since_ms = job.hop.first_seen_ms or job.taken_ms
     if job.taken_ms < since_ms + round(1000 * lane.deadline_max_s):
         return Deferred(delay_ms=ANOTHER_VERSION_MS, reason="another version")
-    detail = f"version {__version__} cannot read where its pipeline stands, and no worker that can has taken it"
+    detail = f"version {__version__} cannot read where it stands, and no worker that can has taken it"
     return Refused(RequestProblem("deadline_exceeded", detail))
 
 

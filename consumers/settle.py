@@ -105,6 +105,8 @@ class Settler:
         except (BrokerError, StoreUnavailable, TimeoutError) as error:
             why = str(error) or f"not settled within {SETTLE_WITHIN_S:g} s"
             log.error(signals.HANDLER_FAILED, where="settle", error=why)
+            if job.unsettled is not None:
+                job.unsettled()
             if not isinstance(error, TimeoutError):  # then its outcome may still be on its way to the store
                 await self.claiming.release(job)
             await self.nack_later(job.delivery)
@@ -328,10 +330,8 @@ class Settler:
         message = delayed(job, first_hop, past, now_ms=self.now_ms(), names=self.names)
         if body is not None:
             message.body = body
-        if result is not None and job.batch is not None:  # it was not read yet
-            message.body += result
-            header = batch_header(replace(job.batch, result_bytes=len(result)))
-            message.headers = {**message.headers, **header}
+        if result is not None:  # it was not read yet
+            _append(message, job, result)
         self.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
@@ -420,6 +420,8 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
         back_ms=job.hop.back_ms or since_ms,
     )
     copy = _copy(job, _hop_headers(job, hop), names=names)
+    if job.batch_result is not None:
+        _append(copy, job, job.batch_result)
     copy.priority = side_priority(job.message.priority, is_fresh=hop.is_fresh)
     expiration = hop.expiration
     if hop.is_fresh and expiration is not None and expiration.isdecimal():
@@ -465,6 +467,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         flow=hop.flow or job.hop.flow,
         flow_unread=job.hop.flow_unread,
         batch=job.batch,
+        batch_unread=job.hop.batch_unread,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,
         ran_ms=job.ran_ms,
@@ -475,6 +478,12 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         # the tenant of a republished dead letter: the header USER_ID now names who republished it
         headers[n.TENANT] = job.identity.tenant
     return headers
+
+
+def _append(copy: Message, job: Job, result: bytes) -> None:
+    assert job.batch is not None
+    copy.body += result
+    copy.headers = {**copy.headers, **batch_header(replace(job.batch, result_bytes=len(result)))}
 
 
 def _copy(job: Job, headers: Mapping[str, Any], *, names: Names) -> Message:

@@ -330,7 +330,7 @@ class Breakers:
 
     def least_wait_s(self, routes: Iterable[Route]) -> float:
         now_s = asyncio.get_running_loop().time()
-        return min(self.wait_s(route, now_s) for route in routes)
+        return min((self.wait_s(route, now_s) for route in routes), default=0.0)
 
     def usable(self, routes: Sequence[Route]) -> Sequence[Route]:
         now_s = asyncio.get_running_loop().time()

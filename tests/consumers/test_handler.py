@@ -19,7 +19,7 @@ from consumers.providers.registry import Answer, OnEvent, Registry
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import NOW_MS, Bench, attempts, handler
+from tests.support.jobs import BODY, NOW_MS, Bench, attempts, handler
 from tests.support.waiting import until
 from topology.codec.decoding import Request
 from topology.lanes import CRITICAL
@@ -129,6 +129,21 @@ async def test_an_invalid_redelivery_from_a_queue_without_a_counter_is_refused(
     delivery = bench.delivery(**wrong)
     delivery.redelivered, delivery.times_delivered = True, None
     assert code(await handle(bench, bench.job(delivery=delivery))) == "invalid_request"
+
+
+@pytest.mark.parametrize("header", [n.BATCH, n.FLOW])
+async def test_what_only_another_version_can_read_waits_for_it_and_keeps_what_that_wrote(
+    bench: Bench, header: str
+) -> None:
+    written = '{"result_bytes": 3, "of_the_future": 1}'
+    job = bench.job(exchange="lane.due", body=BODY + b"{1}", headers={header: written, n.FIRST_SEEN_MS: NOW_MS})
+
+    outcome = await handle(bench, job)
+
+    assert isinstance(outcome, Deferred)
+    await bench.settler.settle(job, outcome)
+    (sent,) = bench.publisher.sent
+    assert (sent.message.headers[header], sent.message.body) == (written, BODY + b"{1}")
 
 
 class Down(Breakers):

@@ -21,7 +21,7 @@ from lanekeeper.contract.problems import (
     ConfirmUnknown,
     RequestProblem,
 )
-from tests.support.jobs import BODY, NOW_MS, Bench, decoded, read
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec import decoding
@@ -341,6 +341,12 @@ def from_batch(bench: Bench) -> Job:
 async def test_a_batchs_result_that_was_not_read_yet_waits_with_its_request(bench: Bench) -> None:
     await bench.settler.settle(from_batch(bench), DEFERRED)
     copy = bench.to("lane.delay.01")
+    assert copy.body == BODY + RESULT
+    assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
+
+
+def test_a_batchs_result_moves_to_a_side_queue_with_its_request(bench: Bench) -> None:
+    copy = settle.set_aside(from_batch(bench), now_ms=NOW_MS, names=NAMES)
     assert copy.body == BODY + RESULT
     assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
 

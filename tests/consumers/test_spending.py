@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.gates import CapsGate
-from consumers.job import Attempted, Job
+from consumers.job import Attempted, Chain, Job
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.providers.breakers import Breakers
@@ -29,7 +29,7 @@ from consumers.spending import (
     Usage,
 )
 from consumers.state.base import Completion, StoreUnavailable
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances
@@ -377,6 +377,40 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
 
     assert job.batch is not None
     assert job.batch.held[0] == 1
+    assert ground.store.used["cap lane critical requests"] == 1
+
+
+async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    bench, job = Bench(), ground.job()
+    assert await ground.enter(job) is None
+    job.batch = BatchHop()
+    await ground.gate.leave(job, decoded(job), Batched(params=b""))
+    bench.publisher.failing = {"": BrokerUnreachable("away")}
+    assert await bench.settler.settle(job, Batched(params=b"")) is None
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical requests"] == 0
+
+
+async def test_what_was_counted_for_a_delivery_alone_does_not_stay_if_it_is_lost() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job(exchange="lane.due", headers=batched(live=True))
+    assert await ground.enter(job) is None
+    await ground.gate.leave(job, decoded(job), None)
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical requests"] == 0
+
+
+async def test_an_answer_that_is_paid_for_passes_a_cap_that_is_newer_and_counts() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=0)})
+    job = ground.job(exchange="lane.due", headers=batched(result_bytes=0))
+    job.batch_result = b"{}"
+    job.decoded = replace(decoded(job), chain=Chain(forbidden="meanwhile"))
+
+    await ground.through(job, ANSWERED, usage=ESTIMATE)
+
     assert ground.store.used["cap lane critical requests"] == 1
 
 

@@ -155,6 +155,7 @@ class HopHeaders:
     flow_unread: str = ""
     """The header in place of `flow`, if another version wrote it and this one cannot read it."""
     batch: BatchHop | None = None
+    batch_unread: str = ""
 
 
 _NUMBERS = {
@@ -227,7 +228,14 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
     flow = flow_unread = None
     if isinstance(text := headers.get(names.FLOW), str) and (flow := _flow(text)) is None:
         flow_unread = text
-    return HopHeaders(**found, flow=flow, flow_unread=flow_unread or "", batch=read_batch(headers))
+    batch, batch_text = read_batch(headers), headers.get(names.BATCH)
+    return HopHeaders(
+        **found,
+        flow=flow,
+        flow_unread=flow_unread or "",
+        batch=batch,
+        batch_unread=batch_text if batch is None and isinstance(batch_text, str) else "",
+    )
 
 
 def read_replay(headers: Mapping[str, Any]) -> HopHeaders:
@@ -291,8 +299,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
         found[names.FLOW] = hop.flow_unread or None
     else:
         found[names.FLOW] = json.dumps({name: value for name, value in asdict(hop.flow).items() if value})
-    if hop.batch is not None:
-        found |= batch_header(hop.batch)
+    found |= {names.BATCH: hop.batch_unread or None} if hop.batch is None else batch_header(hop.batch)
     found |= {name: found[name] or None for name in (names.REPLY_TRY, names.REPLAYS, names.DEATHS)}
     return {name: value for name, value in found.items() if value is not None}
 

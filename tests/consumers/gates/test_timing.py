@@ -21,7 +21,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.completions import answered, failed
 from tests.support.jobs import NOW_MS, Bench, decoded, read
-from topology.codec.headers import FlowHop
+from topology.codec.headers import BatchHop, FlowHop, batch_header
 
 
 def job() -> Job:
@@ -221,6 +221,13 @@ async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:
     claiming = FakeClaiming()
     claiming.is_last = False
     headers = {**DEBOUNCED, n.DUE_MS: NOW_MS + 500, n.ATTEMPT: 1}
+    assert await entered(claiming, 500, headers=headers, **DUE_AGAIN) is None
+
+
+async def test_an_update_that_was_in_a_batch_is_not_superseded() -> None:
+    claiming = FakeClaiming()
+    claiming.is_last = False
+    headers = {**DEBOUNCED, n.DUE_MS: NOW_MS + 500, **batch_header(BatchHop(ticket="t"))}
     assert await entered(claiming, 500, headers=headers, **DUE_AGAIN) is None
 
 
