@@ -32,7 +32,7 @@ from lanekeeper.requests import Options
 if TYPE_CHECKING:
     from lanekeeper.telemetry.tracing import Tracing
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 """Of both distributions, lanekeeper-client and lanekeeper-service."""
 __all__ = [
     "AccessRefused", "BodiesFull", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError",

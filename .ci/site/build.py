@@ -40,8 +40,8 @@ def lay_out() -> list[str]:
     shutil.copytree(HOUSE / "docs", LAID_OUT / "docs")
     for page in PAGES:
         shutil.copy(HOUSE / page, LAID_OUT / page)
-    LAID_OUT.joinpath("docs/http.md").write_text("\n".join(http(_read("openapi.yaml"))))
-    LAID_OUT.joinpath("docs/amqp.md").write_text("\n".join(amqp(_read("asyncapi.yaml"))))
+    LAID_OUT.joinpath("docs", "http.md").write_text("\n".join(http(_read("openapi.yaml"))))
+    LAID_OUT.joinpath("docs", "amqp.md").write_text("\n".join(amqp(_read("asyncapi.yaml"))))
     for page in sorted(LAID_OUT.rglob("*.md")):
         page.write_text(LINK.sub(partial(_linked, page), page.read_text()))
     return [str(page.relative_to(LAID_OUT)) for page in sorted(LAID_OUT.rglob("*.md"))]

@@ -1,5 +1,5 @@
-"""Both wheels, each in an environment of its own: the client's beside an application's own packages `service`,
-`topology` and `consumers`, with the newest and the oldest versions of what it needs."""
+"""Wheels and source distributions; each wheel in an environment of its own: the client's beside an application's own
+packages `service`, `topology` and `consumers`, with the newest and the oldest versions of what it needs."""
 
 import asyncio
 import json
@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 import lanekeeper
@@ -110,6 +112,19 @@ def test_each_wheel_has_its_packages_types_and_licence(tmp_path: Path) -> None:
         assert {f"{package}/py.typed" for package in packages} <= held
         assert len(licence) == 1
     assert f'"lanekeeper-client=={lanekeeper.__version__}"' in (HOUSE / "pyproject.toml").read_text()
+
+
+def test_the_wheel_of_each_source_distribution_is_that_of_the_checkout(tmp_path: Path) -> None:
+    for number, folder in enumerate((HOUSE, HOUSE / "lanekeeper")):
+        place = tmp_path / str(number)
+        (packed,) = SdistBuilder(str(folder)).build(directory=str(place), versions=["standard"])
+        with tarfile.open(packed) as archive:
+            archive.extractall(place / "unpacked", filter="data")
+        (unpacked,) = (place / "unpacked").iterdir()
+        with zipfile.ZipFile(built(unpacked, place)) as one, zipfile.ZipFile(built(folder, tmp_path)) as other:
+            assert {name: one.read(name) for name in one.namelist()} == {
+                name: other.read(name) for name in other.namelist()
+            }
 
 
 FLASK = """
