@@ -40,6 +40,7 @@ because the batch may take hours."""
 PAUSED_MS: Final = 1000
 KEPT_MS: Final = 3_600_000
 """For so long after a request's deadline its mark is kept."""
+FAULTS_AT_MOST: Final = 5
 AT_ONCE: Final = 64
 BATCHES_IN_HAND: Final = 2
 """For so many full batches requests are held at a time."""
@@ -162,20 +163,24 @@ class Gatherer:
                 log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
 
     async def _read(self, delivery: Delivery) -> _Request | None:
-        message, names = delivery.message, self.settler.names
+        message = delivery.message
         batch, key = read_hop(message.headers).batch, message.headers.get(n.ROUTING_KEY)
         if message.exchange == "" and batch is not None and isinstance(key, str) and message.message_id:
             body, tail = split_tail(message.body, batch.params_bytes)
             batch = replace(batch, params_bytes=0)
             return _Request(delivery=delivery, routing_key=key, batch=batch, body=body, params=tail or body)
         try:  # no worker has published it
-            fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=names))
-            fallen.user_id = fallen.expiration = None
-            await self.publisher.publish_surely(fallen, exchange=names.fallen, routing_key="")
+            await self._fall(delivery)
             await self.settler.ack(delivery)
         except BrokerError:
             await self.settler.nack_later(delivery)
         return None
+
+    async def _fall(self, delivery: Delivery) -> None:
+        message, names = delivery.message, self.settler.names
+        fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=names))
+        fallen.user_id = fallen.expiration = None
+        await self.publisher.publish_surely(fallen, exchange=names.fallen, routing_key="")
 
     def _take(self, request: _Request, session: Session, gathering: asyncio.TaskGroup) -> None:
         batch, spec = request.batch, self.specs.get(request.lane, BatchSpec())
@@ -206,15 +211,18 @@ class Gatherer:
             if self._groups.get(group) is found:
                 del self._groups[group]
         deliveries = [request.delivery for request in found.requests]
-        is_done = False
+        is_done, give_back = False, self.settler.nack_later
         try:
             if not self._is_stopping:
                 await self._flush(group, found.requests, spec)
                 is_done = True
         except (BrokerError, StoreUnavailable) as error:
             log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
-        except Exception:  # the queue has no limit of deliveries: its requests must not be lost by a fault of ours
+        except Exception:
             log.exception(signals.HANDLER_FAILED, where="gather")
+            give_back = self.settler.reject_later  # which is counted
+            if any((delivery.times_delivered or 1) >= FAULTS_AT_MOST for delivery in deliveries):
+                is_done = await self._part(found.requests)
         for delivery in deliveries:
             self._in_hand.pop(delivery.tag, None)
         if is_done:
@@ -222,7 +230,7 @@ class Gatherer:
         elif self._is_stopping:
             await asyncio.gather(*map(self.settler.nack, deliveries))
         else:
-            await asyncio.gather(*map(self.settler.nack_later, deliveries))
+            await asyncio.gather(*map(give_back, deliveries))
 
     async def _flush(self, group: _Group, requests: Sequence[_Request], spec: BatchSpec) -> None:
         """Publish a ticket of these requests, and send back those that are not in it. Raises BrokerError,
@@ -250,6 +258,22 @@ class Gatherer:
             await self._publish(ticket_id, group, [wanted[each] for each in wanted if each in granted], now_ms)
         await self._send_back(back)
         self.settler.failpoints.reach("after_ticket")
+
+    async def _part(self, requests: Sequence[_Request]) -> bool:
+        """After faults of ours each request goes back by itself to run live, so that one of them spoils no other."""
+        try:
+            for request in requests:
+                try:
+                    await self._send_one_back(_Back(request, replace(request.batch, live=True), 0))
+                except BrokerError:
+                    raise
+                except Exception:
+                    log.exception(signals.HANDLER_FAILED, where="gather")
+                    await self._fall(request.delivery)
+        except BrokerError as error:
+            log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
+            return False
+        return True
 
     def _is_paused(self, request: _Request) -> bool:
         batch, pauses = request.batch, self.pauses

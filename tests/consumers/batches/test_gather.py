@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumers.batches.gather import AGAIN_MS, KEPT_MS, LONGEST_MS, Gatherer, prefetch_of
+from consumers.batches.gather import AGAIN_MS, FAULTS_AT_MOST, KEPT_MS, LONGEST_MS, Gatherer, _Request, prefetch_of
 from consumers.batches.ticket import Item, Ticket, unpack
 from consumers.brake import Brake
 from consumers.settle import gathered
@@ -326,6 +326,32 @@ async def test_a_batch_that_does_not_fit_into_one_ticket_is_several(monkeypatch:
     for ticket in gathering.tickets:
         (item,) = ticket.items
         assert await bench.store.submit(ticket.id, [item.identity], until_ms=2**45) == {item.identity: False}
+
+
+async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    found = several(bench, 3)
+    message_of = _Request.message
+
+    def fails(request: _Request, *args: Any) -> Message:
+        if request.delivery.message.message_id == "r-2":
+            raise ZeroDivisionError
+        return message_of(request, *args)
+
+    monkeypatch.setattr(_Request, "message", fails)
+    first = Gathering(*found, bench=bench)
+    await first.run(settled=3)
+    assert first.settled == ["reject"] * 3
+    assert bench.publisher.sent == []
+
+    bench.log.clear()
+    for each in found:
+        each.times_delivered = FAULTS_AT_MOST
+    last = Gathering(*found, bench=bench)
+    await last.run(settled=3)
+    assert last.settled == ["ack"] * 3
+    assert [batch_of(each).live for each in last.back] == [True] * 2
+    assert [each.message.message_id for each in bench.publisher.sent if each.exchange == NAMES.fallen] == ["r-2"]
 
 
 async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
