@@ -349,6 +349,8 @@ class Settler:
         headers = {**_hop_headers(job, past), **first_hop.headers}
         for of_the_step in (n.RAN_MS, n.DEATHS, n.BATCH):
             headers.pop(of_the_step, None)
+        if job.batch is not None and job.batch.ticket:  # which has its mark in the store
+            headers |= batch_header(BatchHop(ticket=job.batch.ticket))
         message = _copy(job, headers, names=self.names)
         message.body, message.content_encoding = outcome.state, None
         key = ".".join((outcome.lane, *job.routing_key.split(".")[1:]))

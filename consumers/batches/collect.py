@@ -350,30 +350,44 @@ class Collector:
     async def _collect(self, ticket: Ticket) -> _Next | None:
         if (batches := self.batches(ticket.provider)) is None:  # its settings have changed: nobody can ask
             return await self._all_live(ticket)
+        returned: list[Item] = []
         try:
             if not (await batches.retrieve(ticket.batch_id)).is_ended:
                 return self._later(ticket)
-            await self._results(ticket, batches)
+            await self._results(ticket, batches, returned)
         except ProviderError as error:
             if isinstance(error, RejectedError) and error.status == 404:
                 self._tell(ticket, "vanished")
                 return await self._all_live(ticket)
             log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
-            return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
+            if len(returned) < len(ticket.items):
+                left = await self._without(ticket, returned)
+                return self._later(left, least_ms=round(1000 * (error.retry_after_s or 0)))
         self._tell(ticket, "ended")
         return await self._finish(ticket)
 
-    async def _results(self, ticket: Ticket, batches: Batches) -> None:
+    async def _without(self, ticket: Ticket, returned: Sequence[Item]) -> Ticket:
+        await self.store.clear(ticket.id, [item.identity for item in returned])
+        gone = dict.fromkeys(item.number for item in returned)
+        left = tuple(item for item in ticket.items if item.number not in gone)
+        return replace(ticket, items=left, returned=(*ticket.returned, *gone))
+
+    async def _results(self, ticket: Ticket, batches: Batches, returned: list[Item]) -> None:
+        """`returned`: gets what went back, also if reading the rest fails."""
         missing, size = {ticket.custom_id(item): item for item in ticket.items}, 0
+        known = {f"{ticket.id}-{number}" for number in ticket.returned}
         returning: list[Returning] = []
 
         async def send() -> None:
             await self._back(ticket, returning)
+            returned.extend(item for item, _ in returning)
             returning.clear()
             self.settler.failpoints.reach("after_result")
 
         async with aclosing(batches.results(ticket.batch_id)) as lines:
             async for line in lines:
+                if line.custom_id in known:
+                    continue
                 if (item := missing.pop(line.custom_id, None)) is None:
                     self.counts["answered_late"] += 1
                     await self.count_late(ticket.items[0].lane, _route(ticket), line.line)

@@ -74,6 +74,8 @@ class Ticket:
     requests: int = 0
     """How many its batch has; 0: it was not submitted yet, as far as is known."""
     polls: int = 0
+    returned: tuple[int, ...] = ()
+    """The numbers of those that went back to their lanes with their results, before reading the others failed."""
     items: tuple[Item, ...] = ()
 
     def custom_id(self, item: Item) -> str:
@@ -137,7 +139,8 @@ def unpack(packed: bytes) -> Ticket:
         raw = unpacker.decompress(packed[end:], _UNPACKED_AT_MOST)
         if not unpacker.eof:
             raise ValueError
-        head |= {"stage": Stage(head["stage"]), "candidates": tuple(head["candidates"])}
+        lists = {name: tuple(head.get(name, ())) for name in ("candidates", "returned")}
+        head |= {"stage": Stage(head["stage"]), **lists}
         return Ticket(**head, items=tuple(_items(raw)))
     except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError) as error:
         raise ValueError(f"not a ticket: {type(error).__name__}") from error
@@ -159,6 +162,7 @@ def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Itera
 
 _HEAD: Final = (
     "id", "stage", "account", "provider", "model", "beta", "gathered_ms", "batch_id", "candidates", "requests", "polls",
+    "returned",
 )  # fmt: skip
 
 

@@ -131,19 +131,16 @@ async def test_an_invalid_redelivery_from_a_queue_without_a_counter_is_refused(
     assert code(await handle(bench, bench.job(delivery=delivery))) == "invalid_request"
 
 
-@pytest.mark.parametrize("header", [n.BATCH, n.FLOW])
-async def test_what_only_another_version_can_read_waits_for_it_and_keeps_what_that_wrote(
-    bench: Bench, header: str
-) -> None:
+async def test_what_another_version_wrote_of_a_batch_waits_for_it_as_it_is(bench: Bench) -> None:
     written = '{"result_bytes": 3, "of_the_future": 1}'
-    job = bench.job(exchange="lane.due", body=BODY + b"{1}", headers={header: written, n.FIRST_SEEN_MS: NOW_MS})
+    job = bench.job(exchange="lane.due", body=BODY + b"{1}", headers={n.BATCH: written, n.FIRST_SEEN_MS: NOW_MS})
 
     outcome = await handle(bench, job)
 
     assert isinstance(outcome, Deferred)
     await bench.settler.settle(job, outcome)
     (sent,) = bench.publisher.sent
-    assert (sent.message.headers[header], sent.message.body) == (written, BODY + b"{1}")
+    assert (sent.message.headers[n.BATCH], sent.message.body) == (written, BODY + b"{1}")
 
 
 class Down(Breakers):

@@ -10,7 +10,18 @@ from typing_extensions import override
 from consumers import claiming, settle
 from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source
 from consumers.large_bodies import Fetching, LargeAnswers
-from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import (
+    Answered,
+    Batched,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    Stepped,
+)
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
@@ -25,7 +36,7 @@ from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec import decoding
-from topology.codec.headers import BatchHop, HopHeaders, hop_headers, read_hop, split_tail
+from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers, read_hop, split_tail
 from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
@@ -361,6 +372,14 @@ async def test_a_batchs_result_that_was_an_attempt_is_not_kept(bench: Bench, out
     copy = bench.to(exchange)
     assert copy.body == BODY
     assert read_hop(copy.headers).batch in (None, BatchHop(ticket="t"))
+
+
+async def test_a_pipelines_next_step_tells_in_which_ticket_the_step_before_was(bench: Bench) -> None:
+    job = from_batch(bench)
+    flow = FlowHop(step="second", deadline_ms=NOW_MS + 60_000)
+    await bench.settler.settle(job, Stepped(flow=flow, state=b"state", lane="critical", step="first"))
+    copy = bench.to("lane.delay.00")
+    assert (read_hop(copy.headers).batch, copy.body) == (BatchHop(ticket="t"), b"state")
 
 
 async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None:

@@ -50,6 +50,8 @@ class MadeUpBatches(Batches):
         """A batch with a request like this is refused as a whole."""
         self.failing: ProviderError | None = None
         self.cancelled: list[str] = []
+        self.cut_after: int | None = None
+        """After so many results no more can be read."""
 
     @override
     async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
@@ -95,8 +97,10 @@ class MadeUpBatches(Batches):
 
     @override
     async def results(self, id: str) -> AsyncGenerator[ResultLine, None]:
-        for each in self.made[id].lines:
+        for each in self.made[id].lines[: self.cut_after]:
             yield each
+        if self.cut_after is not None:
+            raise TransientError("cut off", type="connection")
 
     @override
     async def cancel(self, id: str) -> BatchInfo:
@@ -492,6 +496,31 @@ async def test_a_result_for_nobody_or_a_second_one_is_dropped_and_counted(collec
     lines += [lines[0], line(f"{ticket.id}-99"), line("")]
     assert len(results(await collecting.take(ticket))) == 1
     assert collecting.collector.counts["answered_late"] == 3
+
+
+async def test_after_results_were_cut_off_only_the_others_are_read_again(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.batches.collect.BACK_AT_ONCE", 1)
+    ticket = await submitted(collecting, 3)
+    collecting.provider.end(ticket.batch_id)
+    collecting.provider.cut_after = 2
+    *back, sent = await collecting.take(ticket)
+    assert results(back).keys() == {"id-0", "id-1"}
+    collecting.provider.cut_after = None
+    assert results(await collecting.take(collecting.read(sent))).keys() == {"id-2"}
+    assert collecting.collector.counts["answered_late"] == 0
+
+
+async def test_results_that_are_cut_off_after_the_last_end_the_batch(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.batches.collect.BACK_AT_ONCE", 1)
+    ticket = await submitted(collecting, 2)
+    collecting.provider.end(ticket.batch_id)
+    collecting.provider.cut_after = 2
+    assert results(await collecting.take(ticket)).keys() == {"id-0", "id-1"}
+    assert collecting.collector.counts["ended"] == 1
 
 
 async def test_a_batch_that_vanished_is_run_live(collecting: Collecting) -> None:
