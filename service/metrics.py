@@ -5,6 +5,7 @@ them in the event loop, and the SDK reads the sample in a thread. docs/metrics.m
 """
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -115,9 +116,9 @@ UNITS: Final = {
 }
 SCRAPED_FOR_S: Final = 0.5
 """Scrapes within this time get the same answer, because `/metrics` needs no key."""
-SWITCHED_AFTER_S: Final = 0.002
-"""For so long the event loop may wait for the thread that writes the answer, 30 ms for 16 lanes; Python's default is
-5 ms."""
+SWITCHED_AFTER_S: Final = 0.0005
+"""For so long the event loop may wait for the thread that writes the answer, time and again; Python's default is 5
+ms."""
 SAMPLED_EVERY_S: Final = 10.0
 
 
@@ -145,12 +146,12 @@ class Metrics:
         self._scraping = asyncio.Lock()
         self._scraped: tuple[float, bytes] = (float("-inf"), b"")
 
-    def add(self, source: Source) -> None:
-        self._sources.append(source)
+    def add(self, *sources: Source) -> None:
+        self._sources += sources
 
     async def run(self) -> None:
         while self._sends:
-            self._sample()
+            await self._sample()
             await asyncio.sleep(SAMPLED_EVERY_S)
 
     async def scrape(self) -> tuple[bytes, str]:
@@ -158,8 +159,14 @@ class Metrics:
         async with self._scraping:
             at_s, text = self._scraped
             if now_s() - at_s >= SCRAPED_FOR_S:
-                self._sample()
-                text = await asyncio.to_thread(generate_latest, self._registry)
+                await self._sample()
+                collects = gc.isenabled()
+                gc.disable()  # with thousands of series a collection in the thread stops the event loop for 10 ms
+                try:
+                    text = await asyncio.to_thread(generate_latest, self._registry)
+                finally:
+                    if collects:
+                        gc.enable()
                 self._scraped = now_s(), text
         return text, CONTENT_TYPE_LATEST
 
@@ -200,9 +207,10 @@ class Metrics:
         scopes = [ScopeMetrics(scope.scope, [*scope.metrics, *own], scope.schema_url), *found.scope_metrics[1:]]
         return MetricsData([ResourceMetrics(found.resource, scopes, found.schema_url), *data.resource_metrics[1:]])
 
-    def _sample(self) -> None:
+    async def _sample(self) -> None:
         samples: dict[str, list[tuple[Labels, Any]]] = {}
         for source in self._sources:
+            await asyncio.sleep(0)  # all of them together may take milliseconds
             for name, labels, value in source():
                 if isinstance(value, Histogram):
                     samples.setdefault(name, []).append((labels, (list(value.counts), value.sum, value.bounds)))

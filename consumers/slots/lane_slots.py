@@ -15,7 +15,7 @@ broker delivers the requests of other tenants behind them.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import islice
@@ -114,7 +114,7 @@ class LaneSlots:
     def in_hand(self) -> int:
         return sum(queue.waiting for queue in self.queues)
 
-    def snapshot(self) -> dict[str, dict[str, int]]:
+    def snapshot(self, tenants: Collection[str] | None = None) -> dict[str, dict[str, int]]:
         return {
             tenant: {
                 "running": sum(queue.running_of(tenant) for queue in self.queues),
@@ -123,6 +123,7 @@ class LaneSlots:
                 "set_aside": figures.set_aside,
             }
             for tenant, figures in self._figures.items()
+            if tenants is None or tenant in tenants
         }
 
 

@@ -87,7 +87,7 @@ async def _serve(
     from service.telemetry.exporters import resource_of
     from service.worker import running as worker
     from service.worker.assembly import assemble
-    from service.worker.figures import samples
+    from service.worker.figures import sources
     from service.worker.running import tune
 
     log = logger()
@@ -102,7 +102,7 @@ async def _serve(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )
         metrics = await stack.enter_async_context(measuring(resource_of(SERVICE_NAME), otlp_url=settings.metrics_url))
-        metrics.add(partial(samples, parts, tenants=settings.metrics.tenants, store_url=settings.store))
+        metrics.add(*sources(parts, tenants=settings.metrics.tenants, store_url=settings.store))
         gateway = None
         if new_keys is not None:
             client = await stack.enter_async_context(client_for(settings, Tracing(traces)))

@@ -653,7 +653,13 @@ async def assemble(
                 is_braked=pools.is_braked,
             ),
             watchdog=Watchdog(pools.made, unfetched=pools.unfetched, lost_slots=pools.lost_slots),
-            lengths=QueueLengths(broker.consuming, worked_lanes, names=names, heads=pools.heads),
+            lengths=QueueLengths(
+                broker.consuming,
+                worked_lanes,
+                names=names,
+                heads=pools.heads,
+                others=[lane for lane in all_lanes if lane not in worked_lanes],
+            ),
             dead_letters=DeadLetterLimits(
                 partial(OldestMessages, broker.consuming, names.dead),
                 store=store,

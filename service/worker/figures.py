@@ -1,19 +1,21 @@
 """What a worker tells of itself: in its answers to `lanekeeper status` and `GET /v1/lanes` (`status`), and as metrics
-(`samples`)."""
+(`sources`)."""
 
 import asyncio
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from consumers.slots.activity import WINDOWS, LaneActivity
+from consumers.slots.lane_slots import LaneSlots
 from consumers.spending import LANE, TENANT
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError
-from service.metrics import Sample, of_connection, of_publishes, of_store
+from service.metrics import Sample, Source, of_connection, of_publishes, of_store
 from service.status import packed
 from topology.broker.consume import Heads
 from topology.lanes import LaneSpec
@@ -39,12 +41,21 @@ class QueueLengths:
     fetching."""
 
     def __init__(
-        self, connection: Connection, lanes: Sequence[LaneSpec], *, names: Names, heads: Mapping[str, Heads]
+        self,
+        connection: Connection,
+        lanes: Sequence[LaneSpec],
+        *,
+        names: Names,
+        heads: Mapping[str, Heads],
+        others: Sequence[LaneSpec] = (),
     ) -> None:
+        """`others`: the lanes that this worker does not consume; it tells if nobody does."""
         self._connection = connection
+        self.others = others
+        self._intakes = {lane.name: names.intake(lane.name) for lane in (*lanes, *others)}
         self._queues = {lane.name: [names.intake(lane.name), names.due(lane.name)] for lane in lanes}
         self._heads = heads
-        self._others = (names.dead, names.batches)
+        self._others = (names.dead, names.batches, *(names.intake(lane.name) for lane in others))
         self._depths: Mapping[str, Depth] = {}
         self._empty_ms: dict[str, int] = {}
 
@@ -87,7 +98,7 @@ class QueueLengths:
         return self._heads[queues[0]].ready + sum(self._depths[queue].ready for queue in queues)
 
     def intake(self, lane: str) -> Depth | None:
-        return self._depths.get(self._queues[lane][0])
+        return self._depths.get(self._intakes[lane])
 
     def oldest_s(self, lane: str, *, delivered_ms: Mapping[str, int]) -> float | None:
         """How long the oldest new request of a lane waits, at most: it was published after the one that was delivered
@@ -140,15 +151,29 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
     }
 
 
-def samples(worker: "Worker", *, tenants: Collection[str], store_url: str) -> Iterator[Sample]:
-    """The worker's metrics; `tenants`: those that they may name."""
-    for lane, activity in zip(worker.lanes, worker.activities, strict=True):
-        yield from _of_lane(worker, lane, activity)
+def sources(worker: "Worker", *, tenants: Collection[str], store_url: str) -> list[Source]:
+    """The worker's metrics, in parts; `tenants`: those that they may name."""
+    named = frozenset(tenants)
+    return [
+        *(
+            partial(_of_lane, worker, lane, activity)
+            for lane, activity in zip(worker.lanes, worker.activities, strict=True)
+        ),
+        partial(_of_accounts, worker),
+        partial(_of_calls, worker.budgeting),
+        partial(_of_spending, worker, named),
+        *(partial(_of_tenants, lane, slots, named) for lane, slots in worker.lane_slots.items() if named),
+        partial(_of_process, worker, store_url),
+    ]
+
+
+def _of_process(worker: "Worker", store_url: str) -> Iterator[Sample]:
+    for lane in worker.lengths.others:
+        if (intake := worker.lengths.intake(lane.name)) is not None:
+            yield "lanekeeper.lane.waiting", {"lane": lane.name}, intake.ready
+            yield "lanekeeper.lane.consumers", {"lane": lane.name}, intake.consumers
     if (dead := worker.lengths.dead) is not None:
         yield "lanekeeper.dead_letters", {}, dead
-    yield from _of_accounts(worker)
-    yield from _of_calls(worker.budgeting)
-    yield from _of_spending(worker, frozenset(tenants))
     for name, connection in (("consume", worker.broker.consuming), ("publish", worker.broker.publishing)):
         yield from of_connection(name, connection)
     yield from of_publishes(worker.broker.publisher.times)
@@ -275,12 +300,12 @@ def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
             labels = {"kind": bound.reason, "name": bound.who, "what": bound.what}
             yield "lanekeeper.cap.limit", labels, bound.limit
             yield "lanekeeper.cap.used", labels, used
-    if tenants:
-        for name, slots in worker.lane_slots.items():
-            for tenant, figures in slots.snapshot().items():
-                if tenant in tenants:
-                    for what, value in figures.items():
-                        yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": name}, value
+
+
+def _of_tenants(lane: str, slots: LaneSlots, tenants: frozenset[str]) -> Iterator[Sample]:
+    for tenant, figures in slots.snapshot(tenants).items():
+        for what, value in figures.items():
+            yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": lane}, value
 
 
 def _removed(worker: "Worker") -> dict[str, int]:

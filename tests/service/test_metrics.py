@@ -94,7 +94,7 @@ async def test_the_same_figures_are_sent_over_otlp(monkeypatch: pytest.MonkeyPat
     metrics = Metrics(Resource({}), otlp_url="http://127.0.0.1:1/v1/metrics")
     metrics.add(lambda: [("lanekeeper.ready", {}, 1), ("lanekeeper.lane.run", {"lane": "batch"}, waits(0.1))])
     async with beside(metrics.run(), name="metrics"):
-        await asyncio.sleep(0)
+        await until(lambda: metrics._samples)
     await asyncio.to_thread(metrics.close)
 
     told = {metric.name: metric.data for metric in sent[-1].resource_metrics[0].scope_metrics[0].metrics}
