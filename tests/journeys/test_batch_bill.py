@@ -7,7 +7,7 @@ import pytest
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
 from service.status import look
-from service.worker.figures import samples
+from service.worker.figures import sources
 from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -58,7 +58,8 @@ async def test_the_providers_ledger_equals_what_is_told_of_lanes_and_tenants(vho
         assert saved_usd == pytest.approx(float(ledger.saved_usd))
         figures = {
             (name, *labels.values()): value
-            for name, labels, value in samples(parts, tenants={"ann"}, store_url="")
+            for source in sources(parts, tenants={"ann"}, store_url="")
+            for name, labels, value in source()
             if name.endswith(".saved_usd")
         }
         assert figures == {
