@@ -448,6 +448,7 @@ class CapsGate:
         counted. In each case, earlier calls of the same attempt that failed and may have to be paid for are counted
         too."""
         hold, attempted = self._held.pop(job, None), job.attempted
+        answer = outcome.answer if isinstance(outcome, Stepped) else outcome
         if hold is not None and job.batch is not None:
             is_in_message = job.hop.batch is not None and job.hop.batch.held != ()
             if outcome is None and attempted is None and is_in_message:
@@ -461,7 +462,7 @@ class CapsGate:
                     job.unsettled = partial(self.spending.correct, hold, Spent())
                 return
         used = Spent()
-        if isinstance(outcome, Answered):
+        if isinstance(answer, Answered):
             usage = None if attempted is None else attempted.usage
             tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
             used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)

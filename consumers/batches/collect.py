@@ -107,6 +107,7 @@ class Collector:
     _submitting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """A batch whose creation was not answered yet looks like one that nobody knows."""
     _unpacking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _at_work: set[str] = field(default_factory=set, init=False)
 
     @property
     def trouble(self) -> str | None:
@@ -167,16 +168,10 @@ class Collector:
         operation = "collect" if ticket.stage is Stage.SUBMITTED else "submit"
         requests = [item.message for item in ticket.items]
         with settler.tracing.batch(operation, requests, model=ticket.model, provider=ticket.provider) as span:
+            found: _Next | None = _Next(ticket, SURE_AFTER_MS)
             try:
-                match ticket.stage:
-                    case Stage.GATHERED:
-                        found = await self._submit(ticket)
-                    case Stage.ADOPTING:
-                        found = await self._adopt(ticket, is_repeated=delivery.redelivered)
-                    case Stage.SUBMITTED:
-                        found = await self._collect(ticket)
-                    case never:
-                        assert_never(never)
+                if ticket.id not in self._at_work:  # else it was published again, because of a confirm that was lost
+                    found = await self._work_on(ticket, is_repeated=delivery.redelivered)
             except* (BrokerError, StoreUnavailable):
                 raise
             except* Exception:  # by a fault of ours no request may stay in it beyond its deadline
@@ -197,6 +192,21 @@ class Collector:
         )
         self.waiting[ticket.id] = len(found.ticket.items), settler.now_ms() + found.delay_ms
         settler.failpoints.reach("after_submitted")
+
+    async def _work_on(self, ticket: Ticket, *, is_repeated: bool) -> _Next | None:
+        self._at_work.add(ticket.id)
+        try:
+            match ticket.stage:
+                case Stage.GATHERED:
+                    return await self._submit(ticket)
+                case Stage.ADOPTING:
+                    return await self._adopt(ticket, is_repeated=is_repeated)
+                case Stage.SUBMITTED:
+                    return await self._collect(ticket)
+                case never:
+                    assert_never(never)
+        finally:
+            self._at_work.discard(ticket.id)
 
     def _is_trusted(self, message: Message) -> bool:
         """Whether a worker has published it: nobody else may write to these exchanges."""

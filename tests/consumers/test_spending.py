@@ -12,7 +12,18 @@ from structlog.testing import capture_logs
 from consumers.gates import CapsGate
 from consumers.job import Attempted, Chain, Job
 from consumers.limits.base import Amounts
-from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
+from consumers.outcomes import (
+    Answered,
+    Batched,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    Stepped,
+)
 from consumers.providers.breakers import Breakers
 from consumers.spending import (
     TENANTS_COUNTED,
@@ -34,7 +45,7 @@ from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances
 from tests.support.virtual_time import virtually
-from topology.codec.headers import BatchHop, HopHeaders, hop_headers
+from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
 
 MODEL = "claude-sonnet-5-5"
 ESTIMATE = Amounts(1, 1000, 500)
@@ -225,6 +236,17 @@ async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against
     totals = ground.spending.totals()
     assert totals["lane"]["critical"] == totals["tenant"]["shop"] == Total(1, 1500, 0.02, 0.03)
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
+
+
+async def test_a_step_of_a_pipeline_is_counted_like_an_answer() -> None:
+    ground = Ground(lanes={"critical": Cap(usd=1)})
+    flow = FlowHop(step="second", deadline_ms=NOW_MS)
+    stepped = Stepped(flow=flow, state=b"", lane="critical", step="first", answer=ANSWERED)
+
+    await ground.through(ground.job(), stepped, usage=Amounts(1, 1500, 700), cost_usd=0.02)
+
+    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
+    assert ground.spending.totals()["lane"]["critical"] == Total(1, 2200, 0.02)
 
 
 async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:

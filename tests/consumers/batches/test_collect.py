@@ -1,6 +1,7 @@
 """What a collector does with a ticket in each of its states: the provider's batches are made up, and the broker is a
 list of what was published."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -91,6 +92,7 @@ class MadeUpBatches(Batches):
     async def list_since(self, ms: int) -> AsyncIterator[BatchInfo]:
         if self.failing is not None:
             raise self.failing
+        await asyncio.sleep(0)
         for batch in reversed(self.made.values()):
             if batch.info.created_ms >= ms:
                 yield batch.info
@@ -409,6 +411,16 @@ async def test_no_second_batch_is_made_if_the_worker_dies_when_it_has_looked_at_
     again = await collecting.again(await collecting.again(ticket, redelivered=True))
     assert again.candidates == ("msgbatch_2",)
     assert len(collecting.submitted()) == 2
+
+
+async def test_of_two_copies_of_a_ticket_one_at_a_time_is_worked_on(collecting: Collecting) -> None:
+    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    await asyncio.gather(collecting.take(ticket), collecting.take(ticket))
+    found = [collecting.read(sent) for sent in collecting.bench.publisher.sent]
+    assert {each.stage for each in found} == {Stage.SUBMITTED, Stage.ADOPTING}
+    (copy,) = (each for each in found if each.stage is Stage.ADOPTING)
+    assert (await collecting.again(copy)).batch_id == "msgbatch_1"
+    assert len(collecting.submitted()) == 1
 
 
 async def test_before_a_batch_is_made_of_fewer_requests_its_ticket_says_of_how_many(collecting: Collecting) -> None:
