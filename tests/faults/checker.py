@@ -92,6 +92,8 @@ class Called:
     outcome: str
     step: str = ""
     """In a pipeline, the numbers of the step and of the item: `2.1`."""
+    batch: str = ""
+    """The id of the provider's batch in which it was; empty: it was live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,7 @@ NEVER_ASKED = "never asked"
 OF_ANOTHER = "answer to another question"
 UNEXPECTED = "unexpected outcome"
 CALLED_AFTER_END = "called after it had ended"
+IN_TWO_BATCHES = "in two batches"
 CALLED_AFTER_STEP = "called after its step had ended"
 NOT_PARKED = "not parked"
 SLOTS_LOST = "slots lost"
@@ -340,6 +343,12 @@ def _of_identity(
     if ended_s is not None and any(call.at_s > ended_s for call in calls):
         late_s = max(call.at_s for call in calls) - ended_s
         found.append(Violation(CALLED_AFTER_END, identity, f"{late_s:.3f} s after its reply had come"))
+    answered: dict[str, str] = {}
+    for call in calls:
+        if call.batch and answered.setdefault(call.step, call.batch) != call.batch:
+            found.append(Violation(IN_TWO_BATCHES, identity, f"{call.batch}, after {answered[call.step]}"))
+        if call.batch and call.outcome != OK:
+            del answered[call.step]
     begun = ""  # a step begins once the outcomes of all before it are stored
     for call in calls:
         if (number := call.step.partition(".")[0]) < begun:

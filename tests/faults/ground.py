@@ -16,17 +16,18 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 from urllib.parse import urlsplit, urlunsplit
 
 from aiohttp import web
 
 from service.simulated.app import SimulatedAPI, SimulatedOptions
-from tests.faults.checker import NOT_POSTED, Called, Disturbed, History, Posted, Verdict, as_line, check
+from service.simulated.batches import BatchOptions
+from tests.faults.checker import NOT_POSTED, OK, Called, Disturbed, History, Posted, Verdict, as_line, check
 from tests.faults.load import EVERYTHING, PIPELINE, STEPS, Load, Mix
 from tests.faults.nodes import Cluster, Node, cluster, single
 from tests.faults.proxy import LOOPBACK, Proxy
@@ -268,8 +269,19 @@ PATIENT = {
 """Settings with which requests survive every fault: an attempt that hangs ends soon, and attempts do not run out."""
 SLOTS = {"critical": 3, "normal": 3, "batch": 2}
 """Few, so that requests wait for a slot after each fault, and tenants' requests are set aside."""
+BATCHES = {
+    "ENABLED": "true",
+    "COUNT": "10",
+    "WINDOW_S": "0.5",
+    "FIRST_POLL_S": "0.1",
+    # a request in a batch that hangs is run live after 15 s
+    "LEAST_S": "890",
+    "PROMOTE_S": "885",
+}
+OPTIONS = SimulatedOptions(keep_calls=200_000, batches=BatchOptions(processing_s=0.3))
 SETTINGS = {
     **PATIENT,
+    **{f"LANEKEEPER_LANES__BATCH__BATCHES__{name}": value for name, value in BATCHES.items()},
     **{f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(slots) for lane, slots in SLOTS.items()},
     f"LANEKEEPER_PIPELINES__{PIPELINE.upper()}__STEPS": json.dumps(STEPS),
     "LANEKEEPER_SPEAKERS": "guest,lanekeeper",
@@ -318,17 +330,24 @@ class Ground:
     def misbehave(self, **shares: float) -> None:
         """Let the provider fail these shares of its calls (`service/simulated/faults.py`); without arguments it works
         again."""
-        self.api.configure(SimulatedOptions(faults=shares, keep_calls=self.api.options.keep_calls))
+        self.api.configure(replace(self.api.options, faults=shares))
 
     def calls(self) -> list[Called]:
-        return [
-            Called(
-                at_s=call.started_s,
-                ended_s=call.ended_s,
-                identity=(words := call.prompt.partition(" ")[0].partition("/"))[0],
-                step=words[2],
-                outcome=call.outcome,
+        """Live ones, and what was asked in batches."""
+        in_batches = [
+            _called(
+                item.asked.prompt,
+                at_s=batch.began_s,
+                ended_s=None,
+                outcome=OK if item.fault is None else item.fault.name,
+                batch=batch.id,
             )
+            for batch in self.api.batches.all.values()
+            for item in batch.items
+            if item.asked is not None
+        ]
+        return in_batches + [
+            _called(call.prompt, at_s=call.started_s, ended_s=call.ended_s, outcome=call.outcome)
             for call in self.api.calls
             if call.prompt != "1"  # a worker's own call, which finds out whether the provider answers at all
         ]
@@ -352,6 +371,11 @@ class Ground:
         return [each for each in self.history.events if isinstance(each, Disturbed)]
 
 
+def _called(prompt: str, **how: Any) -> Called:
+    identity, _, step = prompt.partition(" ")[0].partition("/")
+    return Called(identity=identity, step=step, **how)
+
+
 @asynccontextmanager
 async def ground(
     on: str,
@@ -370,7 +394,7 @@ async def ground(
     written = History()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(BROKERS[on]())
-        api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(keep_calls=200_000)))
+        api = await stack.enter_async_context(SimulatedAPI(OPTIONS))
         provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
         store = await stack.enter_async_context(STORES[store_is]())
         stack.enter_context(stores())  # an environment for this worker, not for the whole test

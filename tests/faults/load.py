@@ -57,6 +57,8 @@ class Mix:
     """Its outcome is posted to a webhook as well."""
     piped: float = 0.0
     """It is a pipeline."""
+    batched: float = 0.5
+    """Of the requests of the lane `batch`: those that may be put into a provider's batch."""
     tenants: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
     """Their shares of the requests; without a name, the connection's user."""
 
@@ -114,10 +116,13 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> W
         body = {"id": identity, "prompt": script, "items": ITEMS}
         echoes = (f"echo: {identity}/{step} {script}" for step in ("1", *(f"2.{item}" for item in ITEMS)))
         words = f"echo: {identity}/3 {' '.join(echoes)}"
+    lane = rng.choices(list(mix.lanes), weights=list(mix.lanes.values()))[0]
+    if lane == "batch" and rng.random() >= mix.batched:
+        headers["x-lane-no-batch"] = True
     return Wish(
         identity=identity,
         tenant=tenant,
-        lane=rng.choices(list(mix.lanes), weights=list(mix.lanes.values()))[0],
+        lane=lane,
         body=body,
         words=words,
         headers=headers,
@@ -339,7 +344,8 @@ class Load:
                 for _ in range(count):
                     identity = self._next_id()
                     prompt = f"{identity} [[latency: {round(1000 * latency_s)}ms]]"
-                    wish = Wish(identity=identity, lane=lane, body={"prompt": prompt})
+                    live = {"x-lane-no-batch": True}
+                    wish = Wish(identity=identity, lane=lane, body={"prompt": prompt}, headers=live)
                     all_at_once.create_task(self._publish(wish, self._ask_for(wish, question=identity)))
 
     async def _ask(self) -> None:

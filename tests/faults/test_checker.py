@@ -40,8 +40,8 @@ def replied(question: str = "q", *, at_s: float = 1.0, code: str = OK, digest: s
     )
 
 
-def called(identity: str = "q", *, at_s: float = 0.5, outcome: str = OK, step: str = "") -> Called:
-    return Called(at_s=at_s, ended_s=at_s + 0.1, identity=identity, outcome=outcome, step=step)
+def called(identity: str = "q", *, at_s: float = 0.5, outcome: str = OK, step: str = "", batch: str = "") -> Called:
+    return Called(at_s=at_s, ended_s=at_s + 0.1, identity=identity, outcome=outcome, step=step, batch=batch)
 
 
 def fault(at_s: float, healed_s: float) -> Disturbed:
@@ -55,6 +55,11 @@ PIPED: tuple[Event, ...] = (asked(piped=True), published(), *STEPS, replied())
 
 def kinds(*events: Event, **how: Any) -> set[str]:
     return {each.kind for each in check(events, **how).violations}
+
+
+def test_a_request_may_be_in_another_batch_after_it_failed_in_one_and_live_after_it_was_in_one() -> None:
+    failed = (called(batch="one", outcome="overloaded"), called(at_s=0.6, batch="two"), called(at_s=0.7))
+    assert kinds(asked(), published(), *failed, replied()) == set()
 
 
 def test_a_correct_history_passes() -> None:
@@ -73,6 +78,7 @@ def test_a_correct_history_passes() -> None:
         (checker.TWO_BODIES, (*GOOD, asked("again", identity="q"), replied("again", identity="q", digest="other"))),
         (checker.NEVER_ASKED, (*GOOD, replied("stranger"))),
         (checker.NEVER_ASKED, (*GOOD, called("stranger"))),
+        (checker.IN_TWO_BATCHES, (*GOOD, called(batch="one"), called(at_s=0.6, batch="two"))),
         (checker.OF_ANOTHER, (asked(), published(), replied(identity="other"))),
         (checker.OF_ANOTHER, (asked(), published(), replied(text="echo: other"))),
         (checker.UNEXPECTED, (asked(), published(), replied(code="internal"))),
