@@ -248,8 +248,8 @@ def read_message(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage
         raise _wrong(f"type: allowed are {', '.join(FIELDS)}")
     if not found.keys() <= FIELDS[kind]:
         raise _wrong(f"{kind}: allowed are the fields {', '.join(sorted(FIELDS[kind]))}")
-    if kind == "submit" and not isinstance(found.get("body"), dict):
-        raise _wrong("submit: body: an object is needed")
+    if kind == "submit" and "body" not in found:
+        raise _wrong("submit: body: it is needed")
     if kind != "submit" and found.get("id") is None:
         raise _wrong(f"{kind}: id is needed")
     for name, (is_valid, wanted) in _VALUES.items():
