@@ -27,7 +27,7 @@ from consumers.job import Route
 from consumers.limits.base import BatchLimits
 from consumers.providers.batches import Batches
 from consumers.providers.breakers import Breakers
-from consumers.state.base import Store, StoreUnavailable
+from consumers.state.base import Completion, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -370,7 +370,7 @@ class Collector:
                 self._tell(ticket, "vanished")
                 return await self._all_live(ticket)
             log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
-            if len(returned) < len(ticket.items):
+            if not ticket.items or len(returned) < len(ticket.items):
                 left = await self._without(ticket, returned)
                 return self._later(left, least_ms=round(1000 * (error.retry_after_s or 0)))
         self._tell(ticket, "ended")
@@ -386,6 +386,7 @@ class Collector:
         """`returned`: gets what went back, also if reading the rest fails."""
         missing, size = {ticket.custom_id(item): item for item in ticket.items}, 0
         known = {f"{ticket.id}-{number}" for number in ticket.returned}
+        cancelled = {number for number, each in (await self._ended(ticket.items)).items() if each.code == "cancelled"}
         returning: list[Returning] = []
 
         async def send() -> None:
@@ -398,9 +399,12 @@ class Collector:
             async for line in lines:
                 if line.custom_id in known:
                     continue
-                if (item := missing.pop(line.custom_id, None)) is None:
-                    self.counts["answered_late"] += 1
-                    await self.count_late(ticket.items[0].lane, _route(ticket), line.line)
+                item = missing.pop(line.custom_id, None)
+                if item is None or item.number in cancelled:
+                    if line.kind not in NOT_RUN:
+                        self.counts["answered_late"] += 1
+                        await self.count_late(ticket.lane, _route(ticket), line.line)
+                    returning += [(item, None)] if item is not None else []
                     continue
                 self.counts[line.kind] += 1
                 returning.append((item, None if line.kind in NOT_RUN else line.line))
@@ -418,10 +422,14 @@ class Collector:
     async def _without_urgent(self, found: _Next) -> _Next | None:
         """Send back whose deadline comes near before the ticket does, and what was cancelled."""
         ticket, until_ms = found.ticket, self.settler.now_ms() + found.delay_ms
+        if not ticket.items and ticket.gathered_ms + KEPT_MS < until_ms:  # what it cost will not be known
+            return await self._finish(ticket)
         promote_ms = 1000 * self._spec(ticket).promote_s
         urgent = [item for item in ticket.items if item.deadline_ms - promote_ms <= until_ms]
         numbers = {item.number for item in urgent}
-        ended = await self._ended([item for item in ticket.items if item.number not in numbers])
+        others = [item for item in ticket.items if item.number not in numbers]
+        outcomes = await self._ended(others)
+        ended = [item for item in others if item.number in outcomes]
         if not urgent and not ended:
             return found
         leaving = (*urgent, *ended)
@@ -430,28 +438,32 @@ class Collector:
         await self.store.clear(ticket.id, [item.identity for item in leaving])
         gone = {item.number for item in leaving}
         left = tuple(item for item in ticket.items if item.number not in gone)
-        if left:
-            return replace(found, ticket=replace(ticket, items=left))
-        if ticket.batch_id and (batches := self.batches(ticket.provider)) is not None:
+        if not left:
+            if not ticket.batch_id or (batches := self.batches(ticket.provider)) is None:
+                return await self._finish(ticket)
             try:
                 await batches.cancel(ticket.batch_id)
                 self._tell(ticket, "cancelled")
-            except ProviderError as error:  # then it is paid for and ends for nobody
+            except ProviderError as error:  # then it ends for nobody
                 log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
-        return await self._finish(ticket)
+        # if nothing is left, the ticket waits for what the batch has answered already: it is paid for
+        return replace(found, ticket=replace(ticket, items=left))
 
-    async def _ended(self, items: Sequence[Item]) -> list[Item]:
-        """Those that have ended: they were cancelled."""
-        ended = []
+    async def _ended(self, items: Sequence[Item]) -> dict[int, Completion]:
+        """How those have ended that have, by their numbers: most were cancelled."""
+        ended: dict[int, Completion] = {}
         for at in range(0, len(items), ASKED_AT_ONCE):
             some = items[at : at + ASKED_AT_ONCE]
             found = await asyncio.gather(*(self.store.find(item.identity) for item in some))
-            ended += [item for item, each in zip(some, found, strict=True) if each is not None and each.completion]
+            ended |= {
+                item.number: each.completion
+                for item, each in zip(some, found, strict=True)
+                if each is not None and each.completion is not None
+            }
         return ended
 
     def _spec(self, ticket: Ticket) -> BatchSpec:
-        """A ticket has requests of one lane."""
-        return self.specs.get(ticket.items[0].lane, BatchSpec())
+        return self.specs.get(ticket.lane, BatchSpec())
 
     async def _all_live(self, ticket: Ticket) -> _Next | None:
         await self._back(ticket, [(item, None) for item in ticket.items])
@@ -513,7 +525,7 @@ class Collector:
     def _waits(self, ticket: Ticket) -> _Next | None:
         """While the provider may not be called, or its lane is paused, the ticket waits."""
         wait_s = self.breakers.wait_s(_route(ticket), asyncio.get_running_loop().time())
-        if wait_s <= 0 and self.breakers.brake.of("lane", ticket.items[0].lane) is None:
+        if wait_s <= 0 and self.breakers.brake.of("lane", ticket.lane) is None:
             return None
         return self._later(ticket, least_ms=round(1000 * wait_s))
 
@@ -530,7 +542,7 @@ class Collector:
         told = {"state": state, "requests": len(ticket.items), "provider": ticket.provider, "model": ticket.model}
         log.info(signals.BATCH_CHANGED, ticket=ticket.id, **told, **fields)
         id = fields.get("batch") or ticket.batch_id or ticket.id
-        self.settler.lifecycle.publish_batch(id, ticket.items[0].lane, **told)
+        self.settler.lifecycle.publish_batch(id, ticket.lane, **told)
 
 
 def _route(ticket: Ticket) -> Route:

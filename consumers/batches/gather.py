@@ -308,6 +308,7 @@ class Gatherer:
         for nth, part in enumerate(divided):
             ticket = Ticket(
                 id=id if len(divided) == 1 else f"{id}{nth:02x}",
+                lane=group.lane,
                 account=group.account,
                 provider=group.provider,
                 model=group.model,

@@ -52,10 +52,6 @@ class Item:
     tokens: int = 0
     """How many it is expected to use."""
 
-    @property
-    def lane(self) -> str:
-        return self.routing_key.partition(".")[0]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -63,6 +59,7 @@ class Ticket:
 
     id: str
     """Hex. The ids of the batch's requests begin with it. If the ticket was split, its parts' ids begin with it too."""
+    lane: str
     stage: Stage = Stage.GATHERED
     account: str
     provider: str
@@ -77,6 +74,7 @@ class Ticket:
     returned: tuple[int, ...] = ()
     """The numbers of those that went back to their lanes with their results, before reading the others failed."""
     items: tuple[Item, ...] = ()
+    """None: all have left, and it is only counted what the batch has cost."""
 
     def custom_id(self, item: Item) -> str:
         return f"{self.id}-{item.number}"
@@ -161,8 +159,8 @@ def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Itera
 
 
 _HEAD: Final = (
-    "id", "stage", "account", "provider", "model", "beta", "gathered_ms", "batch_id", "candidates", "requests", "polls",
-    "returned",
+    "id", "lane", "stage", "account", "provider", "model", "beta", "gathered_ms", "batch_id", "candidates", "requests",
+    "polls", "returned",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from consumers.batches.collect import KEPT_MS, SURE_AFTER_MS, TOO_LARGE, Collect
 from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
-from consumers.job import Job, Source
+from consumers.job import Job, Route, Source
 from consumers.limits.base import BatchLimits
 from consumers.providers.batches import Batches, BatchInfo, Kind, ResultLine
 from consumers.providers.breakers import Breakers
@@ -131,13 +131,20 @@ class Collecting:
             publisher=self.bench.publisher,
             settler=self.bench.settler,
             store=self.bench.store,
+            count_late=self.count_late,
         )
+        self.late: list[tuple[str, bytes]] = []
+        """What was paid for nothing: the lane and the line of the results."""
+
+    async def count_late(self, lane: str, _route: Route, line: bytes) -> None:
+        self.late.append((lane, line))
 
     async def gathered(self, *items: Item, id: str = "a" * 24, **fields: Any) -> Ticket:
         """A ticket as the gatherer publishes it."""
         await self.bench.store.gather(id, [item.identity for item in items], until_ms=NOW_MS + KEPT_MS)
         given: dict[str, Any] = {
-            "account": "anthropic/small", "provider": "anthropic", "model": "claude-haiku-5-5", "gathered_ms": NOW_MS,
+            "lane": "batch", "account": "anthropic/small", "provider": "anthropic", "model": "claude-haiku-5-5",
+            "gathered_ms": NOW_MS,
         }  # fmt: skip
         return Ticket(id=id, items=items, **given | fields)
 
@@ -631,7 +638,10 @@ async def test_by_a_fault_of_ours_no_request_stays_beyond_its_deadline(
     collecting.provider.failing = KeyError("a fault")  # type: ignore[assignment]
     assert (await collecting.again(ticket)).batch_id == ticket.batch_id
     collecting.now_ms = NOW_MS + HOUR_MS - 1800_000
-    assert results(await collecting.take(ticket)) == {"id-0": None}
+    *back, left = await collecting.take(ticket)
+    assert results(back) == {"id-0": None}
+    collecting.now_ms = NOW_MS + KEPT_MS
+    assert not await collecting.take(collecting.read(left))  # nor does what is left of it, without end
 
 
 async def test_what_was_submitted_is_collected_although_no_more_batches_can_be_made(collecting: Collecting) -> None:
@@ -666,9 +676,34 @@ async def test_a_cancelled_request_leaves_its_batch(collecting: Collecting) -> N
 async def test_if_all_its_requests_are_cancelled_the_batch_is(collecting: Collecting) -> None:
     ticket = await submitted(collecting, 2)
     await cancel(collecting, 0, 1)
-    assert results(await collecting.take(ticket)).keys() == {"id-0", "id-1"}
+    *back, _ = await collecting.take(ticket)
+    assert results(back).keys() == {"id-0", "id-1"}
     assert collecting.provider.cancelled == [ticket.batch_id]
+
+
+async def test_what_a_batch_answered_before_all_its_requests_left_is_counted(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 2)
+    await cancel(collecting, 0, 1)
+    left = collecting.read((await collecting.take(ticket))[-1])
+    left = await collecting.again(left)
+    assert not left.items
+    assert collecting.collector.requests_waiting == 0
+    assert collecting.provider.cancelled == [ticket.batch_id]
+    collecting.provider.end(ticket.batch_id, "succeeded", "canceled")
+    assert not await collecting.take(left)
+    assert collecting.late == [("batch", line(f"{ticket.id}-0").line)]
     assert collecting.bench.log[-1] == "ack"
+
+
+async def test_a_request_that_was_cancelled_when_its_batch_had_ended_is_paid_for_nothing(
+    collecting: Collecting,
+) -> None:
+    ticket = await submitted(collecting, 2)
+    await cancel(collecting, 1)
+    collecting.provider.end(ticket.batch_id)
+    assert results(await collecting.take(ticket)) == {"id-0": line(f"{ticket.id}-0").line, "id-1": None}
+    assert collecting.late == [("batch", line(f"{ticket.id}-1").line)]
+    assert (collecting.collector.counts["succeeded"], collecting.collector.counts["answered_late"]) == (1, 1)
 
 
 # ---- what is no ticket ----------------------------------------------------------------------------------------------

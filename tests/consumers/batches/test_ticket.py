@@ -16,6 +16,7 @@ from topology.codec.headers import carried
 
 def ticket(*items: Item, **fields: Any) -> Ticket:
     given: dict[str, Any] = {
+        "lane": "batch",
         "account": "anthropic",
         "provider": "anthropic",
         "model": "claude-haiku-4-5",
