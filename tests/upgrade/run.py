@@ -32,11 +32,14 @@ WITHIN_S = 120
 LANES = ("critical", "normal", "batch")
 
 
-def revision(given: str | None) -> str:
-    """The commit to upgrade from."""
+def revision(given: str | None) -> str | None:
+    """The commit to upgrade from; None if the clone has no earlier one."""
     if given is None:
         tagged = subprocess.run(["git", "describe", "--tags", "--abbrev=0"], cwd=HOUSE, capture_output=True, text=True)
         given = tagged.stdout.strip() or "HEAD~50"
+        known = subprocess.run(["git", "rev-parse", "--verify", "--quiet", given], cwd=HOUSE, capture_output=True)
+        if known.returncode:
+            return None
     return subprocess.check_output(["git", "rev-parse", "--short", given], cwd=HOUSE, text=True).strip()
 
 
@@ -112,6 +115,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="./dev upgrade-test", description=__doc__)
     parser.add_argument("revision", nargs="?")
     try:
-        main(revision(parser.parse_args().revision))
+        if (found := revision(parser.parse_args().revision)) is None:
+            print("SKIPPED: this clone has no earlier revision to upgrade from")
+            sys.exit(0)
+        main(found)
     except AssertionError as error:
         sys.exit(f"FAILED: {error}")
