@@ -100,7 +100,7 @@ class Collector:
     brake: str | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
-    to wait), and of requests in them (`succeeded`, `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`;
+    to wait; `unsubmitted`, `unread`: a call about one failed, and is made again), and of requests in them (`succeeded`, `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`;
     `answered_late`: the result of a request that had left)."""
     waiting: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
     """For each ticket that this process saw last: how many requests it has, and when it comes back (ms since 1970)."""
@@ -273,6 +273,7 @@ class Collector:
             if error.status not in SPLIT or len(ticket.items) == 1:  # alone it gets its own error, or its answer
                 return await self._all_live(ticket)
             return await self._split(ticket)
+        self.counts["unsubmitted"] += 1
         log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
         adopting = replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items))
         return self._later(adopting, least_ms=round(1000 * (error.retry_after_s or 0)))
@@ -311,6 +312,7 @@ class Collector:
                 if is_its is None:
                     left.append(id)
         except ProviderError as error:
+            self.counts["unsubmitted"] += 1
             log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
             return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
         if left:
@@ -369,6 +371,7 @@ class Collector:
             if isinstance(error, RejectedError) and error.status == 404:
                 self._tell(ticket, "vanished")
                 return await self._all_live(ticket)
+            self.counts["unread"] += 1
             log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
             if not ticket.items or len(returned) < len(ticket.items):
                 left = await self._without(ticket, returned)

@@ -385,6 +385,7 @@ async def test_a_redelivered_ticket_waits_until_a_creation_that_was_cut_off_has_
 ) -> None:
     collecting.provider.refusals = [TransientError("cut off", type="connection")]
     adopting = await collecting.again(await collecting.gathered(*items(2)))
+    assert collecting.collector.counts["unsubmitted"] == 1
     again = await collecting.again(adopting, redelivered=True)
     assert (again.stage, collecting.submitted()) == (Stage.ADOPTING, [])
 
@@ -526,6 +527,7 @@ async def test_after_results_were_cut_off_only_the_others_are_read_again(
     collecting.provider.cut_after = 2
     *back, sent = await collecting.take(ticket)
     assert results(back).keys() == {"id-0", "id-1"}
+    assert collecting.collector.counts["unread"] == 1
     collecting.provider.cut_after = None
     assert results(await collecting.take(collecting.read(sent))).keys() == {"id-2"}
     assert collecting.collector.counts["answered_late"] == 0
