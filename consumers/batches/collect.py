@@ -100,8 +100,9 @@ class Collector:
     brake: str | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
-    to wait; `unsubmitted`, `unread`: a call about one failed, and is made again), and of requests in them (`succeeded`, `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`;
-    `answered_late`: the result of a request that had left)."""
+    to wait; `unsubmitted`, `unread`: a call about one failed, and is made again), and of requests in them (`succeeded`,
+    `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`; `answered_late`: the result of a request that had
+    left)."""
     waiting: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
     """For each ticket that this process saw last: how many requests it has, and when it comes back (ms since 1970)."""
     _submitting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
