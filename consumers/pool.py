@@ -203,8 +203,8 @@ class Pool:
                             task = ending.create_task(self._take_job(job, self._paused), name=f"{queue} {delivery.tag}")
                             task.add_done_callback(lambda _: free.release())
                         free_bytes -= len(delivery.message.body)
-                        is_over = len(kept) == FRONT or free_bytes < 0 or time.monotonic() > until_s
-                        if is_over or self._stopping or self.brake is None:
+                        # A look that ends before the last that was returned before puts what it took behind that.
+                        if len(kept) == FRONT or free_bytes < 0 or time.monotonic() > until_s or self._stopping:
                             break
             finally:
                 for delivery in kept:

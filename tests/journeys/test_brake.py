@@ -144,7 +144,7 @@ async def test_in_a_paused_lane_what_is_late_is_answered_and_what_is_not_waits_i
     vhost: Vhost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the intake and in the queue of what comes back from a delay, however often the queues are looked at."""
-    monkeypatch.setattr(pausing, "LATE_EVERY_S", 0.2)
+    monkeypatch.setattr(pausing, "LATE_EVERY_S", 0.01)
     operator = Operator(vhost, tmp_path)
     async with serving(vhost, lanes={"batch": {"slots": 1}}) as worker, requester(vhost) as app:
         sent = {"x-lane-sent-ms": time.time_ns() // 1_000_000}
