@@ -53,6 +53,8 @@ class MadeUpBatches(Batches):
         self.cancelled: list[str] = []
         self.cut_after: int | None = None
         """After so many results no more can be read."""
+        self.asked_for_list, self.may_list = asyncio.Event(), asyncio.Event()
+        self.may_list.set()
 
     @override
     async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
@@ -92,7 +94,8 @@ class MadeUpBatches(Batches):
     async def list_since(self, ms: int) -> AsyncIterator[BatchInfo]:
         if self.failing is not None:
             raise self.failing
-        await asyncio.sleep(0)
+        self.asked_for_list.set()
+        await self.may_list.wait()
         for batch in reversed(self.made.values()):
             if batch.info.created_ms >= ms:
                 yield batch.info
@@ -423,10 +426,13 @@ async def test_no_second_batch_is_made_if_the_worker_dies_when_it_has_looked_at_
 
 async def test_of_two_copies_of_a_ticket_one_at_a_time_is_worked_on(collecting: Collecting) -> None:
     ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
-    await asyncio.gather(collecting.take(ticket), collecting.take(ticket))
-    found = [collecting.read(sent) for sent in collecting.bench.publisher.sent]
-    assert {each.stage for each in found} == {Stage.SUBMITTED, Stage.ADOPTING}
-    (copy,) = (each for each in found if each.stage is Stage.ADOPTING)
+    collecting.provider.may_list.clear()
+    first = asyncio.create_task(collecting.take(ticket))
+    await collecting.provider.asked_for_list.wait()
+    copy = await collecting.again(ticket)
+    assert copy.stage is Stage.ADOPTING
+    collecting.provider.may_list.set()
+    await first
     assert (await collecting.again(copy)).batch_id == "msgbatch_1"
     assert len(collecting.submitted()) == 1
 
