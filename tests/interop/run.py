@@ -24,7 +24,6 @@ import aiormq
 from jsonschema import Draft202012Validator
 from pamqp.common import FieldTable
 
-from benchmarks.harness.report import between
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.defaults import stores
 from tests.support.otlp import OtlpReceiver
@@ -35,7 +34,6 @@ from tests.support.waiting import until
 HOUSE = Path(__file__).parents[2]
 EXAMPLES = HOUSE / "examples"
 BUILT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lanekeeper", "interop")
-PAGE = HOUSE / "docs" / "clients.md"
 BUILD_S = 600
 RUN_S = 90
 LARGE_BYTES = 4096
@@ -395,12 +393,9 @@ async def main(broker: RunningBroker, only: list[str]) -> tuple[list[list[str]],
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="./dev interop", description=__doc__)
     parser.add_argument("languages", nargs="*", help="folders of examples/; without, all")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/clients.md")
     given = parser.parse_args()
     at = RunningBroker.at(os.environ["LANEKEEPER_AMQP_URL"], os.environ.get("LANEKEEPER_MANAGEMENT_URL"))
     found, failed = asyncio.run(main(at, given.languages))
     print(table(found))
     print(f"{len(found)} passed, {len(failed)} failed")
-    if given.write and not failed:
-        between(PAGE, table(found), command="./dev interop")
     sys.exit(1 if failed else 0)

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/settings.md from the declarations: `python -m tests.support.settings_page` writes them.
+"""Makes the lists of docs/settings.md from the declarations: `python -m tests.support.settings_page` writes them.
 
 A setting's description is the docstring below its field, with `Example:` at its end; without it the default is shown.
 """
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from service.cli.status import value_text
 from service.config.loading import ANY, SETTINGS, Place, allowed_values, is_section, plain, shown, variable
-from service.config.settings import Settings
+from service.config.settings import LimitsSettings, Settings
 from topology.lanes import DEFAULT_LANES
 
 PAGE = Path(__file__).parents[2] / "docs/settings.md"
@@ -57,11 +57,12 @@ TITLES = {
     "waiting": "Delayed requests",
     "dead": "Dead letters",
 }
+SAID_WITH_PROVIDERS = set(LimitsSettings.model_fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of a table: a setting, or the same setting of all lanes."""
+    """One line of a list: a setting, or the same setting of all lanes."""
 
     place: Place
     variable: str
@@ -88,32 +89,36 @@ def entries() -> list[Entry]:
     return found
 
 
-def tables() -> str:
+def lists() -> str:
     parts = []
     every = entries()
     for section, title in TITLES.items():
         rows = [each for each in every if (each.place[0] if len(each.place) > 1 else "") == section]
         assert rows, section
-        lines = [f"### {title}", "", "| setting | default (allowed) | what it does | example |", "|---|---|---|---|"]
-        parts.append("\n".join([*lines, *map(_row, rows)]))
+        if section == "budget":
+            rows = [each for each in rows if each.place[-1] not in SAID_WITH_PROVIDERS]
+        parts.append("\n".join([f"### {title}", "", *map(_row, rows)]))
     return "\n\n".join(parts) + "\n"
 
 
 def page() -> str:
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    return before + BEGIN + "\n" + tables() + "\n" + END + rest.partition(END)[2]
+    return before + BEGIN + "\n" + lists() + END + rest.partition(END)[2]
 
 
 def _row(entry: Entry) -> str:
     said = [_said(each) for each in entry.defaults]
-    defaults = ", ".join(f"`{each}`" for each in (said if len(set(said)) > 1 else said[:1])).replace("`none`", "none")
-    limits, text = _limits(entry.field), entry.text
+    defaults = ", ".join(f"`{each}`" for each in (said if len(set(said)) > 1 else said[:1])).replace("`none`", "")
+    text, limits, example = entry.text, _limits(entry.field), entry.example
+    if entry.place[0] == "providers" and entry.place[-1] in SAID_WITH_PROVIDERS:
+        text += f" Of the first provider: `LANEKEEPER_BUDGET__{entry.place[-1].upper()}`."
     if get_origin(entry.field.annotation) is Literal:
-        text, limits = f"{text} Allowed: {limits}.", ""
-    example = "" if entry.example in said else f"`{entry.example}`"
-    unit = "" if defaults == "none" else _unit(entry.place[-1])
-    cells = (f"`{entry.variable}`", f"{defaults} {unit} {limits}".strip().replace("  ", " "), text, example)
-    return "| " + " | ".join(each.replace("|", "\\|") for each in cells) + " |"
+        text += f" Allowed: {limits}."
+        limits = example = ""
+    unit = _unit(entry.place[-1]) if defaults else ""
+    default = " ".join(filter(None, (defaults, unit, limits)))
+    given = f" Example: `{example}`" if example not in ("", "true", "false", *said) else ""
+    return f"- `{entry.variable}`{f' ({default})' if default else ''}: {text}{given}"
 
 
 def _unit(name: str) -> str:
@@ -121,7 +126,7 @@ def _unit(name: str) -> str:
 
 
 def _limits(field: FieldInfo) -> str:
-    """What a number (`(1…100)`) or a choice of words may be."""
+    """What a number (`[1…100]`) or a choice of words may be."""
     allowed = allowed_values(field)
     if get_origin(field.annotation) is Literal:
         return allowed
@@ -133,7 +138,7 @@ def _limits(field: FieldInfo) -> str:
         ("from ", "" if " to " in numbers else "≥"),
     ):
         numbers = numbers.replace(words, sign)
-    return f"({numbers.replace('.0', '')})" if numbers else ""
+    return f"[{numbers.replace('.0', '')}]" if numbers else ""
 
 
 def _said(value: Any) -> str:
