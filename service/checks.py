@@ -90,12 +90,12 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
 
 
 async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
-    name = provider.name
+    name, shown = provider.name, _shown(settings, provider.name)
     try:
         async with asyncio.timeout(CALL_WITHIN_S):
             await provider.stream(unpublished("1", model=model, max_tokens=1), timeout_s=CALL_WITHIN_S, parts=None)
     except TimeoutError:
-        return f"{_shown(settings, name)}: no answer within {CALL_WITHIN_S:g} s; see {_address_setting(settings, name)}"
+        return f"{shown}: no answer within {CALL_WITHIN_S:g} s; see {_address_setting(settings, name)}"
     except (RateLimitedError, OverloadedError):
         return None  # the key is right, and the provider is only busy at the moment
     except AccountError as error:
@@ -103,15 +103,15 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
             why = f"no credentials for {name}: {one_line(error.__cause__)}"
             return f"{why}; set {key_setting(name)}, or what the house's own library looks for"
         setting = key_setting(name) if error.status in (401, 402, 403) else _address_setting(settings, name)
-        return f"{_shown(settings, name)}: {error.reason} ({error.detail}): see {setting}"
+        return f"{shown}: {error.reason} ({error.detail}): see {setting}"
     except RejectedError as error:
         if error.status == 403:
-            return f"{_shown(settings, name)} refuses {model!r} to this key ({error.detail}): see {key_setting(name)}"
+            return f"{shown} refuses {model!r} to this key ({error.detail}): see {key_setting(name)}"
         if error.status == 404:
-            return f"{_shown(settings, name)} has no model {model!r} ({error.detail}): see {_models_setting(name)}"
-        return f"{_shown(settings, name)} refuses a request for {model!r}: {error.detail}"
+            return f"{shown} has no model {model!r} ({error.detail}): see {_models_setting(name)}"
+        return f"{shown} refuses a request for {model!r}: {error.detail}"
     except ProviderError as error:
-        return f"{_shown(settings, name)}: {error.detail}; see {_address_setting(settings, name)}"
+        return f"{shown}: {error.detail}; see {_address_setting(settings, name)}"
     return None
 
 
@@ -217,37 +217,29 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
     providers."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
-    connection = connection_for("check", settings)
     try:
-        await connection.__aenter__()
+        async with connection_for("check", settings) as connection:
+            yield _broker(settings, connection)
+            if (publisher := await _publisher(settings, connection)) is not None:
+                yield publisher
+                for what in ("topology", "providers", "store", "bodies"):
+                    yield Finding(
+                        what, None, "not looked at: it concerns who works lanes, and this user may only publish"
+                    )
+                return
+            yield await _topology(settings, connection)
+            for finding in await replies(connection):
+                yield finding
+            async for risk in risks(settings, connection):
+                yield _told(settings, risk)
+            if why_no_provider is None and await _is_simulated(settings, connection):
+                why_no_provider = "not asked: the workers that run answer by a simulated one"
+    except BrokerBlocked as error:  # whatever else is asked of it would only time out
+        yield Finding("alarm", False, str(error))
     except BrokerError as error:
         yield Finding("broker", False, str(error))
         async for risk in risks(settings, None):
             yield _told(settings, risk)
-    else:
-        try:
-            yield _broker(settings, connection)
-            try:
-                publisher = await _publisher(settings, connection)
-            except BrokerBlocked as error:  # whatever else is asked of it would only time out
-                yield Finding("alarm", False, str(error))
-            else:
-                if publisher is not None:
-                    yield publisher
-                    for what in ("topology", "providers", "store", "bodies"):
-                        yield Finding(
-                            what, None, "not looked at: it concerns who works lanes, and this user may only publish"
-                        )
-                    return
-                yield await _topology(settings, connection)
-                for finding in await replies(connection):
-                    yield finding
-                async for risk in risks(settings, connection):
-                    yield _told(settings, risk)
-                if why_no_provider is None and await _is_simulated(settings, connection):
-                    why_no_provider = "not asked: the workers that run answer by a simulated one"
-        finally:
-            await connection.__aexit__(None, None, None)
     if why_no_provider is not None:
         yield Finding("providers", None, why_no_provider)
     else:
@@ -393,11 +385,8 @@ def of_transport(settings: Settings) -> Iterator[Finding]:
 def of_settings(settings: Settings) -> Iterator[Finding]:
     """The risks of the settings themselves, such as the AMQP user `guest`, or prompts in the log."""
     if "guest" in {urlsplit(url).username or "guest" for url in settings.broker_urls}:
-        yield Finding(
-            "broker user",
-            None,
-            "guest, whose password everybody knows: lanekeeper topology export --user worker:worker",
-        )
+        text = "guest, whose password everybody knows: lanekeeper topology export --user worker:worker"
+        yield Finding("broker user", None, text)
     if not settings.needs_user_id:
         yield Finding(
             "user_id",
@@ -406,20 +395,15 @@ def of_settings(settings: Settings) -> Iterator[Finding]:
             "set LANEKEEPER_REQUIRE_USER_ID=true",
         )
     if not settings.binds_replies:
-        yield Finding(
-            "replies",
-            None,
-            "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true",
-        )
+        text = "a request may have its reply sent into any queue: set LANEKEEPER_REPLY_TO__BOUND_TO_USER=true"
+        yield Finding("replies", None, text)
     if settings.log_content:
         yield Finding("log content", None, "the log may hold prompts and answers: leave LANEKEEPER_LOG_CONTENT out")
     if settings.failpoints:
         yield Finding("failpoints", None, "the worker dies on purpose: leave LANEKEEPER_FAILPOINTS out")
     if settings.webhooks.allow_private or settings.webhooks.allow_http:
-        what = (
-            "webhooks may call private addresses, or are not encrypted: leave LANEKEEPER_WEBHOOKS__ALLOW_PRIVATE and "
-        )
-        yield Finding("webhooks", None, f"{what}LANEKEEPER_WEBHOOKS__ALLOW_HTTP out")
+        out = "LANEKEEPER_WEBHOOKS__ALLOW_PRIVATE and LANEKEEPER_WEBHOOKS__ALLOW_HTTP"
+        yield Finding("webhooks", None, f"webhooks may call private addresses, or are not encrypted: leave {out} out")
 
 
 def of_file(settings: Settings) -> Iterator[Finding]:

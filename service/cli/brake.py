@@ -13,6 +13,7 @@ import typer
 
 from lanekeeper.contract import names as n
 from service.cli import options
+from service.cli.options import duration, instant, named
 from service.cli.process import connected, print_json, printable, run
 
 if TYPE_CHECKING:
@@ -24,18 +25,12 @@ ANSWERED_WITHIN_S = 5.0
 
 @options.taking
 def of_name(
-    lane: Annotated[str | None, typer.Option("--lane", metavar="LANE", help="A lane: no request of it starts.")] = None,
-    tenant: Annotated[str | None, typer.Option("--tenant", metavar="TENANT", help="A tenant, in all lanes.")] = None,
-    app: Annotated[
-        str | None, typer.Option("--app", metavar="APP", help="An application: the second word of its routing keys.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", metavar="MODEL", help="A model, at all providers.")] = None,
-    provider: Annotated[
-        str | None, typer.Option("--provider", metavar="PROVIDER", help="A provider: it is not called.")
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option("--schedule", metavar="NAME", help="A schedule: it publishes nothing.")
-    ] = None,
+    lane: Annotated[str | None, named("--lane", "LANE", "A lane: no request of it starts.")] = None,
+    tenant: Annotated[str | None, named("--tenant", "TENANT", "A tenant, in all lanes.")] = None,
+    app: Annotated[str | None, named("--app", "APP", "An application: the second word of its routing keys.")] = None,
+    model: Annotated[str | None, named("--model", "MODEL", "A model, at all providers.")] = None,
+    provider: Annotated[str | None, named("--provider", "PROVIDER", "A provider: it is not called.")] = None,
+    schedule: Annotated[str | None, named("--schedule", "NAME", "A schedule: it publishes nothing.")] = None,
 ) -> "Sequence[tuple[PauseKind, str]]":
     """The kind and the name of each that is given."""
     names: dict[PauseKind, str | None] = {
@@ -50,15 +45,10 @@ def of_name(
 def pause(
     settings: "Settings",
     named: "Sequence[tuple[PauseKind, str]]",
-    for_s: Annotated[
-        float | None, typer.Option("--for", parser=options.seconds, metavar="DURATION", help="For how long: 30m.")
-    ] = None,
-    until: Annotated[
-        datetime | None,
-        typer.Option("--until", parser=options.moment, metavar="TIME", help="Until when: 2026-11-21T18:00:00Z."),
-    ] = None,
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Why; requesters can be told it.")] = "",
-    who: Annotated[str, typer.Option("--who", metavar="NAME", help="Who; default: user and host.")] = "",
+    for_s: Annotated[float | None, duration("--for", "For how long: 30m.")] = None,
+    until: Annotated[datetime | None, instant("--until", "Until when: 2026-11-21T18:00:00Z.")] = None,
+    why: Annotated[str, named("--why", "TEXT", "Why; requesters can be told it.")] = "",
+    who: Annotated[str, named("--who", "NAME", "Who; default: user and host.")] = "",
     json: options.Json = False,
 ) -> None:
     """Pause a lane, tenant, application, model or provider: what it concerns waits in the broker, and deadlines go on.

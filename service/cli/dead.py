@@ -11,6 +11,7 @@ import typer
 
 from lanekeeper.contract.names import ERRORS, STRIPPED_ON_REPUBLISH
 from service.cli import options
+from service.cli.options import named
 from service.cli.process import FAILED, connected, print_json, printable, run, tell
 
 if TYPE_CHECKING:
@@ -36,8 +37,7 @@ def chosen(
     tenants: Tenants = None,
     causes: Annotated[list[str] | None, typer.Option("--cause", help="The cause, as `dead list` shows it.")] = None,
     since: Annotated[
-        str | None,
-        typer.Option("--since", metavar="TIME", help="Only later ones: a duration ago (2h) or a time (RFC 3339)."),
+        str | None, named("--since", "TIME", "Only later ones: a duration ago (2h) or a time (RFC 3339).")
     ] = None,
 ) -> "Filter":
     """The letters that these options choose. Raises typer.BadParameter."""
@@ -177,8 +177,7 @@ def replay(
     wanted: "Filter",
     everything: All = False,
     edit: Annotated[
-        Path | None,
-        typer.Option("--edit", metavar="PATCH.json", help="A JSON Merge Patch (RFC 7396) for the body of each."),
+        Path | None, named("--edit", "PATCH.json", "A JSON Merge Patch (RFC 7396) for the body of each.")
     ] = None,
     to_lane: Annotated[str | None, typer.Option("--to-lane", help="Run it in this lane.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Call this model.")] = None,

@@ -51,6 +51,21 @@ class Given(NamedTuple):
         return load_settings(self.config, for_calls=for_calls, **self.values)
 
 
+def named(name: str, metavar: str, help: str) -> Any:
+    """Declares an option; `metavar` stands for its value in `--help`."""
+    return typer.Option(name, metavar=metavar, help=help)
+
+
+def duration(name: str, help: str) -> Any:
+    """Declares an option whose value is a duration, in seconds."""
+    return typer.Option(name, parser=seconds, metavar="DURATION", help=help)
+
+
+def instant(name: str, help: str) -> Any:
+    """Declares an option whose value is a time with its zone."""
+    return typer.Option(name, parser=moment, metavar="TIME", help=help)
+
+
 def taking(make: Callable[..., object]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command, as its first parameter, what `make` returns for its own options: they become the command's."""
     own = signature(make).parameters

@@ -13,6 +13,7 @@ import typer
 
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
+from service.cli.options import duration, instant, named
 from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, tell
 from service.cli.webhooks import course
 
@@ -44,40 +45,24 @@ def send(
             help="What to ask; `-` reads standard input. For --type and --pipeline JSON, or else a text.",
         ),
     ],
-    lane: Annotated[
-        str | None, typer.Option("--lane", metavar="LANE", help="How urgent it is; default: the most urgent one.")
-    ] = None,
+    lane: Annotated[str | None, named("--lane", "LANE", "How urgent it is; default: the most urgent one.")] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
-    delay: Annotated[
-        float | None, typer.Option("--delay", parser=options.seconds, metavar="DURATION", help="Start not before: 10s.")
-    ] = None,
-    at: Annotated[
-        datetime | None,
-        typer.Option("--at", parser=options.moment, metavar="TIME", help="Start not before: 2026-11-21T18:00:00Z."),
-    ] = None,
+    delay: Annotated[float | None, duration("--delay", "Start not before: 10s.")] = None,
+    at: Annotated[datetime | None, instant("--at", "Start not before: 2026-11-21T18:00:00Z.")] = None,
     priority: Annotated[int, typer.Option("--priority", min=0, max=9, help="Within the lane; higher ones first.")] = 4,
     model: Annotated[str | None, typer.Option("--model", help="Default: the lane's.")] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Default: the lane's.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt.")] = None,
     id: Annotated[str | None, typer.Option("--id", help="The request's id; default: one is made.")] = None,
-    deadline: Annotated[
-        float | None, typer.Option("--deadline", parser=options.seconds, metavar="DURATION", help="Answer within: 30s.")
-    ] = None,
-    type: Annotated[
-        str | None, typer.Option("--type", metavar="HANDLER", help="The handler that answers, in place of a model.")
-    ] = None,
-    pipeline: Annotated[str | None, typer.Option("--pipeline", metavar="NAME", help="The pipeline to run.")] = None,
-    webhook: Annotated[
-        str | None, typer.Option("--webhook", metavar="URL", help="Where the outcome is posted.")
-    ] = None,
+    deadline: Annotated[float | None, duration("--deadline", "Answer within: 30s.")] = None,
+    type: Annotated[str | None, named("--type", "HANDLER", "The handler that answers, in place of a model.")] = None,
+    pipeline: Annotated[str | None, named("--pipeline", "NAME", "The pipeline to run.")] = None,
+    webhook: Annotated[str | None, named("--webhook", "URL", "Where the outcome is posted.")] = None,
     debounce: Annotated[
-        str | None,
-        typer.Option("--debounce", metavar="KEY", help="Of requests with one key only the last runs; needs --delay."),
+        str | None, named("--debounce", "KEY", "Of requests with one key only the last runs; needs --delay.")
     ] = None,
     tenant: options.Tenant = None,
-    key: Annotated[
-        str | None, typer.Option("--key", metavar="LANE.APP.TASK", help="The whole routing key, in place of --lane.")
-    ] = None,
+    key: Annotated[str | None, named("--key", "LANE.APP.TASK", "The whole routing key, in place of --lane.")] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="--no-wait: only publish, and print the id.")] = True,
     json: Annotated[
         bool, typer.Option("--json", help="Print the whole answer as JSON; with --stream, one line for each part.")
@@ -206,10 +191,7 @@ def result(
     settings: "Settings",
     id: Id,
     tenant: options.Tenant = None,
-    wait: Annotated[
-        float | None,
-        typer.Option("--wait", parser=options.seconds, metavar="DURATION", help="How long to wait for its end: 20s."),
-    ] = None,
+    wait: Annotated[float | None, duration("--wait", "How long to wait for its end: 20s.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
 ) -> None:
     """Print the answer to a request that was published before, by this command or any other client.

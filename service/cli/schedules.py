@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli import brake, options
+from service.cli.options import duration, named
 from service.cli.process import connected, print_json, printable, run
 
 if TYPE_CHECKING:
@@ -47,10 +48,8 @@ def run_now(settings: "Settings", name: Name, json: options.Json = False) -> Non
 def pause(
     settings: "Settings",
     name: Name,
-    for_s: Annotated[
-        float | None, typer.Option("--for", parser=options.seconds, metavar="DURATION", help="For how long: 30m.")
-    ] = None,
-    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Why.")] = "",
+    for_s: Annotated[float | None, duration("--for", "For how long: 30m.")] = None,
+    why: Annotated[str, named("--why", "TEXT", "Why.")] = "",
     json: options.Json = False,
 ) -> None:
     """Let a schedule publish nothing until `lanekeeper resume --schedule NAME`. What falls due meanwhile is missed.

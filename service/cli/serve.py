@@ -13,6 +13,7 @@ import typer
 
 from lanekeeper import __version__
 from service.cli import options
+from service.cli.options import named
 from service.cli.process import run_with_telemetry, stop_signals
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def serve(given: options.Given, simulate: Simulate = False) -> None:
 def consume(
     given: options.Given,
     lanes: Annotated[
-        list[str] | None,
-        typer.Option("--lane", metavar="LANE", help="Consume only this lane; can be repeated. Default: all."),
+        list[str] | None, named("--lane", "LANE", "Consume only this lane; can be repeated. Default: all.")
     ] = None,
     simulate: Simulate = False,
 ) -> None:
@@ -229,18 +229,13 @@ def new_key(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant of the requests made with the key.")],
     lanes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--lane",
-            metavar="LANE",
-            help="A lane that calls may name; can be repeated, the first is the default. Default: all.",
-        ),
+        named("--lane", "LANE", "A lane that calls may name; can be repeated, the first is the default. Default: all."),
     ] = None,
     models: Annotated[
         list[str] | None, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
     ] = None,
     expires: Annotated[
-        str | None,
-        typer.Option("--expires", metavar="TIME", help="When the key expires, such as 2027-01-31T18:00:00Z."),
+        str | None, named("--expires", "TIME", "When the key expires, such as 2027-01-31T18:00:00Z.")
     ] = None,
     operator: Annotated[
         OperatorRight | None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli import options
+from service.cli.options import duration, named
 from service.cli.process import FAILED, listening, run
 
 if TYPE_CHECKING:
@@ -35,9 +36,8 @@ def demo(settings: "Settings") -> None:
 def simulate(
     host: Annotated[str, typer.Option("--host", help="Where it listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="0: any free one.")] = PORT,
-    latency: Annotated[
-        float, typer.Option("--latency", parser=options.seconds, metavar="DURATION", help="How long an answer takes.")
-    ] = "0",  # type: ignore[assignment]  # typer parses defaults as it parses what is given
+    # the defaults of durations are text, because typer parses them too
+    latency: Annotated[float, duration("--latency", "How long an answer takes.")] = "0",  # type: ignore[assignment]
     tokens_per_s: Annotated[
         float | None, typer.Option(min=0.001, help="Speed of the output, in addition to the latency.")
     ] = None,
@@ -47,36 +47,15 @@ def simulate(
     requests_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000,
     input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = NO_LIMIT,
     output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = NO_LIMIT,
-    burst: Annotated[
-        float,
-        typer.Option(
-            "--burst",
-            parser=options.seconds,
-            metavar="DURATION",
-            help="How much time's worth of a limit its bucket holds.",
-        ),
-    ] = "60s",  # type: ignore[assignment]
+    burst: Annotated[float, duration("--burst", "How much time's worth of a limit its bucket holds.")] = "60s",  # type: ignore[assignment]
     fault: Annotated[
-        list[str] | None,
-        typer.Option("--fault", metavar="NAME=SHARE", help="A fault at random: overloaded=0.1; can be repeated."),
+        list[str] | None, named("--fault", "NAME=SHARE", "A fault at random: overloaded=0.1; can be repeated.")
     ] = None,
-    batch_time: Annotated[
-        float, typer.Option("--batch-time", parser=options.seconds, metavar="DURATION", help="How long a batch takes.")
-    ] = "0",  # type: ignore[assignment]
-    batch_item_time: Annotated[
-        float,
-        typer.Option(
-            "--batch-item-time",
-            parser=options.seconds,
-            metavar="DURATION",
-            help="In addition, for each of its requests.",
-        ),
-    ] = "0",  # type: ignore[assignment]
+    batch_time: Annotated[float, duration("--batch-time", "How long a batch takes.")] = "0",  # type: ignore[assignment]
+    batch_item_time: Annotated[float, duration("--batch-item-time", "In addition, for each of its requests.")] = "0",  # type: ignore[assignment]
     batch_fault: Annotated[
         list[str] | None,
-        typer.Option(
-            "--batch-fault", metavar="ENDPOINT NAME=SHARE", help="A fault of an endpoint of batches; can be repeated."
-        ),
+        named("--batch-fault", "ENDPOINT NAME=SHARE", "A fault of an endpoint of batches; can be repeated."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
 ) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from service.cli import options
+from service.cli.options import named
 from service.cli.process import FAILED, connected, print_json, run, tell
 
 if TYPE_CHECKING:
@@ -28,13 +29,11 @@ the second word of its routing keys."""
 
 For = Annotated[
     str | None,
-    typer.Option("--for", metavar="VERSION", help="RabbitMQ's version, such as 4.3; default: that of the broker."),
+    named("--for", "VERSION", "RabbitMQ's version, such as 4.3; default: that of the broker."),
 ]
 Users = Annotated[
     list[str] | None,
-    typer.Option(
-        "--user", metavar="NAME:ROLE[:LANES]", help="application, client, worker, operator, deployer; repeatable."
-    ),
+    named("--user", "NAME:ROLE[:LANES]", "application, client, worker, operator, deployer; repeatable."),
 ]
 
 
@@ -87,14 +86,9 @@ def plan(
 def apply(
     settings: "Settings",
     users: Users = None,
-    passwords: Annotated[
-        Path | None, typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD, one for each --user.")
-    ] = None,
+    passwords: Annotated[Path | None, named("--passwords", "FILE", "Lines NAME:PASSWORD, one for each --user.")] = None,
     remove_lanes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--remove-lane", metavar="LANE", help="Delete the queues of a lane that the settings do not have."
-        ),
+        list[str] | None, named("--remove-lane", "LANE", "Delete the queues of a lane that the settings do not have.")
     ] = None,
 ) -> None:
     """Declare what is missing on the broker. Nothing that exists is changed or deleted, and the command can be
@@ -147,8 +141,7 @@ def export(
     vhost: Annotated[str | None, typer.Option("--vhost", help="Default: the AMQP URL's.")] = None,
     users: Users = None,
     passwords: Annotated[
-        Path | None,
-        typer.Option("--passwords", metavar="FILE", help="Lines NAME:PASSWORD; missing ones are created and shown."),
+        Path | None, named("--passwords", "FILE", "Lines NAME:PASSWORD; missing ones are created and shown.")
     ] = None,
     no_users: Annotated[bool, typer.Option("--no-users", help="Exchanges, queues and bindings alone.")] = False,
 ) -> None:
