@@ -12,13 +12,14 @@ import secrets
 import signal
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Unpack
+from typing import Any, Unpack
 from urllib.parse import quote
 
 from anthropic import AnthropicError, AsyncAnthropic, DefaultAsyncHttpxClient
@@ -39,7 +40,7 @@ from lanekeeper.requests import Options
 from lanekeeper.telemetry import signals
 from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.loading import simulating, with_broker, with_store
-from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, LaneSettings, Settings
+from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings
 from service.private_broker import private_broker
 from service.side_tasks import beside
 from service.simulated.app import SimulatedAPI, SimulatedOptions
@@ -117,8 +118,8 @@ async def tell_story(settings: Settings) -> bool:
             show("the budget", f"promised is {promised}", is_well=False)
         act("the first load again, through one first-come queue")
         api.configure(api.options)  # resets the counts, so that the same faults occur again
-        every_slot = _with_batch_slots(settings, sum(lane.slots for lane in settings.lane_specs()))
-        settings = settings.model_copy(update={"lanes": every_slot})
+        every_slot = sum(lane.slots for lane in settings.lane_specs())
+        settings = _with_batch_lane(settings, slots=every_slot, slots_max=every_slot)
         async with working(settings, lanes=(BATCH.name,)) as (_, client):
             queued_s = await flood(client, queued, lane=BATCH.name)
         _show_flood(console, ("lanes", lanes, lanes_s), ("first come", queued, queued_s))
@@ -128,11 +129,10 @@ async def tell_story(settings: Settings) -> bool:
     if failed:
         console.print(f"FAILED: {', '.join(failed)}", style="bold red", highlight=False)
         return False
-    urgent, behind = lanes[CRITICAL.name].waits_ms, queued[CRITICAL.name].waits_ms
+    among, behind = ("{} (p95 {})".format(*_shown(run[CRITICAL.name].waits_ms, 0.5, 0.95)) for run in (lanes, queued))
+    text = f"waited {among} among {FLOOD} batch jobs; in one first-come queue {behind}."
     console.print(
-        f"OK: all {sum(SENT.values())} requests answered right. A critical chat waited "
-        f"{_ms(share_ms(urgent, 0.5))} (p95 {_ms(share_ms(urgent, 0.95))}) among {FLOOD} batch jobs; in one "
-        f"first-come queue {_ms(share_ms(behind, 0.5))} (p95 {_ms(share_ms(behind, 0.95))}).",
+        f"OK: all {sum(SENT.values())} requests answered right. A critical chat {text}",
         style="bold green",
         highlight=False,
     )
@@ -158,39 +158,30 @@ async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> 
 
 
 def _for_demo(settings: Settings) -> Settings:
-    """The user's settings with the default lanes, without limits or caps of a real provider, with short pauses before
-    retries, and with twelve slots for the batch lane, unless the user has set its slots."""
+    """The user's settings with the default lanes, without batches, limits or caps of a real provider, with short pauses
+    before retries, and with twelve slots for the batch lane, unless the user has set its slots."""
     ranks = {lane.name: lane.rank for lane in DEFAULT_LANES}
-    settings = settings.model_copy(
-        update={
-            "lanes": {
-                name: lane.model_copy(update={"enabled": name in ranks, "rank": ranks.get(name, lane.rank)})
-                for name, lane in settings.lanes.items()
-            }
-        }
-    )
-    has_slots = settings.lanes[BATCH.name].slots_max is not None
-    return settings.model_copy(
-        update={
-            "lanes": _live(settings.lanes if has_slots else _with_batch_slots(settings, BATCH_SLOTS)),
-            "retry": settings.retry.model_copy(update={"base_s": 0.2, "span_s": 6.0}),
-            "budget": BudgetSettings(),
-            "handlers": {"cut": HandlerSettings(run=f"{__name__}:{cut.__name__}")},
-            "pipelines": {"ingest": PipelineSettings(steps=INGEST)},
-            "caps": CapsSettings(),
-        }
-    )
+    live = BatchesSettings(enabled=False)
+    lanes = {
+        name: lane.model_copy(update={"enabled": name in ranks, "rank": ranks.get(name, lane.rank), "batches": live})
+        for name, lane in settings.lanes.items()
+    }
+    update = {
+        "lanes": lanes,
+        "retry": settings.retry.model_copy(update={"base_s": 0.2, "span_s": 6.0}),
+        "budget": BudgetSettings(),
+        "handlers": {"cut": HandlerSettings(run=f"{__name__}:{cut.__name__}")},
+        "pipelines": {"ingest": PipelineSettings(steps=INGEST)},
+        "caps": CapsSettings(),
+    }
+    settings = settings.model_copy(update=update)
+    has_slots = lanes[BATCH.name].slots_max is not None
+    return settings if has_slots else _with_batch_lane(settings, slots=BATCH_SLOTS, slots_max=BATCH_SLOTS)
 
 
-def _with_batch_slots(settings: Settings, slots: int) -> dict[str, LaneSettings]:
-    batch = settings.lanes[BATCH.name].model_copy(update={"slots": slots, "slots_max": slots})
-    return {**settings.lanes, BATCH.name: batch}
-
-
-def _live(lanes: Mapping[str, LaneSettings]) -> dict[str, LaneSettings]:
-    """These lanes without batches, for which the acts do not wait."""
-    off = BatchesSettings(enabled=False)
-    return {name: lane.model_copy(update={"batches": off}) for name, lane in lanes.items()}
+def _with_batch_lane(settings: Settings, **update: Any) -> Settings:
+    batch = settings.lanes[BATCH.name].model_copy(update=update)
+    return settings.model_copy(update={"lanes": {**settings.lanes, BATCH.name: batch}})
 
 
 # ---- what the acts share ---------------------------------------------------------------------------------------------
@@ -213,9 +204,13 @@ async def working(settings: Settings, *, lanes: tuple[str, ...] = ()) -> AsyncIt
             stop.set()
 
 
-async def _answer(client: Client, prompt: str, *, key: str, **options: Unpack[Options]) -> Final | None:
+async def _answer(
+    client: Client, body: str | bytes | dict[str, str], *, key: str, **options: Unpack[Options]
+) -> Final | None:
+    """The answer to a prompt, or to a whole body; None if there is none."""
+    asked = {"prompt": body} if isinstance(body, str) else body
     with suppress(LanekeeperError):
-        return await client.request({"prompt": prompt}, key=key, timeout_s=ANSWER_WITHIN_S, **options)
+        return await client.request(asked, key=key, timeout_s=ANSWER_WITHIN_S, **options)
     return None
 
 
@@ -353,17 +348,8 @@ async def ingested(client: Client, api: SimulatedAPI) -> tuple[str, bool]:
     parts = [f"part-{number} of the document" for number in range(PARTS)]
     document = json.dumps("\n\n".join([*parts[:-1], f"{parts[-1]} [[fault: overloaded x1]]"])).encode()
 
-    async def ask() -> Final | None:
-        with suppress(LanekeeperError):
-            return await client.request(
-                document,
-                key=f"{NORMAL.name}.demo.ingest",
-                message_id="document",
-                headers={PIPELINE: "ingest"},
-                timeout_s=ANSWER_WITHIN_S,
-            )
-        return None
-
+    key, headers = f"{NORMAL.name}.demo.ingest", {PIPELINE: "ingest"}
+    ask = partial(_answer, client, document, key=key, message_id="document", headers=headers)
     final = await ask()
     took_s, calls = asyncio.get_running_loop().time() - began_s, len(api.calls) - before
     found = [] if final is None else re.findall(r"part-(\d+)", final.text)
@@ -486,19 +472,16 @@ PROCESSING_S = 2.0
 async def in_batches(settings: Settings) -> tuple[str, bool]:
     """Send a bulk job, of which the provider leaves a few requests unanswered. Returns what it cost, and whether each
     requester got its own answer and the provider's bill says the same."""
-    bulk = settings.lanes[BATCH.name].model_copy(update={"batches": BatchesSettings(enabled=True)})
     options = SimulatedOptions(batches=BatchOptions(processing_s=PROCESSING_S))
     async with SimulatedAPI(options) as api:
-        settings = simulating(settings.model_copy(update={"lanes": {**settings.lanes, BATCH.name: bulk}}), api.base_url)
+        settings = simulating(_with_batch_lane(settings, batches=BatchesSettings(enabled=True)), api.base_url)
         async with working(settings, lanes=(BATCH.name,)) as (parts, client):
 
             async def ask(number: int) -> bool:
                 mark = f"request {number} of the bulk job. [[tokens: {BULK_TOKENS}]]"
                 prompt = f"{mark} [[fault: expired x1]]" if number % 50 == 7 else mark
-                final = None
-                with suppress(LanekeeperError):
-                    body = {"prompt": prompt, "model": BULK_MODEL}
-                    final = await client.request(body, key=f"{BATCH.name}.demo.bulk", timeout_s=ANSWER_WITHIN_S)
+                body = {"prompt": prompt, "model": BULK_MODEL}
+                final = await _answer(client, body, key=f"{BATCH.name}.demo.bulk")
                 return final is not None and mark in final.text
 
             right = sum(await asyncio.gather(*map(ask, range(BULK))))
@@ -691,7 +674,7 @@ async def _watch(console: Console, scores: Scores) -> None:
         while True:
             table = _table("lane", "sent", "answered", "retried", "wait p50", "p95")
             for lane, score in scores.items():
-                waits = (_ms(share_ms(score.waits_ms, share)) for share in (0.5, 0.95))
+                waits = _shown(score.waits_ms, 0.5, 0.95)
                 table.add_row(lane, str(score.asked), str(score.right), str(score.retried), *waits)
             live.update(table, refresh=True)
             await asyncio.sleep(REDRAW_S)
@@ -707,7 +690,7 @@ def _show_flood(console: Console, *runs: tuple[str, Scores, float]) -> None:
                 lane,
                 f"{score.right}/{score.expected}",
                 str(score.retried),
-                *(_ms(share_ms(score.waits_ms, share)) for share in (0.5, 0.95, 1.0)),
+                *_shown(score.waits_ms, 0.5, 0.95, 1.0),
                 "" if number else f"{total_s:.1f} s",
             )
     console.print(table)
@@ -723,7 +706,7 @@ def _show_budget(console: Console, gated: Spending, ungated: Spending) -> None:
     for name, spent in (("the budget gate", gated), ("whoever calls first", ungated)):
         table.add_row(
             name,
-            *(_ms(share_ms(spent.waits_ms, share)) for share in (0.5, 0.95)),
+            *_shown(spent.waits_ms, 0.5, 0.95),
             str(spent.answered),
             str(spent.refused),
             f"{spent.calls / max(1, spent.answered):.2f}",
@@ -742,5 +725,6 @@ def _table(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def _ms(value: int) -> str:
-    return f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"
+def _shown(waits_ms: list[int], *shares: float) -> Iterator[str]:
+    for value in (share_ms(waits_ms, share) for share in shares):
+        yield f"{value} ms" if value < 10_000 else f"{value / 1000:.1f} s"
