@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
-from service.config.value_types import Disagreement, Section, mask, wrong
+from service.config.value_types import Disagreement, Section, clash, mask, wrong
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _RUN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
@@ -42,7 +42,7 @@ class HandlerSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.run is None:
-            yield Disagreement("is not set: the function, as module:function", at=(("run",),))
+            yield clash("is not set: the function, as module:function", "run")
 
     def spec(self, name: str) -> HandlerSpec:
         return HandlerSpec(
@@ -95,13 +95,13 @@ class PipelineSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if not self.steps:
-            yield Disagreement("has no steps", at=(("steps",),))
+            yield clash("has no steps", "steps")
         known = [INPUT]
         later = [step.name for step in self.steps]
         for step in self.steps:
             later = later[1:]
             for text in _wrong_in(step, known, later):
-                yield Disagreement(f"step {step.name[:40]!r}: {text}", at=(("steps",),))
+                yield clash(f"step {step.name[:40]!r}: {text}", "steps")
             known.append(step.name)
 
     def spec(self, name: str) -> PipelineSpec:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 
 from consumers.flows.webhooks import WebhookSpec, is_host
-from service.config.value_types import Disagreement, Number, Section, words, wrong
+from service.config.value_types import Disagreement, Number, Section, clash, words, wrong
 
 SECRET_BYTES = range(24, 65)
 """What Standard Webhooks allows."""
@@ -56,9 +56,7 @@ class WebhooksSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.allow_hosts and not self.secrets:
-            yield Disagreement(
-                "needs LANEKEEPER_WEBHOOKS__SECRETS, because receivers must see who has posted", at=(("allow_hosts",),)
-            )
+            yield clash("needs LANEKEEPER_WEBHOOKS__SECRETS, because receivers must see who has posted", "allow_hosts")
 
     def spec(self) -> WebhookSpec:
         return WebhookSpec(

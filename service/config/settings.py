@@ -57,6 +57,7 @@ from service.config.value_types import (
     ShareTable,
     StoreUrl,
     UserNames,
+    clash,
     each_of,
     mask_url,
     not_empty,
@@ -93,10 +94,10 @@ class BatchesSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.promote_s >= self.least_s:
-            yield Disagreement(
-                f"promote_s ({self.promote_s:g}) is not below least_s ({self.least_s:g}): no batch would be waited for",
-                at=(("promote_s",), ("least_s",)),
+            text = (
+                f"promote_s ({self.promote_s:g}) is not below least_s ({self.least_s:g}): no batch would be waited for"
             )
+            yield clash(text, "promote_s", "least_s")
 
 
 class LaneSettings(Section):
@@ -150,20 +151,14 @@ class LaneSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.models is not None and self.model not in self.models:
-            yield Disagreement(
-                f"models leaves out the lane's own model, {self.model}; add it, or set another model",
-                at=(("models",), ("model",)),
-            )
+            text = f"models leaves out the lane's own model, {self.model}; add it, or set another model"
+            yield clash(text, "models", "model")
         if self.slots_min is not None and self.slots_min > self.slots:
-            yield Disagreement(
-                f"slots_min ({self.slots_min}) is above slots ({self.slots}); lower it, or set more slots",
-                at=(("slots_min",), ("slots",)),
-            )
+            text = f"slots_min ({self.slots_min}) is above slots ({self.slots}); lower it, or set more slots"
+            yield clash(text, "slots_min", "slots")
         if self.slots_max is not None and self.slots_max < self.slots:
-            yield Disagreement(
-                f"slots_max ({self.slots_max}) is below slots ({self.slots}); raise it, or set fewer slots",
-                at=(("slots_max",), ("slots",)),
-            )
+            text = f"slots_max ({self.slots_max}) is below slots ({self.slots}); raise it, or set fewer slots"
+            yield clash(text, "slots_max", "slots")
 
     def spec(self, name: str) -> LaneSpec:
         values = self.model_dump(exclude={"enabled", "providers", "models", "batches"})
@@ -226,14 +221,11 @@ class TlsSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.key_file is not None and self.cert_file is None:
-            yield Disagreement("key_file is given without cert_file", at=(("key_file",),), by=(("cert_file",),))
+            yield clash("key_file is given without cert_file", "key_file", by=("cert_file",))
         try:
             self.given_context()
         except (ssl.SSLError, OSError) as error:
-            yield Disagreement(
-                f"ca_file, cert_file or key_file cannot be used: {error}",
-                at=(("ca_file",), ("cert_file",), ("key_file",)),
-            )
+            yield clash(f"ca_file, cert_file or key_file cannot be used: {error}", "ca_file", "cert_file", "key_file")
 
     def given_context(self) -> ssl.SSLContext | None:
         """The TLS context for https. None if no file is set: then the HTTP library's default is used."""
@@ -301,10 +293,8 @@ class WaitingSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.per_tenant > self.in_all:
-            yield Disagreement(
-                f"per_tenant ({self.per_tenant}) is above in_all ({self.in_all}); lower it, or raise in_all",
-                at=(("per_tenant",), ("in_all",)),
-            )
+            text = f"per_tenant ({self.per_tenant}) is above in_all ({self.in_all}); lower it, or raise in_all"
+            yield clash(text, "per_tenant", "in_all")
 
 
 class DeadSettings(Section):
@@ -341,9 +331,7 @@ class RetrySettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.base_s > self.cap_s:
-            yield Disagreement(
-                f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})", at=(("base_s",), ("cap_s",))
-            )
+            yield clash(f"base_s ({self.base_s:g}) is above cap_s ({self.cap_s:g})", "base_s", "cap_s")
 
 
 WEB = ("https://", "http://")
@@ -565,22 +553,22 @@ class ProviderSettings(LimitsSettings):
     claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
 
     def disagreements(self) -> Iterator[Disagreement]:
-        needs, kind = _NEEDS[self.kind], (("kind",),)
+        needs = _NEEDS[self.kind]
         for name in needs:
             if name != "api_key" and getattr(self, name) is None:
-                yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=((name,),), by=kind)
+                yield clash(f"not set; a provider of kind {self.kind} needs it", name, by=("kind",))
         for name in ("region", "project"):
             if name not in needs and getattr(self, name) is not None:
-                yield Disagreement(f"a provider of kind {self.kind} has none; remove it", at=((name,),), by=kind)
+                yield clash(f"a provider of kind {self.kind} has none; remove it", name, by=("kind",))
 
         if self.models is not None and not self.models:
-            yield Disagreement("names no model; where it has all of them, leave it out", at=(("models",),))
+            yield clash("names no model; where it has all of them, leave it out", "models")
 
     def missing_for_calls(self) -> Iterator[Disagreement]:
         """Find missing settings that only a process which calls providers needs. In other processes they may be
         missing, because an application may use the same settings file without the provider's key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
-            yield Disagreement(f"not set; a provider of kind {self.kind} needs it", at=(("api_key",),), by=(("kind",),))
+            yield clash(f"not set; a provider of kind {self.kind} needs it", "api_key", by=("kind",))
 
 
 class MetricsSettings(Section):

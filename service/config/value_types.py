@@ -45,6 +45,11 @@ class Disagreement:
         )
 
 
+def clash(text: str, *fields: str, by: tuple[str, ...] = ()) -> Disagreement:
+    """A disagreement between fields of one section."""
+    return Disagreement(text, at=tuple((field,) for field in fields), by=tuple((field,) for field in by))
+
+
 class Section(BaseModel):
     """A group of settings. Unknown fields are refused."""
 
