@@ -10,21 +10,15 @@ this process; each row is one run.
 import argparse
 import asyncio
 import random
-import tempfile
 import time
-from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
 import uvloop
-from pydantic import SecretStr
 
-from benchmarks.harness.processes import broker
+from benchmarks.harness.worker import worker
 from lanekeeper import Client
 from service.config.flows import HandlerSettings
-from service.config.loading import simulating, with_broker, with_store
-from service.config.settings import Settings
-from service.demo import working
 
 COUNTS, WINDOWS_MS = (10, 20, 50), (10, 20, 50)
 SLOTS = 64
@@ -80,34 +74,25 @@ async def measure(options: argparse.Namespace) -> None:
         for count in COUNTS
         for window_ms in WINDOWS_MS
     }
-    with tempfile.TemporaryDirectory() as folder:
-        async with broker() as url:
-            settings = Settings.model_validate(
-                {
-                    "handlers": handlers,
-                    "lanes": {"critical": {"slots": SLOTS, "slots_max": SLOTS}},
-                    "anthropic_api_key": SecretStr("sk-ant-simulated"),
-                }
-            )
-            settings = with_broker(settings, url, namespace="bench-embeddings")
-            settings = simulating(with_store(settings, f"sqlite:///{Path(folder) / 'store'}"), "http://127.0.0.1:1")
-            async with working(settings) as (_, client):
-                await asked(client, "alone", rate=50, seconds=1)
-                for rate in options.rates:
-                    for name in handlers:
-                        endpoint.calls = 0
-                        took_ms = await asked(client, name, rate=rate, seconds=options.seconds)
-                        cuts = quantiles(took_ms, n=20)
-                        print(
-                            f"{rate}/s {name}: {len(took_ms)} requests, {endpoint.calls} calls "
-                            f"({len(took_ms) / endpoint.calls:.1f} each), p50 {cuts[9]:.0f} ms, p95 {cuts[18]:.0f} ms"
-                        )
-                for name in handlers:
-                    endpoint.calls, began_s = 0, time.monotonic()
-                    await asyncio.gather(*(one(client, name) for _ in range(options.bulk)))
-                    took_s = time.monotonic() - began_s
-                    each = options.bulk / endpoint.calls
-                    print(f"{options.bulk} at once {name}: {endpoint.calls} calls ({each:.1f} each), {took_s:.1f} s")
+    lanes = {"critical": {"slots": SLOTS, "slots_max": SLOTS}}
+    nobody = "http://127.0.0.1:1"
+    async with worker(nobody, namespace="bench-embeddings", handlers=handlers, lanes=lanes) as client:
+        await asked(client, "alone", rate=50, seconds=1)
+        for rate in options.rates:
+            for name in handlers:
+                endpoint.calls = 0
+                took_ms = await asked(client, name, rate=rate, seconds=options.seconds)
+                cuts = quantiles(took_ms, n=20)
+                print(
+                    f"{rate}/s {name}: {len(took_ms)} requests, {endpoint.calls} calls "
+                    f"({len(took_ms) / endpoint.calls:.1f} each), p50 {cuts[9]:.0f} ms, p95 {cuts[18]:.0f} ms"
+                )
+        for name in handlers:
+            endpoint.calls, began_s = 0, time.monotonic()
+            await asyncio.gather(*(one(client, name) for _ in range(options.bulk)))
+            took_s = time.monotonic() - began_s
+            each = options.bulk / endpoint.calls
+            print(f"{options.bulk} at once {name}: {endpoint.calls} calls ({each:.1f} each), {took_s:.1f} s")
 
 
 if __name__ == "__main__":

@@ -10,23 +10,17 @@ the time of all calls, as the provider saw them, in all slots from the first cal
 import argparse
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import uvloop
-from pydantic import SecretStr
 
-from benchmarks.harness.processes import broker
+from benchmarks.harness.worker import worker
 from consumers.flows.pipelines import StepSpec
 from lanekeeper import Client
 from lanekeeper.contract.names import PIPELINE
 from service.config.flows import PipelineSettings
-from service.config.loading import simulating, with_broker, with_store
-from service.config.settings import Settings
-from service.demo import working
 from service.simulated.app import Call, SimulatedAPI, SimulatedOptions
 
 AT_ONCE = 16
@@ -50,52 +44,42 @@ async def many(
 
 
 async def measure(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        async with broker() as url, SimulatedAPI(SimulatedOptions(latency_ms=0)) as api:
-            settings = Settings.model_validate(
-                {
-                    "pipelines": {
-                        "three": PipelineSettings(steps=THREE),
-                        "all": PipelineSettings(steps=FAN_OUT),
-                    },
-                    "lanes": {
-                        "batch": {"slots": options.slots, "slots_max": options.slots, "batches": {"enabled": False}},
-                        # the steps after the first come from the due queue, which has a quarter of the slots
-                        "critical": {"slots": 4 * AT_ONCE, "slots_max": 4 * AT_ONCE},
-                    },
-                    "anthropic_api_key": SecretStr("sk-ant-simulated"),
-                }
-            )
-            settings = with_store(
-                with_broker(settings, url, namespace="bench-pipelines"), f"sqlite:///{Path(folder) / 'store'}"
-            )
-            async with working(simulating(settings, api.base_url)) as (_, client):
-                await many(client, AT_ONCE, {})
-                requests_s = await many(client, options.requests, {})
-                steps_s = await many(client, options.requests // 3, {PIPELINE: "three"})
-                print(
-                    f"a request {1000 * requests_s / options.requests:.2f} ms, a step "
-                    f"{1000 * steps_s / options.requests:.2f} ms, {AT_ONCE} at a time"
-                )
-                api.configure(SimulatedOptions(latency_ms=options.latency_ms))
-                process = psutil.Process()
-                resident = most = process.memory_info().rss
-                body = json.dumps([f"item {number}" for number in range(options.items)]).encode()
-                asking = asyncio.create_task(
-                    client.request(body, key="batch.bench.all", headers={PIPELINE: "all"}, timeout_s=3600)
-                )
-                while not asking.done():
-                    most = max(most, process.memory_info().rss)
-                    await asyncio.sleep(0.1)
-                joined_s = time.monotonic()
-                await asking
-                text, last_s = busy(list(api.calls)[-options.items :], options.slots)
-                print(
-                    f"a fan-out of {options.items} items: {text}, joined {joined_s - last_s:.1f} s later; "
-                    f"resident memory {resident / 2**20:.0f} MiB before, at most {most / 2**20:.0f} MiB"
-                )
-                await many(client, options.items, {}, key="batch.bench.ask", at_once=options.items)
-                print(f"{options.items} requests instead: {busy(list(api.calls)[-options.items :], options.slots)[0]}")
+    lanes = {
+        "batch": {"slots": options.slots, "slots_max": options.slots, "batches": {"enabled": False}},
+        # the steps after the first come from the due queue, which has a quarter of the slots
+        "critical": {"slots": 4 * AT_ONCE, "slots_max": 4 * AT_ONCE},
+    }
+    pipelines = {"three": PipelineSettings(steps=THREE), "all": PipelineSettings(steps=FAN_OUT)}
+    async with (
+        SimulatedAPI(SimulatedOptions(latency_ms=0)) as api,
+        worker(api.base_url, namespace="bench-pipelines", lanes=lanes, pipelines=pipelines) as client,
+    ):
+        await many(client, AT_ONCE, {})
+        requests_s = await many(client, options.requests, {})
+        steps_s = await many(client, options.requests // 3, {PIPELINE: "three"})
+        print(
+            f"a request {1000 * requests_s / options.requests:.2f} ms, a step "
+            f"{1000 * steps_s / options.requests:.2f} ms, {AT_ONCE} at a time"
+        )
+        api.configure(SimulatedOptions(latency_ms=options.latency_ms))
+        process = psutil.Process()
+        resident = most = process.memory_info().rss
+        body = json.dumps([f"item {number}" for number in range(options.items)]).encode()
+        asking = asyncio.create_task(
+            client.request(body, key="batch.bench.all", headers={PIPELINE: "all"}, timeout_s=3600)
+        )
+        while not asking.done():
+            most = max(most, process.memory_info().rss)
+            await asyncio.sleep(0.1)
+        joined_s = time.monotonic()
+        await asking
+        text, last_s = busy(list(api.calls)[-options.items :], options.slots)
+        print(
+            f"a fan-out of {options.items} items: {text}, joined {joined_s - last_s:.1f} s later; "
+            f"resident memory {resident / 2**20:.0f} MiB before, at most {most / 2**20:.0f} MiB"
+        )
+        await many(client, options.items, {}, key="batch.bench.ask", at_once=options.items)
+        print(f"{options.items} requests instead: {busy(list(api.calls)[-options.items :], options.slots)[0]}")
 
 
 def busy(calls: Sequence[Call], slots: int) -> tuple[str, float]:

@@ -60,28 +60,20 @@ def overloads(results: Sequence[Result]) -> str:
 
 
 def bounds(results: Sequence[Result]) -> str:
-    """A table of each lane's waits beside those at other gates, and of the comparison, request by request, with an
-    account of the lane's own."""
-    head = ["", "lane", "waits p50 / p95 / p99, s", "clairvoyant", "strict order", "own account"]
+    """A table of each lane's waits, and of the comparison, request by request, with an account of the lane's own."""
+    head = ["", "lane", "waits p50 / p95 / p99, s", "own account"]
     more = ["later than in its own (at most, s)", "least of its reserve in 4 min, %"]
     return aligned([[*head, *more], *(row for each in results for row in _beside(each))])
 
 
 def _beside(result: Result) -> Iterator[list[str]]:
-    clairvoyant, strict = guarantees.clairvoyant(result), guarantees.without_reserves(result, by_lane=True)
     for lane in LANES:
-        reserve = guarantees.reserve(result, lane)
-        least = "-" if reserve.least is None else f"{100 * reserve.least:.0f} of {reserve.windows} windows"
-        row = [result.scenario.name, lane, _short(result.waits(lane)), "-", "-", "-", "-", least]
-        if lane in clairvoyant:
+        reserve, beside = guarantees.reserve(result, lane), ["-", "-"]
+        if lane != LANES[-1]:
             own = guarantees.beside_own(result, lane)
-            row[3:7] = [
-                _short(clairvoyant[lane]),
-                _short(Spread.of(strict[lane])),
-                f"{_short(own.waits)} ({own.own})",
-                f"{own.late} of {own.count} ({own.latest_s:.2f})",
-            ]
-        yield row
+            beside = [f"{_short(own.waits)} ({own.own})", f"{own.late} of {own.count} ({own.latest_s:.2f})"]
+        least = "-" if reserve.least is None else f"{100 * reserve.least:.0f} of {reserve.windows} windows"
+        yield [result.scenario.name, lane, _short(result.waits(lane)), *beside, least]
 
 
 def _short(found: Spread) -> str:

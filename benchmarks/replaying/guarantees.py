@@ -1,14 +1,12 @@
-"""Checks the guarantees of docs/budget.md request by request, and computes bounds for comparison. Pure."""
+"""Checks the guarantees of docs/budget.md request by request. Pure."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from benchmarks.replaying.bounds import Clairvoyant, Own, own_starts_s, starts_s
+from benchmarks.replaying.bounds import Own, own_starts_s
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.result import Result, Spread
-from benchmarks.replaying.scenarios import LANES
 from consumers.limits.base import Amounts
 
 SAME_S = 0.05
@@ -55,31 +53,11 @@ def beside_own(result: Result, lane: str, own: Own | None = None) -> Beside:
     return Beside(
         lane=lane,
         own=own,
-        waits=_waits(asks, starts),
+        waits=Spread.of([start_s - ask.arrived_s for ask, start_s in zip(asks, starts, strict=True)]),
         count=len(asks),
         late=sum(seconds > SAME_S for seconds in later),
         latest_s=max(later, default=0.0),
     )
-
-
-def clairvoyant(result: Result) -> dict[str, Spread]:
-    """The waits of critical and normal if everything were known in advance."""
-    future = Clairvoyant(result.load.limits, bucket_s=result.scenario.bucket_s)
-    found = {}
-    for lane in LANES[:2]:
-        asks = [ask for ask in result.of(lane) if ask.counts]
-        found[lane] = _waits(asks, future.place(asks))
-    return found
-
-
-def without_reserves(result: Result, *, by_lane: bool) -> dict[str, list[float]]:
-    """The waits of critical and normal without reserves and with exact estimates; see `starts_s`."""
-    lines = {lane: [ask for ask in result.of(lane) if ask.counts] for lane in LANES[:2]}
-    starts = starts_s(result.scenario, lines, by_lane=by_lane)
-    return {
-        lane: [at_s - ask.arrived_s for ask, at_s in zip(line, starts[lane], strict=True)]
-        for lane, line in lines.items()
-    }
 
 
 def reserve(result: Result, lane: str) -> Reserve:
@@ -105,7 +83,3 @@ def reserve(result: Result, lane: str) -> Reserve:
 def _started_s(ask: Ask) -> float:
     """When the answered call was sent; infinite if the request was not answered within the replay."""
     return float("inf") if ask.started_s is None else ask.started_s
-
-
-def _waits(asks: Sequence[Ask], starts: Sequence[float]) -> Spread:
-    return Spread.of([start_s - ask.arrived_s for ask, start_s in zip(asks, starts, strict=True)])

@@ -105,8 +105,6 @@ class Load:
     ends_s: float
     """When the recorded requests end. After that, only batch jobs come."""
     limits: Amounts
-    demand: Mapping[str, Amounts]
-    """For each lane, and each limit: the lane's demand divided by the limit."""
     jobs: Iterator[Recorded]
     """The sizes of batch jobs, without end."""
 
@@ -121,8 +119,8 @@ def load(scenario: Scenario) -> Load:
         SERVICE[service]: _copied([each for each in requests if first_s <= each.at_s < last_s], scenario.copies, rng)
         for service, requests in recorded().items()
     }
-    asked = {lane: _per_minute(requests, last_s - first_s) for lane, requests in cut.items()}
-    most = max(sum(each) / limit for *each, limit in zip(*asked.values(), LIMITS, strict=True))
+    asked = [_per_minute(requests, last_s - first_s) for requests in cut.values()]
+    most = max(sum(each) / limit for *each, limit in zip(*asked, LIMITS, strict=True))
     limits = Amounts(*(round(limit * most / scenario.demand) for limit in LIMITS))
     asks = [
         _ask(lane, each.at_s - first_s, each.input_tokens, each.output_tokens, rng)
@@ -134,10 +132,6 @@ def load(scenario: Scenario) -> Load:
         asks=sorted(asks, key=lambda ask: ask.arrived_s),
         ends_s=last_s - first_s,
         limits=limits,
-        demand={
-            lane: Amounts(*(each / limit for each, limit in zip(amounts, limits, strict=True)))
-            for lane, amounts in asked.items()
-        },
         jobs=_jobs(scenario),
     )
 
@@ -147,7 +141,7 @@ def _steady(scenario: Scenario, steady: Steady) -> Load:
     while (at_s := at_s + rng.expovariate(steady.per_s)) < steady.lasts_s:
         call_s = steady.long_s if rng.random() < 1 / 8 else steady.short_s
         asks.append(Ask(rng.choice(LANES), at_s, 1000, 100, body_bytes=4000, call_s=call_s))
-    return Load(asks=asks, ends_s=steady.lasts_s, limits=Amounts(1e9, 1e12, 1e12), demand={}, jobs=iter(()))
+    return Load(asks=asks, ends_s=steady.lasts_s, limits=Amounts(1e9, 1e12, 1e12), jobs=iter(()))
 
 
 def job(size: Recorded, at_s: float, rng: random.Random) -> Ask:
