@@ -56,6 +56,7 @@ from topology.broker.notices import Notices
 MESSAGE_BYTES = 4096
 KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, *n.WEBHOOK_COMMANDS, n.STATUS_KEY)
 SHOWN = 80
+BEHIND = "cancellations are waiting to be recorded"
 FAULTS_AT_MOST = 5
 """A control message that causes an internal error at each of this many deliveries is refused at the last of them. It is
 not delivered again, because a worker that has just connected takes no requests until the control queue is empty."""
@@ -344,9 +345,9 @@ class Control:
         )
         self._displaced_throttle = LogThrottle()
         self.displaced = 0
-        self._is_behind = True
-        """True while the control queue may have old cancellations, which were sent when no worker was connected or when
-        the store was unavailable, so that no request should be worked on yet."""
+        self.behind: str | None = BEHIND
+        """Not None while the control queue may have old cancellations, which were sent when no worker was connected or
+        when the store was unavailable, so that no request should be worked on yet."""
         self._received = 0
         self._in_hand: set[int] = set()
         self._done: list[Delivery] = []
@@ -356,14 +357,10 @@ class Control:
     def trouble(self) -> str | None:
         return self._deliveries.trouble
 
-    @property
-    def behind(self) -> str | None:
-        return "cancellations are waiting to be recorded" if self._is_behind else None
-
     async def run(self) -> None:
         async with aclosing(self._deliveries.sessions()) as sessions:
             async for session in sessions:
-                self._is_behind = True
+                self.behind = BEHIND
                 self._busy_at_s = asyncio.get_running_loop().time()
                 catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
                 try:
@@ -410,9 +407,8 @@ class Control:
         await self._settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
-        """Find out when the cancellations that waited in the control queue are recorded: set `_is_behind` to False when
-        the queue was found empty, or `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, set `_is_behind` to
-        True and begin again. This method runs until it is cancelled.
+        """Find out when the cancellations that waited in the control queue are recorded: the queue was found empty, or
+        `CATCH_UP_WITHIN_S` is over. If the store becomes unavailable, begin again. Runs until it is cancelled.
 
         The broker is polled, because it does not announce that a queue is empty. The queue must be found empty twice,
         and no message may arrive in between, because a message on its way to this worker is counted neither by the
@@ -422,16 +418,18 @@ class Control:
         empty_after: int | None = None
         while True:
             if self._claiming.is_away:
-                self._is_behind, end_s, empty_after = True, loop.time() + CATCH_UP_WITHIN_S, None
-            elif self._is_behind:
+                self.behind, end_s, empty_after = BEHIND, loop.time() + CATCH_UP_WITHIN_S, None
+            elif self.behind is not None:
                 waiting = await self._waiting(session)
                 if waiting and loop.time() >= end_s:
                     log.warning(signals.CONTROL_BEHIND, waiting=waiting, waited_s=CATCH_UP_WITHIN_S)
-                    self._is_behind = False
+                    self.behind = None
                 elif waiting:
                     empty_after = None
+                elif empty_after == self._received:
+                    self.behind = None
                 else:
-                    self._is_behind, empty_after = empty_after != self._received, self._received
+                    empty_after = self._received
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:

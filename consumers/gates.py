@@ -15,8 +15,7 @@ from consumers.decoding import Decoding
 from consumers.job import Attempted, Decoded, Interruptible, Job, Reserved, Route
 from consumers.large_bodies import Fetching
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
-from consumers.limits.budgets import Budgets
-from consumers.limits.estimates import Estimates, UsageClass, task_of
+from consumers.limits.budgets import Budgets, Estimates, UsageClass, task_of
 from consumers.outcomes import (
     LATER_MS,
     Answered,

@@ -141,11 +141,16 @@ class Job:
         taken_ms: int,
         speakers: Collection[str] = (),
     ) -> None:
-        self.delivery = delivery
-        self.lane = lane
-        self.source = source
-        self.id = delivery.message.message_id or uuid.uuid4().hex
         message, headers = delivery.message, delivery.message.headers
+        self.delivery = delivery
+        self.message = message
+        self.lane = lane
+        self.lane_name = lane.name if lane else "none"
+        self.source = source
+        self.trusted = source is not Source.REQUESTER
+        self.id = message.message_id or uuid.uuid4().hex
+        self.routing_key = message.routing_key
+        self.app = app_of(message.routing_key)
         if self.trusted:
             self.hop = read_hop(headers)
             message.priority = original_priority(message.priority)
@@ -202,10 +207,6 @@ class Job:
         return tracing.trace_id_of(self.span, self.message.headers)
 
     @property
-    def trusted(self) -> bool:
-        return self.source is not Source.REQUESTER
-
-    @property
     def is_item(self) -> bool:
         """Whether it is an item of a pipeline's fan-out. It has no reply, and is no dead letter."""
         return self.hop.flow is not None and self.hop.flow.item_of != ""
@@ -247,22 +248,6 @@ class Job:
             nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
             dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
         )
-
-    @property
-    def message(self) -> Message:
-        return self.delivery.message
-
-    @property
-    def lane_name(self) -> str:
-        return self.lane.name if self.lane else "none"
-
-    @property
-    def routing_key(self) -> str:
-        return self.message.routing_key
-
-    @property
-    def app(self) -> str:
-        return app_of(self.routing_key)
 
     @property
     def attempts(self) -> int:

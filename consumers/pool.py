@@ -4,7 +4,7 @@ request at a time.)
 The prefetch of the consumer equals the number of slots, so that no delivery waits in a worker: a delivery that waited
 there would run before later messages of higher priority, which the broker still holds (docs/facts.md, section 2). The
 exception is a lane that several tenants use: while all its slots are taken, deliveries may wait in the worker, and
-`consumers/slots/lane_slots.py` decides whose delivery gets the next slot.
+`consumers/slots/admission.py` decides whose delivery gets the next slot.
 """
 
 import asyncio
@@ -18,8 +18,7 @@ from consumers.lifecycle import record
 from consumers.outcomes import Outcome, ended
 from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import PausedAdmitter, QueueAdmitter
-from consumers.slots.lane_slots import Admission, LaneSlots
+from consumers.slots.admission import Admission, LaneSlots, PausedAdmitter, QueueAdmitter
 from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals

@@ -1,10 +1,8 @@
 """The values with which other code uses a provider's budget: amounts, settings, reservations, forecasts of waits, and
 what a response says about limits."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -161,15 +159,11 @@ class Waiting:
 
 # ---- what a response says --------------------------------------------------------------------------------------------
 
-MOST_LIMIT: Final = 1e12
-FARTHEST_RESET_S: Final = 86_400.0
-"""All headers about a limit are ignored if its `reset` is further away, because a bucket refills within a minute."""
 ROUNDED_BY: Final = (1.0, 500.0, 500.0)
 """By how much the header `remaining` may be below the true value: tokens are rounded to thousands."""
 ROUNDED_UP_BY: Final = (0.0, 500.0, 500.0)
 LEAST_LIMITS: Final = (1.0, 1000.0, 1000.0)
 """Lower limits per minute in a provider's headers are ignored: no account has them, and they would block all calls."""
-_HEADERS: Final = ("requests", "input-tokens", "output-tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,44 +209,3 @@ class Feedback:
 
 
 NO_FEEDBACK: Final = Feedback(kind=Kind.FAILED)
-
-
-def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
-    """Read the limits from a response's headers, `anthropic-ratelimit-{requests,input-tokens,output-tokens}-` followed
-    by `limit` (per minute), `remaining` or `reset` (docs/facts.md, section 10). Impossible values are ignored. Returns
-    None if the headers say nothing about limits. `headers`: the values by name in lower case, in a dict, because a
-    look-up in httpx2's own type searches all headers; `now_s`: seconds since 1970."""
-    found = RateHeaders(*(_bucket_headers(headers, index, now_s) for index in range(3)))
-    return found if any(header.limit or header.remaining is not None for header in found) else None
-
-
-def _bucket_headers(headers: Mapping[str, str], index: int, now_s: float) -> BucketHeaders:
-    prefix = f"anthropic-ratelimit-{_HEADERS[index]}-"
-    reset = headers.get(f"{prefix}reset")
-    if reset is not None and not _is_near(reset, now_s):
-        return BucketHeaders()
-    limit = _number(headers.get(f"{prefix}limit"))
-    remaining = _number(headers.get(f"{prefix}remaining"))
-    if limit is not None and limit < LEAST_LIMITS[index]:
-        return BucketHeaders()
-    if limit is not None and remaining is not None and remaining > limit:
-        remaining = limit if remaining <= limit + ROUNDED_UP_BY[index] else None
-    return BucketHeaders(limit=limit, remaining=remaining)
-
-
-def _number(text: str | None) -> float | None:
-    if text is None or len(text) > 20 or not text.isascii():
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and 0 <= value < MOST_LIMIT else None
-
-
-def _is_near(text: str, now_s: float) -> bool:
-    try:
-        since = datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        return False
-    return abs(since - now_s) <= FARTHEST_RESET_S

@@ -1,4 +1,4 @@
-"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`).
+"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`account.py`).
 
 A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
 refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
@@ -9,9 +9,8 @@ reserved and did not use.
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from consumers.limits.account import Account, Waiter
+from consumers.limits.account import Account, Bucket, Waiter, flows_in_s
 from consumers.limits.base import CONCURRENCY, NOTHING, REASONS, Amounts, Wait
-from consumers.limits.bucket import Bucket, flows_in_s
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -107,7 +106,7 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 
 class _Line:
     """Computes how long a request of one lane waits for one bucket, behind other requests of that lane. For the
-    requests before it only the sum of their amounts counts; for the request itself the bucket's rule (`bucket.py`) is
+    requests before it only the sum of their amounts counts; for the request itself the bucket's rule (`account.py`) is
     applied."""
 
     def __init__(

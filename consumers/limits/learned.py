@@ -29,7 +29,6 @@ from math import inf
 from typing import Any, Final, NamedTuple, TypeVar
 
 from consumers.limits.base import INPUT, ROUNDED_UP_BY, AccountCaps, Amounts, RateHeaders
-from consumers.limits.bucket import Size
 
 PATIENCE_S = 5.0
 """Refusals (429) within this time lower limits or sizes only once, because calls that began before may still be refused
@@ -168,6 +167,18 @@ class Adaptive:
 
 
 # ---- sizes of buckets ------------------------------------------------------------------------------------------------
+
+
+class Size(NamedTuple):
+    """The size of one token bucket of a provider's account."""
+
+    burst_s: float
+    lost_part: float
+    """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
+    our bucket could become fuller than the provider's. If the provider's bucket is not larger than ours, it is full as
+    well, and begins to refill only when the call arrives at the provider, but ours begins when the call begins. The
+    time between these differs from call to call."""
+
 
 UNKNOWN_S = 5.0
 """The size of a bucket while its limit is guessed and no size is proven: enough for about four calls at once. If it

@@ -36,9 +36,9 @@ from typing_extensions import override
 
 from consumers.decoding import Parsing
 from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, ProviderError, RejectedError, TransientError
-from consumers.limits.base import Underway, read_rate
+from consumers.limits.base import Underway
 from consumers.providers.batches import Batches
-from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, refuse_html
+from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, read_rate, refuse_html
 from consumers.providers.registry import CONTENT, Answer, OnEvent
 from consumers.providers.streams import (
     EventSplitter,

@@ -1,5 +1,5 @@
 """Translates the provider's error responses, and the exceptions of Anthropic's SDK, into the exceptions of
-`consumers/failures.py`.
+`consumers/failures.py`, and reads what its headers say about limits.
 
 An error is classified by its code, then by its type, then by the HTTP status. The status alone is not enough: after
 HTTP 200 a stream can contain any error, and an HTTP 429 can mean a rate limit, which soon ends, or a spend limit, which
@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -29,7 +30,7 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.limits.base import read_rate
+from consumers.limits.base import LEAST_LIMITS, ROUNDED_UP_BY, BucketHeaders, RateHeaders
 from lanekeeper.contract.identity import encodable
 
 _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
@@ -212,6 +213,53 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
         return None
     # a date in the past means that the clocks differ: do not wait
     return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
+
+
+_MOST_LIMIT: Final = 1e12
+_FARTHEST_RESET_S: Final = 86_400.0
+"""All headers about a limit are ignored if its `reset` is further away, because a bucket refills within a minute."""
+_LIMITS: Final = ("requests", "input-tokens", "output-tokens")
+
+
+def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
+    """Read the limits from a response's headers, `anthropic-ratelimit-{requests,input-tokens,output-tokens}-` followed
+    by `limit` (per minute), `remaining` or `reset` (docs/facts.md, section 10). Impossible values are ignored. Returns
+    None if the headers say nothing about limits. `headers`: the values by name in lower case, in a dict, because a
+    look-up in httpx2's own type searches all headers; `now_s`: seconds since 1970."""
+    found = RateHeaders(*(_bucket_headers(headers, index, now_s) for index in range(3)))
+    return found if any(header.limit or header.remaining is not None for header in found) else None
+
+
+def _bucket_headers(headers: Mapping[str, str], index: int, now_s: float) -> BucketHeaders:
+    prefix = f"anthropic-ratelimit-{_LIMITS[index]}-"
+    reset = headers.get(f"{prefix}reset")
+    if reset is not None and not _is_near(reset, now_s):
+        return BucketHeaders()
+    limit = _number(headers.get(f"{prefix}limit"))
+    remaining = _number(headers.get(f"{prefix}remaining"))
+    if limit is not None and limit < LEAST_LIMITS[index]:
+        return BucketHeaders()
+    if limit is not None and remaining is not None and remaining > limit:
+        remaining = limit if remaining <= limit + ROUNDED_UP_BY[index] else None
+    return BucketHeaders(limit=limit, remaining=remaining)
+
+
+def _number(text: str | None) -> float | None:
+    if text is None or len(text) > 20 or not text.isascii():
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and 0 <= value < _MOST_LIMIT else None
+
+
+def _is_near(text: str, now_s: float) -> bool:
+    try:
+        since = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return False
+    return abs(since - now_s) <= _FARTHEST_RESET_S
 
 
 def plain(headers: httpx2.Headers) -> dict[str, str]:

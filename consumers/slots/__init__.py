@@ -1,4 +1,4 @@
 """Who gets a lane's next slot (the right to work on one request): lanes, tenants, lending, scaling, pauses, watchdog.
 
-Start at `lane_slots.py`.
+Start at `admission.py`.
 """

@@ -1,5 +1,17 @@
-"""Lets each delivered request wait for a slot, or sets it aside: moves it to a side queue of its lane, where requests
-of tenants that exceed their share do not delay other tenants.
+"""Decides which request gets the next free slot of a lane, and which requests are set aside: moved to a side queue of
+their lane, where requests of tenants that exceed their share do not delay other tenants. A slot is the right to work on
+one request at a time.
+
+    lane = LaneSlots(shares, has_aside)     one for each lane in a process
+    intake = lane.queue(16)                 the 16 slots of one queue
+    if intake.begin(tenant) or await intake.wait(…) is Admission.BEGIN:
+        …                                   the request holds a slot
+        intake.end(tenant)
+
+Of the tenants whose requests wait, the one that holds the fewest slots in proportion to its weight gets the next free
+slot. Tenants that are equal in this take turns, in proportion to their weights, however many requests each has. If a
+tenant's requests in this process exceed its share of the slots, further ones are set aside, so that the broker delivers
+the requests of other tenants behind them.
 
 The worker publishes such a request to the side queue, and acknowledges its delivery after the broker's confirm
 (`consumers/pool.py`). If the worker dies between confirm and acknowledgement, there are two messages of one request;
@@ -13,7 +25,12 @@ requests is then lost.
 """
 
 import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from hashlib import blake2b
+from itertools import islice
 from typing import Final
 
 from cachetools import TTLCache
@@ -23,7 +40,7 @@ from consumers.clock import NowMs, now_ms
 from consumers.job import HIGHEST_PRIORITY, Job, side_priority
 from consumers.outcomes import Deferred, Outcome, ended
 from consumers.settle import set_aside
-from consumers.slots.lane_slots import Admission, LaneSlots, QueueSlots
+from consumers.spending import EVERY_TENANT
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE
@@ -31,6 +48,260 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PublishRefused
 from topology.broker.consume import Heads
 from topology.lanes import LaneSpec
+
+HELD_S: Final = 60.0
+"""A request that has waited in this process for a slot for this time is set aside (moved to a side queue), or deferred
+if its lane has none: a delivery may not be held without end (`consumers/job.py`), and another process may have a free
+slot for the request."""
+LATELY_S: Final = 600.0
+"""A lane counts as shared if at least two tenants had requests in it within this many seconds."""
+TENANTS_COUNTED: Final = 256
+"""Counts of requests are kept for this many tenants of each lane: those that were active last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """The settings for one tenant."""
+
+    weight: float = 1.0
+    in_flight: int | None = None
+
+
+DEFAULT_SHARE: Final = TenantShare()
+
+
+class Admission(Enum):
+    """The result of waiting for a slot."""
+
+    BEGIN = auto()
+    ASIDE = auto()
+    BACK = auto()
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    tenant: str
+    rank: int
+    movable: bool
+    admission: "asyncio.Future[Admission]"
+
+
+@dataclass(slots=True)
+class Figures:
+    """Counts of one tenant's requests in one lane, since the process started."""
+
+    begun: int = 0
+    set_aside: int = 0
+    seen_s: float = 0.0
+
+
+@dataclass(slots=True)
+class LaneSlots:
+    """The slots of one lane in this process. Each queue of the lane has slots of its own (`QueueSlots`)."""
+
+    shares: Mapping[str, TenantShare] = field(default_factory=dict)
+    """By tenant. Those under the key `*` apply to every tenant that is not listed."""
+    has_aside: Callable[[str], bool] | None = None
+    queues: list["QueueSlots"] = field(default_factory=list)
+    _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
+
+    def queue(self, size: int) -> "QueueSlots":
+        queue = QueueSlots(self, size)
+        self.queues.append(queue)
+        return queue
+
+    def share_of(self, tenant: str) -> TenantShare:
+        return self.shares.get(tenant) or self.shares.get(EVERY_TENANT, DEFAULT_SHARE)
+
+    def is_at_its_cap(self, tenant: str) -> bool:
+        cap = self.share_of(tenant).in_flight
+        return cap is not None and sum(queue.running_of(tenant) for queue in self.queues) >= cap
+
+    def figures(self, tenant: str) -> Figures:
+        if (found := self._figures.get(tenant)) is None:
+            if len(self._figures) >= TENANTS_COUNTED:
+                self._figures.popitem(last=False)
+            found = self._figures[tenant] = Figures()
+        else:
+            self._figures.move_to_end(tenant)
+        found.seen_s = asyncio.get_running_loop().time()
+        return found
+
+    @property
+    def is_shared(self) -> bool:
+        latest = list(islice(reversed(self._figures.values()), 2))
+        return len(latest) == 2 and latest[1].seen_s > asyncio.get_running_loop().time() - LATELY_S
+
+    @property
+    def running(self) -> int:
+        return sum(queue.running for queue in self.queues)
+
+    @property
+    def in_hand(self) -> int:
+        return sum(queue.waiting for queue in self.queues)
+
+    def snapshot(self, tenants: Collection[str] | None = None) -> dict[str, dict[str, int]]:
+        return {
+            tenant: {
+                "running": sum(queue.running_of(tenant) for queue in self.queues),
+                "in_hand": sum(queue.waiting_of(tenant) for queue in self.queues),
+                "begun": figures.begun,
+                "set_aside": figures.set_aside,
+            }
+            for tenant, figures in self._figures.items()
+            if tenants is None or tenant in tenants
+        }
+
+
+class QueueSlots:
+    """The slots of one queue, and the deliveries of that queue that wait in this process for a slot."""
+
+    def __init__(self, lane: LaneSlots, size: int) -> None:
+        self.lane = lane
+        self.size = size
+        self._running: dict[str, int] = {}
+        self._passes: dict[str, float] = {}
+        """The pass (a term of stride scheduling) of each tenant that has running or waiting requests: each slot that
+        the tenant is granted adds 1/weight to it. Of tenants that hold equally many slots in proportion to their
+        weights, the one with the lowest pass gets the next slot."""
+        self._floor = 0.0
+        self._waiting: list[_Waiting] = []
+        self.running = 0
+        self.begun = 0
+        self.sets_surplus_aside = False
+        """Whether requests that exceed their tenant's share are set aside even if no request of the tenant is in a side
+        queue yet. `Scaling` switches it on and off."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.running >= self.size
+
+    def running_of(self, tenant: str) -> int:
+        return self._running.get(tenant, 0)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def waiting_of(self, tenant: str) -> int:
+        return sum(waiting.tenant == tenant for waiting in self._waiting)
+
+    def resize(self, size: int) -> None:
+        self.size = size
+        self.serve()
+
+    def set_surplus_aside(self, is_on: bool) -> None:
+        """Decide whether requests that exceed their tenant's share of the slots are set aside. Such requests that wait
+        here already are set aside at once; of each tenant's requests, the first ones stay, as many as are within its
+        share."""
+        self.sets_surplus_aside = is_on
+        if is_on:
+            staying = Counter(self._running)
+            for waiting in sorted(self._still_waiting(), key=lambda waiting: -waiting.rank):
+                if waiting.movable and staying[waiting.tenant] >= self._share(waiting.tenant):
+                    self._admit(waiting, Admission.ASIDE)
+                else:
+                    staying[waiting.tenant] += 1
+
+    def begin(self, tenant: str) -> bool:
+        """Take a free slot for a request of the tenant. Return False if no slot is free, or the tenant is at its
+        in-flight limit. The request overtakes no other, because requests wait while a slot is free only if their
+        tenants are at their in-flight limits."""
+        if self.running >= self.size or self.lane.is_at_its_cap(tenant):
+            return False
+        self._grant(tenant)
+        return True
+
+    async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Admission:
+        """Wait for a slot, after `begin` returned False; after `HELD_S` seconds the result is ASIDE. `rank`: the
+        priority of the request among the requests of its tenant. `movable`: the request may be moved to a side queue
+        earlier. `is_head`: the request comes from a side queue, and is not moved back there earlier."""
+        movable = movable and self.lane.has_aside is not None
+        if movable and not is_head and self._belongs_aside(tenant):
+            return Admission.ASIDE
+        admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(tenant=tenant, rank=rank, movable=movable and not is_head, admission=admission)
+        self._waiting.append(waiting)
+        self._passes.setdefault(tenant, self._floor)
+        try:
+            async with asyncio.timeout(HELD_S):
+                return await admission
+        except TimeoutError:
+            return admission.result() if _is_admitted(waiting) else Admission.ASIDE
+        except asyncio.CancelledError:
+            if _is_admitted(waiting) and admission.result() is Admission.BEGIN:
+                self.end(tenant)  # the slot was granted at the moment of the cancellation
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._forget(tenant)
+
+    def end(self, tenant: str) -> None:
+        self.running -= 1
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+            self._forget(tenant)
+        for queue in self.lane.queues:  # a tenant at its in-flight limit may wait at the lane's other queue
+            queue.serve()
+
+    def serve(self) -> None:
+        """Give the queue's free slots to waiting requests. Each slot goes to the tenant that holds the fewest in
+        proportion to its weight, then to the one with the lowest pass, and there to the request with the highest
+        rank."""
+        while self._waiting and self.running < self.size:
+            eligible = [waiting for waiting in self._still_waiting() if not self.lane.is_at_its_cap(waiting.tenant)]
+            if not eligible:
+                return
+            # of the chosen tenant's requests, the one with the highest rank; among equals, the first
+            chosen = min(eligible, key=lambda waiting: (*self._standing(waiting.tenant), -waiting.rank))
+            self._grant(chosen.tenant)
+            self._admit(chosen, Admission.BEGIN)
+
+    def _still_waiting(self) -> list[_Waiting]:
+        """Without those whose wait was cancelled or has timed out, but whose task has not run since: nobody would give
+        back a slot that such a request is given."""
+        return [waiting for waiting in self._waiting if not waiting.admission.done()]
+
+    def _standing(self, tenant: str) -> tuple[float, float]:
+        return self.running_of(tenant) / self.lane.share_of(tenant).weight, self._passes.get(tenant, self._floor)
+
+    def _grant(self, tenant: str) -> None:
+        self.running += 1
+        self.begun += 1
+        self._running[tenant] = self._running.get(tenant, 0) + 1
+        self._floor = self._passes.get(tenant, self._floor)
+        self._passes[tenant] = self._floor + 1 / self.lane.share_of(tenant).weight
+        self.lane.figures(tenant).begun += 1
+
+    def _admit(self, waiting: _Waiting, admission: Admission) -> None:
+        self._waiting.remove(waiting)
+        waiting.admission.set_result(admission)
+        self._forget(waiting.tenant)
+
+    def _forget(self, tenant: str) -> None:
+        if tenant not in self._running and not self.waiting_of(tenant):
+            self._passes.pop(tenant, None)
+
+    def _belongs_aside(self, tenant: str) -> bool:
+        if self.lane.is_at_its_cap(tenant):
+            return True
+        has_aside = self.lane.has_aside
+        if not self.sets_surplus_aside and (has_aside is None or not has_aside(tenant)):
+            return False
+        return self.running_of(tenant) + self.waiting_of(tenant) >= self._share(tenant)
+
+    def _share(self, tenant: str) -> float:
+        weight = self.lane.share_of(tenant).weight
+        return max(1.0, self.size * weight / sum(self.lane.share_of(other).weight for other in {*self._passes, tenant}))
+
+
+def _is_admitted(waiting: _Waiting) -> bool:
+    return waiting.admission.done() and not waiting.admission.cancelled()
+
+
+# ---- requests are admitted, or set aside -----------------------------------------------------------------------------
 
 PLACE_KEPT_S: Final = 1.0
 PLACES: Final = 10_000

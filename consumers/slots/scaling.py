@@ -16,7 +16,7 @@ prefetch, so that this queue can use its slots again at once.
 **Scouts.** A queue delivers in order of priority and age, whatever the tenant. If all slots of a queue were in use for
 a second, a scout is started, that is, a further consumer of the queue, without slots of its own. A request that the
 scout takes is set aside (moved to a side queue) if its tenant has used up its share of the queue's slots; otherwise it
-waits in the worker until its tenant gets the next free slot (`lane_slots.py`).
+waits in the worker until its tenant gets the next free slot (`admission.py`).
 
 Setting a request aside takes half as much CPU as handling a whole request, so a scout is started only where it helps.
 If requests hold their slots for longer than a quarter of a second on average, a scout is started when the waiting
@@ -34,7 +34,7 @@ from typing import Final, Protocol
 from consumers.clock import NowMs, every
 from consumers.job import Job
 from consumers.slots.activity import LaneActivity
-from consumers.slots.lane_slots import QueueSlots
+from consumers.slots.admission import QueueSlots
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 

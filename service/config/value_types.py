@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Pla
 from pydantic_core import PydanticCustomError
 
 from consumers.settle import FAILPOINTS
-from consumers.slots.lane_slots import TenantShare
+from consumers.slots.admission import TenantShare
 from consumers.spending import EVERY_TENANT, Cap, Price, Spent
 from lanekeeper.contract.identity import urls_of
 from service.telemetry import redaction

@@ -42,8 +42,7 @@ from consumers.job import Job, Route, source_of
 from consumers.large_bodies import Fetching, LargeAnswers, WebBodies
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
-from consumers.limits.budgets import Budgets, own_budgets
-from consumers.limits.estimates import Estimates
+from consumers.limits.budgets import Budgets, Estimates, own_budgets
 from consumers.pool import Pool
 from consumers.providers.anthropic import AnthropicProvider, Reading
 from consumers.providers.breakers import Breakers, Pauses
@@ -54,8 +53,7 @@ from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
-from consumers.slots.lane_slots import LaneSlots, QueueSlots, TenantShare
+from consumers.slots.admission import LaneSlots, QueueAdmitter, QueueSlots, SideQueueAdmitter, SideQueues, TenantShare
 from consumers.slots.pausing import Pausing, Watchdog
 from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling
 from consumers.spending import Spending, Spent

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from consumers.slots.activity import WINDOWS, LaneActivity
-from consumers.slots.lane_slots import LaneSlots
+from consumers.slots.admission import LaneSlots
 from consumers.spending import LANE, TENANT
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.messages import Depth

@@ -16,7 +16,7 @@ from consumers.failures import TIMEOUT, RetryPolicy
 from consumers.gates import BudgetGate
 from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
-from consumers.limits.estimates import Estimates
+from consumers.limits.budgets import Estimates
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Pauses

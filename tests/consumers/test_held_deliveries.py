@@ -15,14 +15,14 @@ from consumers.job import (
 )
 from consumers.limits.base import BudgetSpec
 from consumers.providers import breakers
-from consumers.slots import lane_slots
+from consumers.slots import admission
 from consumers.state.base import StoreUnavailable
 from tests.support.jobs import NOW_MS, Bench, read
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
 
 WAITS_S = {
-    "pool: a slot of the lane": lane_slots.HELD_S,
+    "pool: a slot of the lane": admission.HELD_S,
     "handler: the stored outcome of a reply that is sent again": ASK_WITHIN_S,
     "schedule gate: counting a long wait": ASK_WITHIN_S,
     "schedule gate: noting it, or asking whether the request has ended": ASK_WITHIN_S,

@@ -13,8 +13,7 @@ from consumers.job import Attempted, Job, Source
 from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import QueueAdmitter
-from consumers.slots.lane_slots import Admission, LaneSlots
+from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter
 from consumers.state.base import Pause
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem

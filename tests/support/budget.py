@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind, read_rate
+from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
 from consumers.limits.budgets import Budgets, own_budgets
+from consumers.providers.errors import read_rate
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
 

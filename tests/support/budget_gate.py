@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from consumers.gates import BudgetGate
 from consumers.job import Chain, Job, Route
 from consumers.limits.base import AccountCaps, BudgetSpec, Wait
-from consumers.limits.budgets import own_budgets
-from consumers.limits.estimates import Estimates
+from consumers.limits.budgets import Estimates, own_budgets
 from consumers.outcomes import Answered, Outcome
 from consumers.providers.breakers import Breakers
 from tests.support.jobs import NOW_MS, Bench, decoded, read

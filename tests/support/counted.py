@@ -21,16 +21,14 @@ from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.gates import BudgetGate, CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
 from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, Underway
-from consumers.limits.budgets import own_budgets
-from consumers.limits.estimates import Estimates
+from consumers.limits.budgets import Estimates, own_budgets
 from consumers.pool import Pool
 from consumers.providers import breakers as breaking
 from consumers.providers.breakers import FAILURES, Breakers, State
 from consumers.providers.registry import Answer, OnEvent, Registry
-from consumers.slots import lane_slots
+from consumers.slots import admission
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import QueueAdmitter
-from consumers.slots.lane_slots import Admission, LaneSlots, TenantShare
+from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, TenantShare
 from consumers.spending import Bound, Cap, CapsSpec, Hold, Prices, Spending, Spent, Usage
 from consumers.state.base import Ended, Granted, Identity, Part, Refused, Stop, StoreUnavailable
 from lanekeeper.telemetry.tracing import Tracing
@@ -196,7 +194,7 @@ async def _play(thing: Counted, schedule: Sequence[Step], cancels: int, limits: 
 class Slots(Counted):
     """The slots of a lane with two queues, in-flight limits and side queues."""
 
-    limits: ClassVar = {"HELD_S": (lane_slots, lane_slots.HELD_S)}
+    limits: ClassVar = {"HELD_S": (admission, admission.HELD_S)}
 
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real)
@@ -526,7 +524,7 @@ class Ground:
 class Pipeline(Counted):
     """A pool with the steps of a request: slot, claim, caps, budget, breaker, call, outcome."""
 
-    limits: ClassVar = {"HELD_S": (lane_slots, lane_slots.HELD_S)}
+    limits: ClassVar = {"HELD_S": (admission, admission.HELD_S)}
     over_s: ClassVar = 3600.0
 
     def __init__(self, *, is_real: bool) -> None:

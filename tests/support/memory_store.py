@@ -10,9 +10,8 @@ from typing_extensions import override
 
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable, Taken
 from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.store import SqliteStore
+from consumers.state.sqlite.store import Operation, SqliteStore
 from consumers.state.sqlite.tables import Tables, Times
-from consumers.state.sqlite.writer import Operation
 
 T = TypeVar("T")
 LOGGED = {name: name for name in ("claim", "shelter", "release", "defer", "reserve", "debounce", "cancel")} | {

@@ -1,5 +1,5 @@
 -- Grants waiting requests the budget of an account that several processes share. One run of this script is called a
--- step. It decides like consumers/limits does within a process (bucket.py, account.py);
+-- step. It decides like consumers/limits does within a process (account.py);
 -- tests/consumers/state/test_same_grants.py checks that both make the same grants.
 --
 -- An account is stored as one string. It has the levels of the three token buckets, its lanes with what each has saved
@@ -7,7 +7,7 @@
 -- so that requests of all processes are granted in their order. The waiters of a process that has run no step for a
 -- while are removed. Processes may know different lanes: an account has all that were used within an hour, by rank.
 
--- The arithmetic of the three buckets, like consumers/limits/bucket.py, which explains it. `d` is the number of a
+-- The arithmetic of the three buckets, like consumers/limits/account.py, which explains it. `d` is the number of a
 -- bucket, `l` the number of a lane (1 is the most urgent).
 local LEAST = 0.000001
 local lanes, shares, levels, parts

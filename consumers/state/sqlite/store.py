@@ -1,23 +1,282 @@
-"""The store in a SQLite file, which all processes of one machine can use together."""
+"""The store in a SQLite file, which all processes of one machine can use together. Two threads use the file: one writes
+it (`Writer`), one reads what clients poll (`Reader`).
+
+All operations that wait for the writer at the same time share one transaction, and so at most one fsync. If it fails,
+it is rolled back, and all its operations fail. The file is opened again if it was removed or replaced, and after any
+error except that another process has locked it.
+"""
 
 import asyncio
+import queue
 import sqlite3
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from consumers.state import base
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.shedding import Surplus, next_step
-from consumers.state.sqlite.file import ROOM_BYTES, Clock, connect, explain, probe
+from consumers.state.sqlite.file import (
+    ROOM_BYTES,
+    Clock,
+    adopt,
+    connect,
+    drop_log,
+    explain,
+    inode,
+    log_of,
+    open_file,
+    probe,
+    sync_commits,
+)
 from consumers.state.sqlite.tables import Tables, Times
-from consumers.state.sqlite.writer import Operation, Reader, Writer
+from lanekeeper.telemetry.figures import timings
 
 P = ParamSpec("P")
 T = TypeVar("T")
+WAITING_AT_MOST = 10_000
+TOGETHER_AT_MOST = 500
+"""How many operations one transaction may have, so that none waits too long for the others."""
+REOPEN_S = 0.5
+CLOSE_S = 10.0
+"""How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
+_INVALID_VALUES = (
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.InterfaceError,
+    sqlite3.ProgrammingError,
+    ValueError,
+    OverflowError,
+)
+"""The errors that come from the values of one operation (too large, or invalid Unicode). Only that operation fails."""
+
+
+Operation = Callable[[Tables, Times], T]
+_Done = tuple["asyncio.Future[Any]", Any, Exception | None]
+
+
+class _Waiting(NamedTuple):
+    operation: Operation[Any]
+    done: "asyncio.Future[Any]"
+    durable: bool
+
+
+class Writer:
+    """Runs all operations on the file in one thread, from `start` to `close`, for one event loop."""
+
+    def __init__(
+        self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock, former: Path | None = None
+    ) -> None:
+        self._path = path
+        self._former = former
+        self._namespace = namespace
+        self._spec = spec
+        self._clock = clock
+        self._waiting = 0
+        self._is_closed = False
+        self._gathered: list[_Waiting] = []
+        self._is_busy = False
+        self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._tables: Tables | None = None
+        self._file = self._log = inode(path)
+        self._syncs = True
+        self._reopen_at = 0.0
+        self.trouble: str | None = None
+        self.times = timings()
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Carry out the operations that still wait, then end the thread."""
+        self._is_closed = True
+        while self._gathered:
+            self._hand_over()
+        self._groups.put(None)
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+
+    async def do(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
+        """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
+        `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
+        it has written."""
+        if self._is_closed:
+            raise StoreUnavailable(f"{self._path} is not used any more: this store was closed")
+        if self._waiting >= WAITING_AT_MOST:
+            raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._waiting += 1
+        self._gathered.append(_Waiting(operation, done, durable))
+        if not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._hand_over)
+        began_s = time.monotonic()
+        try:
+            return await done
+        finally:
+            self.times[name].add(time.monotonic() - began_s)
+
+    def _hand_over(self) -> None:
+        group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
+        self._is_busy = bool(group)
+        if group:
+            self._groups.put(group)
+
+    def _hand_back(self, done: list[_Done]) -> None:
+        self._waiting -= len(done)
+        self._hand_over()  # first, so that the thread need not wait
+        for future, value, error in done:
+            if future.done():  # the caller has gone
+                continue
+            if error is None:
+                future.set_result(value)
+            else:
+                future.set_exception(error)
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        while (group := self._groups.get()) is not None:
+            done = self._do_all(group)
+            with suppress(RuntimeError):  # the loop is closed already
+                self._loop.call_soon_threadsafe(self._hand_back, done)
+        self._shut()
+
+    def _do_all(self, group: list[_Waiting]) -> list[_Done]:
+        try:
+            done = self._transact(group)
+        except (sqlite3.Error, OSError, StoreUnavailable) as error:
+            self.trouble = text = explain(error, self._path)
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                self._shut()
+            return [(future, None, StoreUnavailable(text)) for _, future, *_ in group]
+        except Exception as error:  # a bug: the callers get the error, and the thread goes on
+            self._shut()
+            return [(future, None, error) for _, future, *_ in group]
+        self.trouble = None
+        return done
+
+    def _transact(self, group: list[_Waiting]) -> list[_Done]:
+        tables = self._usable()
+        if (must_sync := self._must_sync(group)) != self._syncs:
+            sync_commits(tables.connection, must_sync)
+            self._syncs = must_sync
+        tables.connection.execute("BEGIN IMMEDIATE")
+        try:
+            at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+            done = [_done(tables, at, waiting) for waiting in group]
+            tables.connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                tables.connection.execute("ROLLBACK")
+            raise
+        return done
+
+    def _must_sync(self, group: Sequence[_Waiting]) -> bool:
+        """True if the commit of these operations must wait for the disk: not if all are claims and renewals.
+
+        A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
+        But a power cut also ends every process that holds or asks for a claim, because all of them run on this machine,
+        and leases of an earlier boot are void anyway. So the only loss is that the worker that held the claim is not
+        counted in `Granted.deaths`. After an error (`trouble`) the commit always waits, so that no claim is granted
+        while answers cannot be stored.
+        """
+        return self.trouble is not None or any(waiting.durable for waiting in group)
+
+    def _usable(self) -> Tables:
+        tables = self._tables
+        if tables is not None and self._file != inode(self._path):
+            self._shut()
+            drop_log(self._path, self._log)
+        if self._tables is None:
+            if time.monotonic() < self._reopen_at and self.trouble is not None:
+                raise StoreUnavailable(self.trouble)
+            self._reopen_at = time.monotonic() + REOPEN_S
+            if self._former is not None:
+                adopt(self._former, self._path)
+            connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
+            self._syncs = True
+            self._file, self._log = inode(self._path), inode(log_of(self._path))
+            self._tables = Tables(connection, self._spec)
+        return self._tables
+
+    def _shut(self) -> None:
+        if self._tables is not None:
+            with suppress(sqlite3.Error):
+                self._tables.connection.close()
+            self._tables = None
+
+
+def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
+    if waiting.done.cancelled():
+        return waiting.done, None, None
+    try:
+        return waiting.done, waiting.operation(tables, at), None
+    except _INVALID_VALUES as error:
+        return waiting.done, None, error
+
+
+class Reader:
+    """Implements `Following.look` and `StoredPauses.pauses`, over its own connection and in its own thread. So readers
+    do not delay claims, and commits that wait for the disk do not delay readers. It opens the file at the first read,
+    and again after an error, or when the file was replaced."""
+
+    def __init__(self, path: Path, spec: StoreSpec) -> None:
+        self._path = path
+        self._spec = spec
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store reader")
+        self._is_closed = False
+        self._tables: Tables | None = None
+        self._file: tuple[int, int] | None = None
+
+    async def do(self, read: Callable[[Tables], T]) -> T:
+        if self._is_closed:
+            raise StoreUnavailable(f"{self._path} is not used any more: this store was closed")
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._read, read)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._executor.submit(self._shut)
+            self._executor.shutdown(wait=False)
+
+    # ---- in the thread ----
+
+    def _read(self, read: Callable[[Tables], T]) -> T:
+        try:
+            tables = self._usable()
+            tables.connection.execute("BEGIN")
+            found = read(tables)
+            tables.connection.execute("COMMIT")
+        except (sqlite3.Error, OSError) as error:
+            self._shut()
+            raise StoreUnavailable(explain(error, self._path)) from error
+        except BaseException:
+            self._shut()
+            raise
+        return found
+
+    def _usable(self) -> Tables:
+        file = inode(self._path)
+        if file != self._file:
+            self._shut()
+        if self._tables is None:
+            self._tables, self._file = Tables(connect(self._path), self._spec), file
+            self._tables.connection.execute("PRAGMA query_only=1")
+        return self._tables
+
+    def _shut(self) -> None:
+        if self._tables is not None:
+            with suppress(sqlite3.Error):
+                self._tables.connection.close()
+            self._tables = None
 
 
 def _in_writer(

@@ -19,9 +19,9 @@ from consumers.limits.base import (
     Kind,
     RateHeaders,
     Reservation,
-    read_rate,
 )
 from consumers.limits.learned import FORGOTTEN_AFTER_S
+from consumers.providers.errors import read_rate
 from tests.support.examples import examples
 
 NOTHING_SAID = BucketHeaders()

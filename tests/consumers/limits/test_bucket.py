@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.limits.bucket import Bucket, Size
+from consumers.limits.account import Bucket
+from consumers.limits.learned import Size
 
 SHARES = (0.3, 0.2, 0.05)
 CRITICAL, NORMAL, BATCH = 0, 1, 2

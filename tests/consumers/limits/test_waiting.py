@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from consumers.limits.account import Account
+from consumers.limits.account import ROUNDING, Account
 from consumers.limits.base import (
     Amounts,
     BudgetSpec,
@@ -19,7 +19,6 @@ from consumers.limits.base import (
     Wait,
     WaitTooLong,
 )
-from consumers.limits.bucket import ROUNDING
 from consumers.limits.budgets import MOST_ACCOUNTS, OwnTurns, own_budgets
 from tests.support.budget import ACCOUNT, Traffic, spec
 from tests.support.virtual_time import virtually

@@ -8,9 +8,8 @@ import pytest
 
 from consumers.job import Job
 from consumers.outcomes import Deferred
-from consumers.slots import lane_slots
-from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
-from consumers.slots.lane_slots import Admission, LaneSlots, QueueSlots
+from consumers.slots import admission as admission_module
+from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, QueueSlots, SideQueueAdmitter, SideQueues
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from topology.broker.consume import Heads
 from topology.lanes import CRITICAL
@@ -93,7 +92,7 @@ async def test_without_side_queues_every_delivery_waits() -> None:
 async def test_a_request_without_a_slot_for_long_is_moved_or_deferred_unless_a_copy_would_pass_the_checks(
     has_side_queues: bool, properties: dict[str, Any], admission: Admission, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane_slots, "HELD_S", 0.01)
+    monkeypatch.setattr(admission_module, "HELD_S", 0.01)
     world = World()
     world.slots.set_surplus_aside(False)
     admitter = QueueAdmitter(world.slots, world.aside if has_side_queues else None, names=NAMES)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from consumers.slots import lane_slots as lane_slots_module
-from consumers.slots.lane_slots import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, TenantShare
+from consumers.slots import admission
+from consumers.slots.admission import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, TenantShare
 from tests.support.virtual_time import virtually
 
 Tasks = list[asyncio.Task[Any]]
@@ -180,7 +180,7 @@ def test_a_request_that_has_waited_too_long_is_given_no_slot_that_becomes_free_a
         slots = full(aside(), flood=1)
         waiting = asyncio.create_task(slots.wait("small", movable=True))
         await asyncio.sleep(0)
-        asyncio.get_running_loop().call_later(lane_slots_module.HELD_S, slots.end, "flood")
+        asyncio.get_running_loop().call_later(admission.HELD_S, slots.end, "flood")
         return await waiting, slots.running, slots.waiting
 
     assert virtually(story()) == (Admission.ASIDE, 0, 0)

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from consumers.job import Job
 from consumers.slots.activity import LaneActivity
-from consumers.slots.lane_slots import LaneSlots, QueueSlots
+from consumers.slots.admission import LaneSlots, QueueSlots
 from consumers.slots.scaling import AT_MOST, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.examples import examples

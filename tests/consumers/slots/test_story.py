@@ -8,7 +8,7 @@ import asyncio
 import random
 from pathlib import Path
 
-from consumers.slots.lane_slots import LaneSlots, QueueSlots, TenantShare
+from consumers.slots.admission import LaneSlots, QueueSlots, TenantShare
 from tests.support.virtual_time import virtually
 
 PATH = Path(__file__).with_name("slots-of-tenants.txt")

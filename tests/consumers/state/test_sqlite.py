@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from consumers.state.base import Completion, Ended, Granted, Identity, Running, StoreSpec, StoreUnavailable
 from consumers.state.sqlite.file import Clock
-from consumers.state.sqlite.store import SqliteStore
-from consumers.state.sqlite.writer import Writer
+from consumers.state.sqlite.store import SqliteStore, Writer
 from tests.support.completions import ME, answered, fingerprint
 
 
@@ -54,7 +53,7 @@ async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
 async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.state.sqlite.writer.WAITING_AT_MOST", 3)
+    monkeypatch.setattr("consumers.state.sqlite.store.WAITING_AT_MOST", 3)
     writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
     writer.start()
     for _ in range(2):

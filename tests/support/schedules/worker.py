@@ -37,8 +37,7 @@ from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import QueueAdmitter, SideQueueAdmitter, SideQueues
-from consumers.slots.lane_slots import LaneSlots
+from consumers.slots.admission import LaneSlots, QueueAdmitter, SideQueueAdmitter, SideQueues
 from consumers.state.base import (
     ClaimAnswer,
     Completion,
