@@ -7,17 +7,20 @@ ended, and brings each result back to its request's lane, where the request ends
 Between two looks a ticket waits in the delay exchanges. Of all workers one consumes the queue. It may die at any point:
 the ticket is then delivered again, and what was done already is harmless if it is done again. A second batch with the
 same requests would be paid twice; so before a batch is created, the store marks its requests as submitted, and a ticket
-whose requests are marked already looks first for the batch that may exist.
+whose requests are marked already looks first for the batch that may exist. A lease in the store (`_may_create`) keeps
+other workers from creating it meanwhile: one that was cut off from the broker may still reach the provider.
 
 A request leaves its batch before the end if its deadline comes near (it is promoted: its lane runs it live), or if it
 was cancelled.
 """
 
 import asyncio
+import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from consumers.batches.ticket import Item, Stage, Ticket, items_in, message_of, pack, unpack
@@ -25,7 +28,7 @@ from consumers.clock import moment_text
 from consumers.failures import ProviderError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
-from consumers.providers.batches import Batches
+from consumers.providers.batches import CREATE_WITHIN_S, Batches
 from consumers.providers.breakers import Breakers
 from consumers.state.base import Completion, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
@@ -34,7 +37,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import headers_with
-from topology.broker.consume import ChannelLost, Deliveries, Delivery
+from topology.broker.consume import Deliveries, Delivery
 from topology.codec.headers import BatchHop, carried, hop_headers, read_hop
 from topology.delays import UNIT_MS, hop, wait_ms
 from topology.lanes import BatchSpec
@@ -47,6 +50,10 @@ SLOTS: Final = 8
 LONGEST_POLL_MS: Final = 600_000
 SURE_AFTER_MS: Final = 5_000
 """A call to create a batch that was cut off may take effect so late."""
+FENCE_S: Final = 600.0
+"""For so long after a worker began to create a ticket's batch no other worker does."""
+BEGIN_WITHIN_S: Final = FENCE_S - CREATE_WITHIN_S - SURE_AFTER_MS / 1000
+"""A worker that took a ticket longer ago creates no batch: another one may have done it since."""
 SINCE_MS: Final = 60_000
 """The provider's clock may be behind ours by so much."""
 KEPT_MS: Final = 2 * 86_400_000
@@ -97,52 +104,41 @@ class Collector:
     settler: "Settler"
     store: Store
     count_late: CountLate = count_nothing
-    brake: str | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
     to wait; `unsubmitted`, `unread`: a call about one failed, and is made again), and of requests in them (`succeeded`,
     `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`; `answered_late`: the result of a request that had
     left)."""
-    waiting: dict[str, tuple[int, int]] = field(default_factory=dict, init=False)
-    """For each ticket that this process saw last: how many requests it has, and when it comes back (ms since 1970)."""
+    waiting: dict[str, tuple[str, int, int]] = field(default_factory=dict, init=False)
+    """For each ticket that this process saw last: its lane, how many requests it has, and when it comes back (ms since
+    1970)."""
     _submitting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """A batch whose creation was not answered yet looks like one that nobody knows."""
     _unpacking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    _at_work: set[str] = field(default_factory=set, init=False)
+    _at_work: dict[str, float] = field(default_factory=dict, init=False)
+    """The tickets that are worked on, and since when, by the event loop's clock."""
+    _owner: str = field(default_factory=partial(secrets.token_hex, 8), init=False)
 
     @property
     def trouble(self) -> str | None:
-        return self.deliveries.trouble
-
-    @property
-    def is_paused(self) -> bool:
-        return self.deliveries.is_paused
+        if (why := self.deliveries.trouble) is not None:
+            return why
+        if unknown := sorted({lane for lane, *_ in self._waiting()} - self.specs.keys()):
+            return f"it waits for batches of {', '.join(unknown)}, which is no lane of its settings, or a disabled one"
+        return None
 
     @property
     def requests_waiting(self) -> int:
         """How many requests are in tickets, as far as this process knows."""
+        return sum(requests for _, requests, _ in self._waiting())
+
+    def _waiting(self) -> Collection[tuple[str, int, int]]:
         now_ms = self.settler.now_ms()
-        self.waiting = {id: each for id, each in self.waiting.items() if each[1] + LONGEST_POLL_MS > now_ms}
-        return sum(requests for requests, _ in self.waiting.values())
-
-    async def pause(self, reason: str) -> None:
-        await self.deliveries.pause(reason)
-
-    async def resume(self) -> None:
-        await self.deliveries.resume()
-
-    async def stop(self) -> None:
-        await self.deliveries.stop()
+        self.waiting = {id: each for id, each in self.waiting.items() if each[2] + LONGEST_POLL_MS > now_ms}
+        return self.waiting.values()
 
     async def run(self) -> None:
-        async with aclosing(self.deliveries.sessions()) as sessions:
-            async for session in sessions:
-                try:
-                    async with asyncio.TaskGroup() as working:  # as many as the prefetch
-                        async for delivery in session:
-                            working.create_task(self._take(delivery), name=f"ticket {delivery.tag}")
-                except* ChannelLost as lost:
-                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
+        await self.deliveries.take_each(self._take)
 
     async def _take(self, delivery: Delivery) -> None:
         is_done = True
@@ -191,11 +187,11 @@ class Collector:
             exchange=first_hop.exchange,
             routing_key=settler.names.ticket_key,
         )
-        self.waiting[ticket.id] = len(found.ticket.items), settler.now_ms() + found.delay_ms
+        self.waiting[ticket.id] = ticket.lane, len(found.ticket.items), settler.now_ms() + found.delay_ms
         settler.failpoints.reach("after_submitted")
 
     async def _work_on(self, ticket: Ticket, *, is_repeated: bool) -> _Next | None:
-        self._at_work.add(ticket.id)
+        self._at_work[ticket.id] = asyncio.get_running_loop().time()
         try:
             match ticket.stage:
                 case Stage.GATHERED:
@@ -207,7 +203,7 @@ class Collector:
                 case never:
                     assert_never(never)
         finally:
-            self._at_work.discard(ticket.id)
+            del self._at_work[ticket.id]
 
     def _is_trusted(self, message: Message) -> bool:
         """Whether a worker has published it: nobody else may write to these exchanges."""
@@ -258,6 +254,8 @@ class Collector:
         calls = [(ticket.custom_id(item), item.params) for item in ticket.items]
         try:
             async with self._submitting:
+                if not await self._may_create(ticket):
+                    return self._later(replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items)))
                 info = await batches.create(calls, beta=ticket.beta or None)
                 self.settler.failpoints.reach("after_create")
                 await self._note(info.id, ticket)
@@ -265,6 +263,11 @@ class Collector:
             return await self._refused(ticket, await self.breakers.pauses.judge(_route(ticket), error))
         self._tell(ticket, "submitted", batch=info.id)
         return self._submitted(ticket, info.id)
+
+    async def _may_create(self, ticket: Ticket) -> bool:
+        """Whether no other worker creates its batch now, or may have just created it, or will while this one does."""
+        is_late = asyncio.get_running_loop().time() - self._at_work[ticket.id] > BEGIN_WITHIN_S
+        return not is_late and await self.store.hold(f"create {ticket.id}", self._owner, for_s=FENCE_S)
 
     def _submitted(self, ticket: Ticket, batch_id: str) -> _Next:
         return self._later(replace(ticket, stage=Stage.SUBMITTED, batch_id=batch_id, candidates=(), polls=0))
@@ -301,6 +304,7 @@ class Collector:
             return await self._all_live(ticket)
         if is_repeated:  # its worker may have died while it created the batch
             return _Next(replace(ticket, candidates=()), SURE_AFTER_MS)
+        may_create = await self._may_create(ticket)  # asked before the look: what is created after it is not seen
         try:
             candidates = ticket.candidates or await self._candidates(ticket, batches)
             left = []
@@ -318,6 +322,8 @@ class Collector:
             return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
         if left:
             return self._later(replace(ticket, candidates=tuple(left)))
+        if not may_create:
+            return self._later(replace(ticket, candidates=()))
         return self._waits(ticket) or await self._begin(replace(ticket, candidates=()))
 
     async def _candidates(self, ticket: Ticket, batches: Batches) -> list[str]:

@@ -3,13 +3,14 @@
 Of all workers one consumes the queue, so that batches are full however many there are. A request stays unacknowledged
 until a ticket with it is confirmed. Before that, the store marks it as belonging to the ticket: a request whose mark
 belongs to a ticket that was submitted is not put into another one, because it would be paid twice. It goes back to its
-lane after a while, as do requests that may not wait any longer, or that an operator has paused.
+lane after a while, as do requests that may not wait any longer, or that an operator has paused. A dead letter that is
+published again soon runs live for the same reason.
 """
 
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -112,55 +113,32 @@ class Gatherer:
     settler: "Settler"
     store: Store
     pauses: Brake
-    brake: str | None = None
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of requests: `gathered`; or sent back, because another ticket has them (`repeated`), they are
     `paused`, or they may not wait any longer (`late`)."""
     _groups: dict[_Group, _Gathering] = field(default_factory=dict, init=False)
     _in_hand: dict[int, int] = field(default_factory=dict, init=False)
     """Of each delivery that is not settled, by its tag: its bytes."""
-    _is_stopping: bool = field(default=False, init=False)
 
     @property
     def in_hand(self) -> int:
         """How many requests this worker holds."""
         return len(self._in_hand)
 
-    @property
-    def trouble(self) -> str | None:
-        return self.deliveries.trouble
-
-    @property
-    def is_paused(self) -> bool:
-        return self.deliveries.is_paused
-
-    async def pause(self, reason: str) -> None:
-        await self.deliveries.pause(reason)
-
-    async def resume(self) -> None:
-        await self.deliveries.resume()
-
-    async def stop(self) -> None:
-        self._is_stopping = True
-        await self.deliveries.stop()
-
     async def run(self) -> None:
         async with aclosing(self.deliveries.sessions()) as sessions:
-            await self._run(sessions)
-
-    async def _run(self, sessions: AsyncGenerator[Session, None]) -> None:
-        async for session in sessions:
-            self._groups.clear()
-            self._in_hand.clear()
-            try:
-                async with asyncio.TaskGroup() as gathering:
-                    async for delivery in session:
-                        if (request := await self._read(delivery)) is not None:
-                            self._take(request, session, gathering)
-                    for group in list(self._groups):
-                        self._close(group)
-            except* ChannelLost as lost:
-                log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
+            async for session in sessions:
+                self._groups.clear()
+                self._in_hand.clear()
+                try:
+                    async with asyncio.TaskGroup() as gathering:
+                        async for delivery in session:
+                            if (request := await self._read(delivery)) is not None:
+                                self._take(request, session, gathering)
+                        for group in list(self._groups):
+                            self._close(group)
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
 
     async def _read(self, delivery: Delivery) -> _Request | None:
         message = delivery.message
@@ -213,7 +191,7 @@ class Gatherer:
         deliveries = [request.delivery for request in found.requests]
         is_done, give_back = False, self.settler.nack_later
         try:
-            if not self._is_stopping:
+            if not self.deliveries.is_stopping:
                 await self._flush(group, found.requests, spec)
                 is_done = True
         except (BrokerError, StoreUnavailable) as error:
@@ -227,7 +205,7 @@ class Gatherer:
             self._in_hand.pop(delivery.tag, None)
         if is_done:
             await self.settler.ack_together(session, deliveries, in_hand=self._in_hand.keys())
-        elif self._is_stopping:
+        elif self.deliveries.is_stopping:
             await asyncio.gather(*map(self.settler.nack, deliveries))
         else:
             await asyncio.gather(*map(give_back, deliveries))
@@ -284,6 +262,9 @@ class Gatherer:
     def _again(self, request: _Request, spec: BatchSpec, now_ms: int) -> _Back:
         self.counts["repeated"] += 1
         batch = request.batch
+        if read_hop(request.delivery.message.headers).dead_at is not None:
+            # a dead letter that was published again: the mark is from the batch in which it failed
+            return _Back(request, replace(batch, live=True), 0)
         left_ms = batch.deadline_ms - round(1000 * spec.promote_s) - now_ms
         delay_ms = max(0, min(AGAIN_MS << min(batch.tries, 5), LONGEST_MS, left_ms))
         return _Back(request, replace(batch, tries=batch.tries + 1), delay_ms)

@@ -9,7 +9,6 @@ The requester chooses the address that a worker calls, and could choose an inter
 called, redirects are not followed, every address that a name resolves to is checked, and the checked one is dialled.
 """
 
-import asyncio
 import hashlib
 import json
 import random
@@ -18,7 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -46,7 +45,7 @@ from lanekeeper.contract.problems import (
 )
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import record_status
-from topology.broker.consume import ChannelLost, Deliveries, Delivery
+from topology.broker.consume import Deliveries, Delivery
 from topology.delays import hop
 
 if TYPE_CHECKING:
@@ -304,7 +303,6 @@ class Posting:
     settler: "Settler"
     store: Store
     rng: random.Random = field(default_factory=random.Random)
-    brake: str | None = None
     posted: Counter[str] = field(default_factory=Counter, init=False)
     """How attempts ended."""
     running: Counter[str] = field(default_factory=Counter, init=False)
@@ -320,19 +318,6 @@ class Posting:
     @property
     def trouble(self) -> str | None:
         return self.deliveries.trouble if self.spec.hosts else None
-
-    @property
-    def is_paused(self) -> bool:
-        return self.deliveries.is_paused
-
-    async def pause(self, reason: str) -> None:
-        await self.deliveries.pause(reason)
-
-    async def resume(self) -> None:
-        await self.deliveries.resume()
-
-    async def stop(self) -> None:
-        await self.deliveries.stop()
 
     async def run(self) -> None:
         if not self.spec.hosts:  # others may post what is in the queue
@@ -350,14 +335,8 @@ class Posting:
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=self.spec.timeout_s),
         )
-        async with self._http, aclosing(self.deliveries.sessions()) as sessions:
-            async for session in sessions:
-                try:
-                    async with asyncio.TaskGroup() as posting:  # as many as the prefetch
-                        async for delivery in session:
-                            posting.create_task(self._take(delivery), name=f"webhook {delivery.tag}")
-                except* ChannelLost as lost:
-                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
+        async with self._http:
+            await self.deliveries.take_each(self._take)
 
     async def _take(self, delivery: Delivery) -> None:
         try:

@@ -159,6 +159,12 @@ class LaneSettings(Section):
         if self.slots_max is not None and self.slots_max < self.slots:
             text = f"slots_max ({self.slots_max}) is below slots ({self.slots}); raise it, or set fewer slots"
             yield clash(text, "slots_max", "slots")
+        if self.batches.enabled and self.batches.least_s >= self.deadline_max_s:
+            yield Disagreement(
+                f"batches.least_s ({self.batches.least_s:g}) is not below deadline_max_s ({self.deadline_max_s:g}): no "
+                "request would be put into a batch; lower it, raise the other, or set batches.enabled = false",
+                at=(("batches", "least_s"), ("deadline_max_s",), ("batches", "enabled")),
+            )
 
     def spec(self, name: str) -> LaneSpec:
         values = self.model_dump(exclude={"enabled", "providers", "models", "batches"})

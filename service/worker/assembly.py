@@ -400,7 +400,10 @@ class Worker:
 
     def limitations(self) -> Mapping[str, str]:
         braked = (f"lane {lane.name}" for lane in self.lanes if self.brake.of("lane", lane.name))
-        others = {"webhooks": self.posting.trouble, "batches": self.gatherer.trouble or self.collector.trouble}
+        others = {
+            "webhooks": self.posting.trouble,
+            "batches": self.gatherer.deliveries.trouble or self.collector.trouble,
+        }
         return {
             **self.paused_providers(),
             **dict.fromkeys(braked, "paused by an operator"),

@@ -34,6 +34,7 @@ async def run(
     provider has begun, let running calls finish within `grace_s` seconds, and return the requests whose calls have not
     finished by then. `on_ready` is called once, when every queue is consumed. If a lane has lost slots, `stop` is set
     here, and RuntimeError raised at the end."""
+    beside_lanes = (worker.posting, worker.gatherer, worker.collector)
     async with asyncio.TaskGroup() as group:
         consuming = {
             **{f"pool {pool.queue}": pool.run() for pool in worker.pools},
@@ -53,9 +54,7 @@ async def run(
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
-            "pausing": worker.pausing.run(
-                (*worker.pools, worker.scaling, worker.posting, worker.gatherer, worker.collector)
-            ),
+            "pausing": worker.pausing.run((*worker.pools, worker.scaling, *(each.deliveries for each in beside_lanes))),
             "late while paused": worker.pausing.end_late(worker.pools),
             "topology watch": worker.broker.watch.run(),
         }
@@ -76,9 +75,7 @@ async def run(
         stops = [
             group.create_task(_stop(worker), name="stop taking"),
             group.create_task(worker.control.stop(), name="stop control"),
-            group.create_task(worker.posting.stop(), name="stop webhooks"),
-            group.create_task(worker.gatherer.stop(), name="stop gathering"),
-            group.create_task(worker.collector.stop(), name="stop collecting"),
+            *(group.create_task(each.deliveries.stop(), name="stop beside lanes") for each in beside_lanes),
         ]
         _, late = await asyncio.wait((*stops, *pools), timeout=grace_s)
         orphaned = sum(activity.running for activity in worker.activities) if late else 0

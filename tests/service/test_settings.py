@@ -353,6 +353,24 @@ def test_contradicting_values_are_reported_under_the_names_that_were_set() -> No
     assert told == "wrong setting: LANEKEEPER_RETRY__BASE_S: base_s (100) is above cap_s (60)"
 
 
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (
+            {"BATCH__BATCHES__ENABLED": "true", "BATCH__BATCHES__LEAST_S": "90000"},
+            "(90000) is not below deadline_max_s",
+        ),
+        ({"NORMAL__BATCHES__ENABLED": "true"}, "(7200) is not below deadline_max_s (3600)"),
+    ],
+)
+def test_batches_in_which_no_request_would_be_put_are_wrong(given: dict[str, str], values: str) -> None:
+    told = wrong(env={f"LANEKEEPER_LANES__{name}": value for name, value in given.items()})
+    assert all(f"LANEKEEPER_LANES__{name}" in told for name in given)
+    assert f"batches.least_s {values}" in told
+    off = {"LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "false", "LANEKEEPER_LANES__BATCH__DEADLINE_MAX_S": "60"}
+    load(env={**off, "LANEKEEPER_LANES__BATCH__DEADLINE_S": "60"})
+
+
 def test_reply_patterns_must_match_the_whole_name() -> None:
     rule = load(env={"LANEKEEPER_REPLY_TO__ALLOW": "crm.*,orders.replies"}).reply_rule()
 

@@ -50,6 +50,10 @@ class FakePool:
             raise
 
     @property
+    def deliveries(self) -> "FakePool":
+        return self
+
+    @property
     def is_paused(self) -> bool:
         return False
 

@@ -391,6 +391,11 @@ class FakeDeliveries(Deliveries):
     async def stop(self) -> None:
         self._only.stopped.set()
 
+    @property
+    @override
+    def is_stopping(self) -> bool:
+        return self._only.stopped.is_set()
+
 
 async def none_waits(queues: list[str]) -> dict[str, int]:
     return {"lane.control": 0}

@@ -14,7 +14,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -328,6 +328,9 @@ class Deliveries:
     consuming; `queue` is then only a name for logs.
     """
 
+    brake: str | None = None
+    """Why it is paused by an operator: never, where it is used without a pool."""
+
     def __init__(
         self,
         connection: Connection,
@@ -359,6 +362,21 @@ class Deliveries:
     @property
     def is_paused(self) -> bool:
         return self._paused is not None
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    async def take_each(self, take: Callable[[Delivery], Coroutine[object, object, None]]) -> None:
+        """Take each delivery in a task of its own, until `stop` is called; at a time as many as the prefetch."""
+        async with aclosing(self.sessions()) as sessions:
+            async for session in sessions:
+                try:
+                    async with asyncio.TaskGroup() as taking:
+                        async for delivery in session:
+                            taking.create_task(take(delivery), name=f"{self.queue} {delivery.tag}")
+                except* ChannelLost as lost:
+                    log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 
     async def sessions(self) -> AsyncGenerator[Session, None]:
         failures = 0

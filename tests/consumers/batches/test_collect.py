@@ -23,6 +23,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Encoded, Message
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, HeldPauses, Sent, a_pause
+from tests.support.waiting import until
 from topology.broker.consume import Deliveries
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec
@@ -55,9 +56,16 @@ class MadeUpBatches(Batches):
         """After so many results no more can be read."""
         self.asked_for_list, self.may_list = asyncio.Event(), asyncio.Event()
         self.may_list.set()
+        self.held: asyncio.Event | None = None
+        """The next call of `create` waits for it."""
+        self.asked_to_create = asyncio.Event()
 
     @override
     async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
+        if (held := self.held) is not None:
+            self.held = None
+            self.asked_to_create.set()
+            await held.wait()
         if any(params == self.refuses_params for _, params in requests):
             raise RejectedError("invalid", status=400)
         if self.refusals and not self.is_created_though:
@@ -267,6 +275,14 @@ async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Colle
     assert not collecting.submitted()
 
 
+async def test_that_a_lane_with_requests_in_batches_is_not_declared_any_more_is_told(collecting: Collecting) -> None:
+    collecting.collector.deliveries._trouble = None
+    await collecting.again(await collecting.gathered(*items(2), lane="former"))
+    assert "batches of former" in (collecting.collector.trouble or "")
+    collecting.now_ms += KEPT_MS
+    assert collecting.collector.trouble is None
+
+
 async def test_a_full_batch_queue_is_waited_for(collecting: Collecting) -> None:
     await collecting.again(await collecting.gathered(*items(700)))
     other = [replace(item, identity=Identity("other", item.identity.id), number=item.number) for item in items(400)]
@@ -468,6 +484,50 @@ async def test_a_candidate_that_another_ticket_found_to_be_its_own_is_none_any_m
     assert ticket.candidates == ("msgbatch_1",)
     await collecting.bench.store.hold("batch msgbatch_1", "b" * 24, for_s=60)
     assert (await collecting.again(ticket)).batch_id == "msgbatch_2"
+
+
+async def test_while_a_worker_that_was_cut_off_may_create_the_batch_its_successor_makes_none(
+    collecting: Collecting,
+) -> None:
+    ticket = await collecting.gathered(*items(2))
+    collecting.provider.held = held = asyncio.Event()
+    cut_off = asyncio.create_task(collecting.take(ticket))
+    await collecting.provider.asked_to_create.wait()
+    collecting.collector = replace(collecting.collector)
+    adopting = await collecting.again(await collecting.again(ticket, redelivered=True))
+    assert (adopting.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    held.set()
+    await cut_off
+    assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
+    assert len(collecting.submitted()) == 1
+
+
+async def test_a_worker_that_was_cut_off_makes_no_batch_after_its_successor_did(collecting: Collecting) -> None:
+    other = [replace(item, identity=Identity("other", item.identity.id)) for item in items(2)]
+    collecting.provider.held = held = asyncio.Event()
+    before = asyncio.create_task(collecting.take(await collecting.gathered(*other, id="b" * 24)))
+    await collecting.provider.asked_to_create.wait()
+    ticket = await collecting.gathered(*items(2))
+    cut_off, submitting = asyncio.create_task(collecting.take(ticket)), collecting.collector._submitting
+    await until(lambda: bool(getattr(submitting, "_waiters", None)))  # behind the other batch
+    collecting.collector = replace(collecting.collector)
+    adopting = await collecting.again(ticket, redelivered=True)
+    assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
+    await forget(collecting, "msgbatch_1")
+    held.set()
+    await before
+    await cut_off
+    assert sorted(collecting.submitted()) == ["msgbatch_1", "msgbatch_2"]
+
+
+async def test_a_worker_that_took_long_makes_no_batch_because_another_one_may_have(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.batches.collect.BEGIN_WITHIN_S", -1)
+    adopting = await collecting.again(await collecting.gathered(*items(2)))
+    assert (adopting.stage, adopting.requests, collecting.submitted()) == (Stage.ADOPTING, 2, [])
+    monkeypatch.undo()
+    assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
 
 
 # ---- collecting -----------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class Gathering:
         await self.brake.read()
         running = asyncio.create_task(self.gatherer.run())
         await until(lambda: running.done() or len(self.settled) == settled)
-        await self.gatherer.stop()
+        await self.gatherer.deliveries.stop()
         await running
 
     @property
@@ -236,6 +236,20 @@ async def test_what_comes_back_from_a_batch_to_be_tried_again_is_in_the_next_one
     assert gathering.gatherer.counts == {"gathered": 1, "repeated": 1}
 
 
+async def test_a_dead_letter_of_a_batch_that_is_published_again_runs_live_if_its_mark_is_still_kept() -> None:
+    bench = Bench()
+    await bench.store.gather("former", [Identity("crm", "r-1")], until_ms=2**45)
+    await bench.store.submit("former", [Identity("crm", "r-1")], until_ms=2**45)
+    found = several(bench, 2)
+    for each in found:
+        each.message.headers = {**each.message.headers, n.DEAD_AT: "2026-11-26T10:00:00.000Z"}
+    gathering = Gathering(*found, bench=bench, spec=QUICK)
+    await gathering.run(settled=2)
+    assert gathering.items == [["r-2"]]
+    (back,) = gathering.back
+    assert (batch_of(back).live, delay_ms(back)) == (True, 0)
+
+
 async def test_a_mark_is_kept_for_longer_than_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     given: list[int] = []
@@ -361,7 +375,7 @@ async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
     running = asyncio.create_task(gathering.gatherer.run())
     await until(lambda: gathering.session.waiting == 0)
     await asyncio.sleep(0)  # the last one is taken
-    await gathering.gatherer.stop()
+    await gathering.gatherer.deliveries.stop()
     await running
     assert gathering.settled == ["nack"] * 2
     assert bench.publisher.sent == []
