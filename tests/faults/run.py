@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.harness.report import between
 from tests.faults.checker import Recovery, Verdict
 from tests.faults.faults import FAULTS, Planned, inject, judged, judged_with_slots, plan
 from tests.faults.ground import SETTLED_S, Ending, Ground, ground
 from tests.support.engine import Unavailable
 
-BEGIN = "<!-- faults: begin (written by `./dev faults --write`) -->"
-END = "<!-- faults: end -->"
 HEAD = (
     "catalogue",
     "fault",
@@ -105,16 +104,6 @@ def text(runs: Sequence[Run], *, broken: Run | None) -> str:
             f"({broken.minutes:.0f} minutes): {lost} of {confirmed} confirmed requests lost, and found.",
         ]
     return "\n".join(said)
-
-
-def write(path: Path, found: str) -> None:
-    """Write it between the markers in a document. Raises ValueError if there are none."""
-    document = path.read_text()
-    before, begins, rest = document.partition(BEGIN)
-    _, ends, after = rest.partition(END)
-    if not begins or not ends:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END} to write between")
-    path.write_text(f"{before}{BEGIN}\n\n{found}\n\n{END}{after}")
 
 
 def _figures(found: Sequence[Recovery]) -> tuple[object, ...]:
@@ -244,7 +233,7 @@ async def everything(given: argparse.Namespace) -> int:
     found = text(runs, broken=broken)
     print(found)
     if given.write is not None:
-        write(given.write, found)
+        between(given.write, found, command="./dev faults")
     problems = [
         f"{run.on}, seed {run.seed}: {len(run.failures)} violations, {run.failures[0]}" for run in runs if run.failures
     ]

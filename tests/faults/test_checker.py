@@ -1,13 +1,11 @@
 """The checker finds every broken promise, and accepts what is allowed; a schedule follows from its seed; the report
 shows the results."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.faults import checker
-from tests.faults import run as report
 from tests.faults.checker import OK, Asked, Called, Disturbed, Event, Posted, Published, Replied, Told, check
 from tests.faults.faults import FAULTS, plan
 from tests.faults.ground import Ending
@@ -178,14 +176,3 @@ def test_a_run_fails_if_a_request_was_lost_or_a_worker_crashed() -> None:
     lost, crashed = a_run().failures
     assert lost.startswith("lost: q: batch")
     assert crashed == "crashed: worker 0 ended by itself with -11"
-
-
-def test_the_table_is_written_between_its_markers_and_nothing_else_changes(tmp_path: Path) -> None:
-    document = tmp_path / "page.md"
-    document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write(document, report.text([a_run()], broken=None))
-    written = document.read_text()
-    assert written.startswith(f"before\n{report.BEGIN}\n")
-    assert written.endswith(f"{report.END}\nafter\n")
-    assert "| A1 | worker killed | 1 | 1 | 1 | 1 |" in written
-    assert "old" not in written

@@ -203,11 +203,6 @@ async def test_an_interrupted_request_is_cancelled(vhost: Vhost, tmp_path: Path)
         await process.wait()
 
 
-def test_wrong_parameters_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="api_key"):
-        SyncClient("amqp://localhost", api_key="x")
-
-
 async def test_it_refuses_to_block_an_event_loop(vhost: Vhost) -> None:
     with pytest.raises(ClientMisused, match=r"await lanekeeper\.Client"):
         SyncClient(vhost.amqp_url).publish({"prompt": "x"}, key=KEY)

@@ -240,16 +240,6 @@ async def test_a_client_that_was_not_opened_says_so_at_once(url: str) -> None:
     await fails_at_once(Client(url))
 
 
-async def test_a_client_that_was_closed_says_so_at_once(gateway: FakeGateway) -> None:
-    async with Client(gateway.url, api_key=KEY) as client:
-        pass
-    await fails_at_once(client)
-
-
-async def test_a_client_of_another_event_loop_says_so_at_once(client: Client) -> None:
-    await asyncio.to_thread(asyncio.run, fails_at_once(client))
-
-
 async def test_a_call_that_waits_while_the_client_is_closed_ends(gateway: FakeGateway) -> None:
     async with Client(gateway.url, api_key=KEY) as client:
         gateway.status = {"status": "running"}
