@@ -10,17 +10,14 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
-from service.config.value_types import Disagreement, Section, clash, mask, wrong
+from service.config.value_types import Disagreement, Section, clash, mask, matching, wrong
 
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _RUN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 THE_MODEL = "messages"
 
 
-def _run(value: str) -> str:
-    if _RUN.fullmatch(value) is None:
-        raise wrong("module:function, such as documents.parts:chunk")
-    return value
+_run = matching(_RUN, "module:function, such as documents.parts:chunk")
 
 
 class HandlerSettings(Section):

@@ -30,42 +30,11 @@ from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.names import Names
+from service.config import value_types as types
 from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.hooks import WebhooksSettings
 from service.config.schedules import ScheduleSettings
-from service.config.value_types import (
-    AmqpUrl,
-    CapTable,
-    Chances,
-    Day,
-    Disagreement,
-    HttpUrl,
-    Key,
-    ModelLists,
-    ModelName,
-    ModelNames,
-    ModelWords,
-    Namespace,
-    Number,
-    Origins,
-    Patterns,
-    PlaceName,
-    PriceTable,
-    ProviderNames,
-    ReadableFile,
-    Section,
-    ShareTable,
-    StoreUrl,
-    UserNames,
-    clash,
-    each_of,
-    mask_url,
-    not_empty,
-    read_models,
-    read_tenant,
-    words,
-    wrong,
-)
+from service.config.value_types import Disagreement, Number, Section, clash, matching, words, wrong
 from topology.codec.bounds import ANSWER_BYTES, VALUES
 from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, BatchSpec, LaneSpec, nearest
 
@@ -130,13 +99,13 @@ class LaneSettings(Section):
     """The longest deadline that a request may name."""
     max_attempts: Number[int] = Field(ge=1, le=100)
     """How often one request may be tried, including the first attempt."""
-    model: ModelName
+    model: types.ModelName
     """The model for requests that name none. It must have a price, or be listed in a provider's table of models."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
     """`max_tokens` of requests that do not set it."""
-    models: ModelWords | None = None
+    models: types.ModelWords | None = None
     """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
-    providers: ProviderNames | None = None
+    providers: types.ProviderNames | None = None
     """The providers that the lane calls, in this order. None: all, the one of ANTHROPIC_API_KEY first, then by name.
     Example: anthropic"""
     max_length: Number[int] = Field(ge=1, le=1_000_000_000)
@@ -214,12 +183,12 @@ class TlsSettings(Section):
     """The TLS settings for connections to the broker (`amqps://`) and to its management API (https). The broker's
     certificate is always verified."""
 
-    ca_file: ReadableFile | None = None
+    ca_file: types.ReadableFile | None = None
     """The certificate authorities by which the broker's certificate is checked. None: the operating system's. Example:
     /etc/lanekeeper/ca.pem"""
-    cert_file: ReadableFile | None = None
+    cert_file: types.ReadableFile | None = None
     """Lanekeeper's own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
-    key_file: ReadableFile | None = None
+    key_file: types.ReadableFile | None = None
     """The key of `cert_file`, not encrypted. None: it is in the certificate's file. Example:
     /etc/lanekeeper/client.key"""
     plain_hosts: Annotated[tuple[str, ...], BeforeValidator(words)] = ()
@@ -249,7 +218,7 @@ class TlsSettings(Section):
 class ReplySettings(Section):
     """Says to which queues workers may send replies, and how many replies may wait because their queue is full."""
 
-    allow: Patterns | None = None
+    allow: types.Patterns | None = None
     """The queues to which replies may go, as shell patterns. None: all queues that the contract allows. Example:
     amq.gen-*,lane.reply.*"""
     bound_to_user: bool | None = None
@@ -283,7 +252,7 @@ class ControlSettings(Section):
     unseen_per_tenant: Number[int] = Field(default=StoreSpec().unseen_per_tenant, ge=1, le=10_000_000)
     """How many cancellations of one tenant are kept for ids that no worker has seen yet. When there are more, the
     oldest is deleted."""
-    operators: UserNames | None = None
+    operators: types.UserNames | None = None
     """AMQP users that may pause and resume lanes, tenants, applications, models and providers (docs/brake.md). None:
     the worker's own user. Example: ops"""
 
@@ -420,20 +389,14 @@ class GatewayKey:
     lanes."""
 
 
-def _hash(value: Any) -> str:
-    if not isinstance(value, str) or _HASH.fullmatch(value) is None:
-        raise ValueError
-    return value
-
-
 def _key(value: Mapping[str, Any]) -> GatewayKey:
     if not value.keys() <= {"tenant", "lanes", "models", "expires", "operator"}:
         raise ValueError
-    given: dict[str, Any] = {"tenant": read_tenant(value["tenant"])}
+    given: dict[str, Any] = {"tenant": types.read_tenant(value["tenant"])}
     if "lanes" in value:
-        given["lanes"] = not_empty(tuple(words(value["lanes"])))
+        given["lanes"] = types.not_empty(tuple(words(value["lanes"])))
     if "models" in value:
-        given["models"] = read_models(value["models"])
+        given["models"] = types.read_models(value["models"])
     if "expires" in value:
         given["expires_at"] = _moment(value["expires"]).timestamp()
     if "operator" in value:
@@ -452,8 +415,8 @@ def _moment(value: Any) -> datetime:
 
 KeyTable = Annotated[
     Mapping[str, GatewayKey],
-    each_of(
-        _hash,
+    types.each_of(
+        matching(_HASH, "the SHA-256 of a key"),
         _key,
         "for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (the first is the "
         "default; without a list all), models, expires (a time with its zone, such as 2027-01-31T18:00:00Z), and "
@@ -475,7 +438,7 @@ class GatewaySettings(Section):
     """For the SHA-256 of each API key: tenant, lanes, models, when it expires, and whether it is an operator's. None:
     all programs on this machine may call. A changed file is read again. Example:
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
-    origins: Origins = ()
+    origins: types.Origins = ()
     """The origins of web pages that may call a gateway with keys, beside the gateway's own. Example:
     https://app.example.com"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
@@ -545,16 +508,16 @@ class ProviderSettings(LimitsSettings):
 
     kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
     """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's. Example: bedrock"""
-    api_key: Key | None = None
+    api_key: types.Key | None = None
     """The provider's key. For `bedrock` and `vertex`, Amazon's and Google's own libraries find the credentials.
     Example: sk-secret"""
-    base_url: HttpUrl | None = None
+    base_url: types.HttpUrl | None = None
     """The URL of the API, for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
-    region: PlaceName | None = None
+    region: types.PlaceName | None = None
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
-    project: PlaceName | None = None
+    project: types.PlaceName | None = None
     """The Google Cloud project, for the kind `vertex`. Example: my-project"""
-    models: ModelNames | None = None
+    models: types.ModelNames | None = None
     """The provider's name for each model that it offers. None: all, under Anthropic's names. Example:
     claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
 
@@ -580,7 +543,7 @@ class ProviderSettings(LimitsSettings):
 class MetricsSettings(Section):
     """What metrics may name."""
 
-    tenants: UserNames = ()
+    tenants: types.UserNames = ()
     """The tenants of which metrics tell figures of their own: each one adds a dozen time series to each worker, and
     `/metrics` needs no key. Example: crm"""
 
@@ -588,10 +551,10 @@ class MetricsSettings(Section):
 class ModelsSettings(Section):
     """Fallback models, and the models that a tenant may use."""
 
-    fallbacks: ModelNames = Field(default_factory=dict)
+    fallbacks: types.ModelNames = Field(default_factory=dict)
     """For a model: the one that is called when no provider can answer with it. Example:
     claude-sonnet-5-5=claude-haiku-5-5"""
-    tenants: ModelLists = Field(default_factory=dict)
+    tenants: types.ModelLists = Field(default_factory=dict)
     """The only models that a tenant may use. Tenants not listed may use all. Example: {"crm": ["claude-haiku-5-5"]}"""
 
 
@@ -599,9 +562,9 @@ class PricesSettings(Section):
     """The prices of tokens, and the day on which they were valid. The prices in `models` are added to the table in
     `consumers/spending.py`, or replace prices in it."""
 
-    as_of: Day = AS_OF
+    as_of: types.Day = AS_OF
     """The day on which the prices were valid. Example: 2026-11-01"""
-    models: PriceTable = Field(default_factory=dict)
+    models: types.PriceTable = Field(default_factory=dict)
     """Prices in US dollars per million tokens, over those of the built-in table. Example: {"my-model": {"input": 1,
     "output": 5}}"""
     batch: Number[float] = Field(default=BATCH_SHARE, ge=0, le=1)
@@ -647,7 +610,7 @@ class BudgetSettings(LimitsSettings):
 class FairSettings(Section):
     """How tenants share the slots of a lane, each of which works on one request at a time (docs/fairness.md)."""
 
-    tenants: ShareTable = Field(default_factory=dict)
+    tenants: types.ShareTable = Field(default_factory=dict)
     """`weight`: a tenant's share relative to the others, 1 by default. `in_flight`: how many of its requests a process
     works on at a time in one lane. `*`: each tenant that is not listed. Example: {"*": {"in_flight": 8}, "crm":
     {"weight": 2}}"""
@@ -657,7 +620,7 @@ class CapsSettings(Section):
     """Limits for what lanes and tenants may use in one day (UTC)."""
 
     lanes: dict[str, CapSettings] = Field(default_factory=dict)
-    tenants: CapTable = Field(default_factory=dict)
+    tenants: types.CapTable = Field(default_factory=dict)
     """What each tenant may use in a day (UTC). `*`: each tenant that is not listed. Example: {"*": {"usd": 5}, "crm":
     {"requests": 10000}}"""
 
@@ -706,17 +669,17 @@ class Settings(BaseSettings):
         hide_input_in_errors=True,
     )
 
-    amqp_url: AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
+    amqp_url: types.AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
     """The broker's URL, or those of one cluster's nodes, separated by commas. Write special characters in user,
     password and virtual host as %XX. Example: amqps://lanekeeper:secret@rabbit.example.com:5671/prod"""
-    management_url: HttpUrl | None = None
+    management_url: types.HttpUrl | None = None
     """The URL of RabbitMQ's management API, for `lanekeeper topology plan` and `check`. None: port 15672 of the AMQP
     host. Without user and password, those of the AMQP URL are used. Example: https://rabbit.example.com:15671"""
-    namespace: Namespace = "lane"
+    namespace: types.Namespace = "lane"
     """The prefix of all names on the broker. Example: staging"""
-    anthropic_api_key: Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
+    anthropic_api_key: types.Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
     """The API key of the provider named `anthropic`. `serve --simulate` needs none. Example: sk-ant-secret"""
-    anthropic_base_url: HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
+    anthropic_base_url: types.HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
     """The URL of the provider `anthropic`. None: https://api.anthropic.com. Example:
     https://gateway.example.com/anthropic"""
     providers: dict[str, ProviderSettings] = {}
@@ -736,7 +699,7 @@ class Settings(BaseSettings):
     tls: TlsSettings = TlsSettings()
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
-    store_url: StoreUrl | None = None
+    store_url: types.StoreUrl | None = None
     """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several. None: a
     SQLite file in the user's state folder (`lanekeeper check` shows it). Example:
     redis://:secret@redis.example.com:6379/0"""
@@ -746,7 +709,7 @@ class Settings(BaseSettings):
     webhooks: WebhooksSettings = WebhooksSettings()
     waiting: WaitingSettings = WaitingSettings()
     dead: DeadSettings = DeadSettings()
-    speakers: UserNames = ()
+    speakers: types.UserNames = ()
     """AMQP users (such as a gateway's) that may publish, cancel and fetch for other tenants. Example: gateway"""
     profile: Literal["production"] | None = None
     """`production`: a worker does not start while `lanekeeper check` finds any of the risks in docs/production.md.
@@ -754,7 +717,7 @@ class Settings(BaseSettings):
     require_user_id: bool | None = None
     """Whether requests without the AMQP property `user_id` are refused; else they belong to one common tenant. None:
     true with the profile `production`, else false. Example: true"""
-    failpoints: Chances = {}
+    failpoints: types.Chances = {}
     """For tests: places (`consumers/settle.py`) at which the process kills itself. Example: after_store:0.2"""
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
     """How many keys and values the JSON of a request (else `too_large`) or an answer (else `answer_too_large`) may
@@ -767,16 +730,16 @@ class Settings(BaseSettings):
     """The lowest level of our events that is logged; libraries from `warning` on. Example: debug"""
     log_content: bool = False
     """Whether prompts and answers may appear in the log. They never appear in spans or metrics. Example: true"""
-    otel_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
+    otel_endpoint: types.HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_ENDPOINT")
     """The collector of spans and metrics, over OTLP/HTTP. OpenTelemetry's SDK reads all other `OTEL_*` itself. None:
     none are sent. Example: http://jaeger.example.com:4318"""
-    jaeger_url: HttpUrl | None = None
+    jaeger_url: types.HttpUrl | None = None
     """Where people open Jaeger: what shows the id of a trace then has a link to it. Example:
     https://jaeger.example.com"""
-    otel_traces_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    otel_traces_endpoint: types.HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     """The complete URL for spans, instead of `OTEL_EXPORTER_OTLP_ENDPOINT`. Example:
     http://jaeger.example.com:4318/v1/traces"""
-    otel_metrics_endpoint: HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+    otel_metrics_endpoint: types.HttpUrl | None = Field(default=None, alias="OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
     """The complete URL for metrics. If set, it is used instead of `OTEL_EXPORTER_OTLP_ENDPOINT`. Example:
     http://collector.example.com:4318/v1/metrics"""
     otel_metrics_exporter: Literal["otlp", "none"] = Field(default="otlp", alias="OTEL_METRICS_EXPORTER")
@@ -892,7 +855,7 @@ class Settings(BaseSettings):
     @property
     def broker(self) -> str:
         """The AMQP URLs without users and passwords, for messages and logs."""
-        return ", ".join(mask_url(url) for url in self.broker_urls)
+        return ", ".join(types.mask_url(url) for url in self.broker_urls)
 
     @property
     def management(self) -> str | None:
@@ -924,7 +887,7 @@ class Settings(BaseSettings):
     @property
     def provider(self) -> str:
         """The first provider's base URL without credentials, for messages and logs."""
-        return mask_url(self.provider_url)
+        return types.mask_url(self.provider_url)
 
     @property
     def api_key(self) -> str | None:
@@ -948,7 +911,7 @@ class Settings(BaseSettings):
     @property
     def shown_store(self) -> str:
         """The store's URL without its password, for messages and logs."""
-        return self.store if self.store.startswith("sqlite:") else mask_url(self.store)
+        return self.store if self.store.startswith("sqlite:") else types.mask_url(self.store)
 
     @property
     def bodies_url(self) -> str | None:

@@ -121,19 +121,20 @@ def _namespace(value: str) -> str:
     return value
 
 
-def _named(name: re.Pattern[str], what: str) -> Callable[[str], str]:
+def matching(allowed: re.Pattern[str], what: str) -> Callable[[str], str]:
+    """A validator of texts that match as a whole. `what`: which they are, for the error message."""
 
     def validate(value: str) -> str:
-        if name.fullmatch(value) is None:
+        if allowed.fullmatch(value) is None:
             raise wrong(what)
         return value
 
     return validate
 
 
-model = _named(_MODEL, "the name of a model, such as claude-haiku-5-5")
-_place = _named(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
-_provider = _named(_PROVIDER, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
+model = matching(_MODEL, "the name of a model, such as claude-haiku-5-5")
+_place = matching(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
+_provider = matching(_PROVIDER, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
 
 
 def is_provider_name(value: str) -> bool:
@@ -180,12 +181,6 @@ def listed(names: Sequence[Any]) -> str:
 
 def _secret(check: Callable[[str], str]) -> AfterValidator:
     return AfterValidator(lambda value: SecretStr(check(value.get_secret_value().strip())))
-
-
-def _key(text: str) -> str:
-    if _PRINTABLE.fullmatch(text) is None:
-        raise wrong("a key without spaces or control characters")
-    return text
 
 
 def _split(url: str, *, schemes: tuple[str, ...], example: str) -> SplitResult:
@@ -285,7 +280,7 @@ ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]
 Patterns = Annotated[tuple[str, ...], BeforeValidator(words), AfterValidator(not_empty)]
 UserNames = Annotated[tuple[Annotated[str, AfterValidator(_user)], ...], BeforeValidator(words)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeValidator(words)]
-Key = Annotated[SecretStr, _secret(_key)]
+Key = Annotated[SecretStr, _secret(matching(_PRINTABLE, "a key without spaces or control characters"))]
 AmqpUrl = Annotated[SecretStr, _secret(_amqp_urls)]
 HttpUrl = Annotated[SecretStr, _secret(_http_url)]
 StoreUrl = Annotated[SecretStr, _secret(_store_url)]
