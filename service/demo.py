@@ -39,7 +39,7 @@ from lanekeeper.replies import Final
 from lanekeeper.requests import Options
 from lanekeeper.telemetry import signals
 from service.config.flows import HandlerSettings, PipelineSettings
-from service.config.loading import simulating, with_broker, with_store
+from service.config.loading import simulating, with_broker
 from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings
 from service.private_broker import private_broker
 from service.side_tasks import beside
@@ -83,9 +83,10 @@ async def tell_story(settings: Settings) -> bool:
         if "amqp_url" not in settings.model_fields_set:
             act("starting a broker")
             url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
-        settings = _for_demo(with_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}"))
         folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
-        settings = with_store(settings, f"sqlite:///{quote(folder)}/store.sqlite")
+        store_url = f"sqlite:///{quote(folder)}/store.sqlite"
+        settings = with_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}", store_url=store_url)
+        settings = _for_demo(settings)
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
         settings = simulating(settings, api.base_url)
         await _remove_topology_at_end(stack, settings)

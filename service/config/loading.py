@@ -72,25 +72,17 @@ _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.item
 that it sets."""
 
 
-def field_name(name: str) -> str:
-    """The field of `Settings` that an environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY,
-    sets. Any other name is returned as it is."""
-    return _ALIASES.get(name, name)
-
-
 def pattern(place: Place) -> Place:
     """A setting's path with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers",
     "*", "kind") for ("providers", "eu", "kind")."""
     return tuple(ANY if (*place[:depth], ANY) in _GROUPS else step for depth, step in enumerate(place))
 
 
-def is_setting(place: Place) -> bool:
-    """Whether there is a setting with this path, such as ("lanes", "batch", "slots")."""
+def _is_setting(place: Place) -> bool:
     return pattern(place) in SETTINGS
 
 
-def is_group(place: Place) -> bool:
-    """Whether there is a group of settings with this path, such as ("lanes", "batch")."""
+def _is_group(place: Place) -> bool:
     return pattern(place) in _GROUPS
 
 
@@ -100,10 +92,9 @@ def variable(place: Place) -> str:
     return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper().replace("-", "_")
 
 
-def place_of(name: str) -> Place | None:
-    """The path of the setting that an environment variable sets; None if no setting has exactly this variable."""
+def _place_of(name: str) -> Place | None:
     place = (_ALIASES[name],) if name in _ALIASES else _as_place(name)
-    return place if is_setting(place) and variable(place) == name else None
+    return place if _is_setting(place) and variable(place) == name else None
 
 
 def _as_place(name: str) -> Place:
@@ -114,10 +105,9 @@ def _as_place(name: str) -> Place:
     )
 
 
-def unknown_variable(name: str) -> str:
-    """The error message for an environment variable that begins with `LANEKEEPER_` and sets nothing."""
+def _unknown_variable(name: str) -> str:
     place = _as_place(name)
-    if is_group(place):
+    if _is_group(place):
         inside = next(setting[len(place) :] for setting in SETTINGS if setting[: len(place)] == pattern(place))
         return f"is a group of settings; set one of them, such as {variable((*place, *inside))}"
     candidates = [
@@ -130,9 +120,8 @@ def unknown_variable(name: str) -> str:
     )
 
 
-def unknown_key(place: Place, value: Any) -> str:
-    """The error message for a key or an option that is no setting, or for a value in place of a group."""
-    if is_group(place):
+def _unknown_key(place: Place, value: Any) -> str:
+    if _is_group(place):
         inside = ", ".join(_inside(place)).replace(ANY, "a table for each name")
         return f"found {mask(value)}, allowed is a table with {inside}"
     return _no_setting(place[-1], {key: key for key in _inside(place[:-1])})
@@ -149,21 +138,18 @@ def _inside(place: Place) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The value of a setting, as a source (a file, the environment or an option) gave it, with the name as the user
-    wrote it, such as "LANEKEEPER_NAMESPACE in .env"."""
-
+class _Found:
     value: Any
     name: str
+    """As the user wrote it, such as "LANEKEEPER_NAMESPACE in .env"."""
     source: str
 
 
-def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Place, str]:
-    """The error message for each wrong value in `found`, by the path of its setting."""
+def _of_values(error: ValidationError, found: Mapping[Place, _Found]) -> dict[Place, str]:
     lines: dict[Place, str] = {}
     for details in error.errors():
         first, *rest = map(str, details["loc"])
-        location = (field_name(first), *rest)
+        location = (_ALIASES.get(first, first), *rest)
         # pydantic's location may be longer than the setting's path, because it may name an item of a list.
         for place in (location[:n] for n in range(1, len(location) + 1)):
             if place in found:
@@ -171,11 +157,9 @@ def of_values(error: ValidationError, found: Mapping[Place, Found]) -> dict[Plac
     return lines
 
 
-def of_disagreements(
-    disagreements: Iterable[Disagreement], found: Mapping[Place, Found], *, wrong: Collection[Place]
+def _of_disagreements(
+    disagreements: Iterable[Disagreement], found: Mapping[Place, _Found], *, wrong: Collection[Place]
 ) -> list[str]:
-    """The error messages for contradictions between settings. Contradictions with a setting that is wrong by itself are
-    left out."""
     return [
         redaction.text(f"{_names(disagreement.at, found)}: {disagreement.text}")  # a key may stand where a name belongs
         for disagreement in disagreements
@@ -187,7 +171,7 @@ def _overlap(one: Place, other: Place) -> bool:
     return all(ANY in (x, y) or x == y for x, y in zip(one, other, strict=False))
 
 
-def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
+def _names(places: tuple[Place, ...], found: Mapping[Place, _Found]) -> str:
     """The names of the settings at `places`, for an error message: as the user wrote them. If the user set none of
     them, only the first of `places` is named: in the notation of TOML if the user wrote another setting of the same
     group in this notation, else as an environment variable."""
@@ -201,7 +185,7 @@ def _names(places: tuple[Place, ...], found: Mapping[Place, Found]) -> str:
     return variable(first)
 
 
-def _line(place: Place, error: ErrorDetails, found: Found) -> str:
+def _line(place: Place, error: ErrorDetails, found: _Found) -> str:
     field = SETTINGS[pattern(place)]
     what = error["ctx"]["what"] if error["type"] == ALLOWED else allowed_values(field)
     return f"{found.name}: found {_shown(field, found.value)}, allowed is {what}"
@@ -257,8 +241,7 @@ _NAMING_MODELS = (("prices", "models"), ("providers", ANY, "models"), ("lanes", 
 """The settings that name models. Whether a model is known depends on all of them together."""
 
 
-def contradictions(settings: Settings) -> Iterator[Disagreement]:
-    """All contradictions between settings that are each valid by themselves."""
+def _contradictions(settings: Settings) -> Iterator[Disagreement]:
     for place, section in _sections(settings):
         yield from (disagreement.under(place) for disagreement in section.disagreements())
     yield from _lanes(settings)
@@ -277,8 +260,7 @@ def contradictions(settings: Settings) -> Iterator[Disagreement]:
     yield from _output_limits(settings)
 
 
-def missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
-    """Find missing keys of providers, which only processes that call providers need."""
+def _missing_for_calls(settings: Settings) -> Iterator[Disagreement]:
     if any(provider.name == FIRST for provider in settings.routes_spec().providers) and settings.api_key is None:
         yield Disagreement(
             "not set; set it, or answer without a provider: lanekeeper serve --simulate", at=(("anthropic_api_key",),)
@@ -460,14 +442,10 @@ def plain(value: Any) -> Any:
 SIMULATED = "simulated"
 
 
-def with_broker(settings: Settings, url: str, *, namespace: str) -> Settings:
-    """A copy of the settings with another broker URL and namespace."""
-    return settings.model_copy(update={"amqp_url": SecretStr(url), "namespace": namespace})
-
-
-def with_store(settings: Settings, store_url: str) -> Settings:
-    """A copy of the settings with another store URL."""
-    return settings.model_copy(update={"store_url": SecretStr(store_url)})
+def with_broker(settings: Settings, url: str, *, namespace: str, store_url: str) -> Settings:
+    """A copy of the settings with another broker, namespace and store."""
+    update = {"amqp_url": SecretStr(url), "namespace": namespace, "store_url": SecretStr(store_url)}
+    return settings.model_copy(update=update)
 
 
 def simulating(settings: Settings, *urls: str) -> Settings:
@@ -480,10 +458,12 @@ def simulating(settings: Settings, *urls: str) -> Settings:
         )
         for number, url in enumerate(urls, start=1)
     }
-    alone = with_provider(settings, urls[0], key=SIMULATED)
-    lanes = {name: lane.model_copy(update={"batches": _quick(lane.batches)}) for name, lane in alone.lanes.items()}
+    lanes = {
+        name: lane.model_copy(update={"providers": None, "batches": _quick(lane.batches)})
+        for name, lane in settings.lanes.items()
+    }
     update = {"anthropic_base_url": None, "anthropic_api_key": None, "providers": providers, "lanes": lanes}
-    return alone.model_copy(update=update)
+    return settings.model_copy(update=update)
 
 
 def _quick(batches: BatchesSettings) -> BatchesSettings:
@@ -491,20 +471,6 @@ def _quick(batches: BatchesSettings) -> BatchesSettings:
     usual = BatchesSettings()
     names = ("window_s", "first_poll_s")
     return batches.model_copy(update={name: 1.0 for name in names if getattr(batches, name) == getattr(usual, name)})
-
-
-def with_provider(settings: Settings, url: str, *, key: str) -> Settings:
-    """A copy of the settings in which all lanes use a single provider: an API like Anthropic's at `url`, called with
-    the API key `key`."""
-    unnamed = {name: lane.model_copy(update={"providers": None}) for name, lane in settings.lanes.items()}
-    return settings.model_copy(
-        update={
-            "anthropic_base_url": SecretStr(url),
-            "anthropic_api_key": SecretStr(key),
-            "providers": {},
-            "lanes": unnamed,
-        }
-    )
 
 
 CONFIG_FILE = Path("lanekeeper.toml")
@@ -600,7 +566,7 @@ def _dotenv(path: Path) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Given:
-    found: dict[Place, Found] = field(default_factory=dict)
+    found: dict[Place, _Found] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str, group: Place = ()) -> None:
@@ -611,33 +577,33 @@ class _Given:
             name = ".".join(place) + where
             if value is None:
                 continue
-            if is_setting(place):
-                self.found[place] = Found(value, name, source)
-            elif is_group(place) and isinstance(value, Mapping):
+            if _is_setting(place):
+                self.found[place] = _Found(value, name, source)
+            elif _is_group(place) and isinstance(value, Mapping):
                 self.add(value, source=source, where=where, group=place)
             else:
-                self.problems.append(f"{name}: {unknown_key(place, value)}")
+                self.problems.append(f"{name}: {_unknown_key(place, value)}")
 
     def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
         """Add environment variables. An empty variable counts as not set, because Docker Compose passes an empty one
         for `${NAME:-}` if NAME is not set."""
         for name, value in variables.items():
-            if (place := place_of(name)) is None:
+            if (place := _place_of(name)) is None:
                 if name.upper().startswith(PREFIX):
-                    self.problems.append(f"{name}{where}: {unknown_variable(name)}")
+                    self.problems.append(f"{name}{where}: {_unknown_variable(name)}")
             elif value.strip():
-                self.found[place] = Found(value, name + where, source)
+                self.found[place] = _Found(value, name + where, source)
 
     def settings(self, *, for_calls: bool) -> Settings:
         settings, wrong = self._validated()
         disagreements = [
-            *contradictions(settings),
-            *(missing_for_calls(settings) if for_calls else ()),
+            *_contradictions(settings),
+            *(_missing_for_calls(settings) if for_calls else ()),
         ]
         lines = [
             *self.problems,
             *wrong.values(),
-            *of_disagreements([*self._undeclared_lanes(), *disagreements], self.found, wrong=wrong.keys()),
+            *_of_disagreements([*self._undeclared_lanes(), *disagreements], self.found, wrong=wrong.keys()),
             *self._keys_sent_elsewhere(),
         ]
         if lines:
@@ -677,7 +643,7 @@ class _Given:
             try:
                 return Settings(**self._nested(omitted=wrong)), wrong
             except ValidationError as error:
-                lines = of_values(error, self.found)
+                lines = _of_values(error, self.found)
                 if not lines.keys() - wrong.keys():  # no further value to leave out: the loop would not end
                     raise
                 wrong |= lines

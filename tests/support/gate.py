@@ -19,7 +19,6 @@ from pydantic import SecretStr
 from consumers.state import open_store
 from consumers.state.base import FollowedStore
 from lanekeeper import Client
-from service.config.loading import with_provider, with_store
 from service.config.settings import GatewaySettings, Settings
 from service.gateway.app import Gateway, client_for
 from service.gateway.server import Server
@@ -62,9 +61,10 @@ class Alone:
     ) -> None:
         made = SETTINGS.model_copy(update={"gateway": GatewaySettings(port=0, **spec), **(settings or {})})
         if folder is not None:
-            made = with_store(made, f"sqlite:///{folder}/store.sqlite")
+            made = made.model_copy(update={"store_url": SecretStr(f"sqlite:///{folder}/store.sqlite")})
         if provider is not None:
-            made = with_provider(made, provider, key="sk-secret")
+            first = {"anthropic_base_url": SecretStr(provider), "anthropic_api_key": SecretStr("sk-secret")}
+            made = made.model_copy(update=first)
         store = opened(made)
         self._open = AsyncExitStack()
         self._store = None if folder is None else store
