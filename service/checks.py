@@ -55,8 +55,7 @@ class Finding:
 
 
 async def providers(settings: Settings) -> list[Finding]:
-    """Call all providers at the same time, each with its models. Returns a result for each provider, and in addition a
-    failure for each lane whose default model no provider has."""
+    """Calls all providers, each with its models; also finds lanes whose default model no provider has."""
     spec = settings.routes_spec()
     models_of: dict[str, set[str]] = {provider.name: set() for provider in spec.providers}
     without_route: list[Finding] = []
@@ -142,9 +141,7 @@ WITHOUT = f"the wait and the deadline of a request without {SENT_MS} count from 
 
 
 async def replies(connection: Connection) -> list[Finding]:
-    """Check that replies can be sent and received: publish a message through the default exchange to a new queue, and
-    consume it from there. Returns the results of two checks: of the user's permissions, and of the broker's timestamps.
-    """
+    """Publishes a reply to a queue of its own, and takes it: the user's permissions, the broker's timestamps."""
     try:
         async with Inbox(connection) as inbox:
             message = Message(body=b"{}", message_id=uuid.uuid4().hex, persistent=False)
@@ -179,8 +176,7 @@ STORE_SETTING: Final = "LANEKEEPER_BODIES__URL"
 
 
 async def bodies(settings: Settings) -> Finding:
-    """Check that a body can be written to the store for large bodies, read and removed. A missing folder is created, as
-    a worker would do."""
+    """Writes, reads and removes a body in the store for large ones."""
     store = settings.body_store()
     if store is None:
         return Finding(
@@ -213,8 +209,7 @@ NOTE = 300
 
 
 async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
-    """Run all checks of `lanekeeper check`, and yield each result as soon as it is known. `simulate`: do not call
-    providers."""
+    """All checks of `lanekeeper check`. `simulate`: providers are not called."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
     try:
@@ -250,9 +245,7 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
 
 
 async def _publisher(settings: Settings, connection: Connection) -> Finding | None:
-    """The result of `lanekeeper check` for an AMQP user that may only publish, as the user of an application may; it
-    names the routing keys that this user may use. Returns None for a worker's user, which is recognised by its right to
-    write to reply queues, and for a user that may not publish to any lane. Raises BrokerBlocked."""
+    """For a user that may only publish: with which keys. None: it is a worker's user. Raises BrokerBlocked."""
     user, _ = settings.credentials
     names = settings.names()
     if await _may_write(connection, "", names.reply_prefix + "check"):
@@ -328,8 +321,7 @@ answers)."""
 
 
 async def refuse(settings: Settings) -> None:
-    """With the profile `production`, check for risks and raise a SettingsError that names all of them. With any other
-    profile, do nothing."""
+    """Raises a SettingsError that names all risks, with the profile `production`."""
     if not settings.is_production:
         return
     async with connection_for("check", settings) as broker:
@@ -340,8 +332,7 @@ async def refuse(settings: Settings) -> None:
 
 
 def warn_of_plain_text(settings: Settings) -> None:
-    """Log a warning for each configured connection (broker, store, provider) that goes to another machine without
-    TLS."""
+    """Logs each connection that goes to another machine without TLS."""
     for risk in of_transport(settings):
         log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
 
@@ -353,8 +344,7 @@ def _told(settings: Settings, risk: Finding) -> Finding:
 
 
 async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[Finding]:
-    """Find all risks in production: in the settings, the store and the broker. `broker`: a connection to the broker.
-    None: the broker is not reachable, which another check reports."""
+    """All risks in production. `broker`: None if it is not reachable."""
     for risk in (*of_transport(settings), *of_settings(settings), *of_file(settings)):
         yield risk
     if broker is not None:
@@ -366,7 +356,7 @@ async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[
 
 
 def of_transport(settings: Settings) -> Iterator[Finding]:
-    """Yield a risk for each configured URL that leads to another machine without TLS."""
+    """URLs that lead to another machine without TLS."""
     urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
     if settings.management is not None:
         urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
@@ -383,7 +373,7 @@ def of_transport(settings: Settings) -> Iterator[Finding]:
 
 
 def of_settings(settings: Settings) -> Iterator[Finding]:
-    """The risks of the settings themselves, such as the AMQP user `guest`, or prompts in the log."""
+    """What the settings themselves risk."""
     if "guest" in {urlsplit(url).username or "guest" for url in settings.broker_urls}:
         text = "guest, whose password everybody knows: lanekeeper topology export --user worker:worker"
         yield Finding("broker user", None, text)
@@ -407,7 +397,7 @@ def of_settings(settings: Settings) -> Iterator[Finding]:
 
 
 def of_file(settings: Settings) -> Iterator[Finding]:
-    """The risk of a SQLite store whose file other users of this machine may read."""
+    """A SQLite file that other users of this machine may read."""
     if not settings.store.startswith(SQLITE):
         return
     path = Path(unquote(settings.store.removeprefix(SQLITE)))

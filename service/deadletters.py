@@ -165,8 +165,7 @@ class Group:
 
 
 class Overview:
-    """Reads a scan: counts letters by cause, and keeps one page of them, the newest first. `after`: `next` of the page
-    before."""
+    """Counts letters by cause, and keeps a page of the newest. `after`: `next` of the page before."""
 
     is_enough = False
 
@@ -351,8 +350,7 @@ class DeadLetters:
         dry_run: bool = False,
         within_s: float | None = None,
     ) -> Replay:
-        """Publish letters again, and remove each when that is confirmed. If one of them cannot be, none is. `within_s`:
-        end after this time, with letters left."""
+        """If one letter cannot be published, none is. `within_s`: end then, with letters left."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         done = Replay()
@@ -396,8 +394,7 @@ class DeadLetters:
         return done
 
     def prepared(self, letter: DeadLetter, change: Change) -> Message:
-        """What a replay publishes: the request or, if its webhook could not be posted, its outcome once more. Raises
-        RequestProblem if it is no valid one, ReplayRefused if it cannot be made."""
+        """The request, or an outcome for its webhook. Raises RequestProblem, ReplayRefused."""
         message, patch = letter.message, change.of_body
         if letter.code == UNDELIVERED:
             if change != Change():

@@ -141,8 +141,7 @@ async def tell_story(settings: Settings) -> bool:
 
 
 def _end_on_signals() -> None:
-    """Make SIGTERM, and SIGHUP (a terminal that closes), end the demo as Ctrl-C does: by a cancellation, so that the
-    demo removes its queues and exchanges."""
+    """SIGTERM and SIGHUP end the demo as Ctrl-C does: by a cancellation, so that it tidies up."""
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -159,8 +158,7 @@ async def _remove_topology_at_end(stack: AsyncExitStack, settings: Settings) -> 
 
 
 def _for_demo(settings: Settings) -> Settings:
-    """The user's settings with the default lanes, without batches, limits or caps of a real provider, with short pauses
-    before retries, and with twelve slots for the batch lane, unless the user has set its slots."""
+    """The default lanes without batches, limits or caps, with short pauses; twelve slots for batch, unless set."""
     ranks = {lane.name: lane.rank for lane in DEFAULT_LANES}
     live = BatchesSettings(enabled=False)
     lanes = {
@@ -244,8 +242,7 @@ Scores = dict[str, Score]
 
 
 async def flood(client: Client, scores: Scores, *, lane: str | None = None) -> float:
-    """Send the batch jobs, then the chats. `lane`: all of them go there; None: each to its own. Returns the seconds it
-    took."""
+    """Send the batch jobs, then the chats. `lane`: of all; None: each to its own. Returns the seconds it took."""
 
     async def ask(its_lane: str, number: int) -> None:
         score, mark = scores[its_lane], f"request {its_lane} {number} of the demo."
@@ -285,8 +282,7 @@ TWICE = 20
 
 
 async def unbroken(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> tuple[str, bool]:
-    """Kill a second worker in the middle of its work, send some requests again, and cancel one. Returns what happened,
-    and whether nothing was lost or paid twice."""
+    """A worker is killed at work, some requests are sent again, one is cancelled."""
 
     async def ask(number: int) -> Final | None:
         prompt = f"job {number} of the second act"
@@ -343,8 +339,7 @@ async def cut(document: str) -> list[str]:
 
 
 async def ingested(client: Client, api: SimulatedAPI) -> tuple[str, bool]:
-    """Run the pipeline for a document of which one summary and the whole fail at first, and send it again. Returns what
-    happened, and whether all parts are in the answer, in order, and nothing was paid twice."""
+    """The pipeline runs with two failing steps, and is sent again: parts in order, nothing paid twice."""
     before, began_s = len(api.calls), asyncio.get_running_loop().time()
     parts = [f"part-{number} of the document" for number in range(PARTS)]
     document = json.dumps("\n\n".join([*parts[:-1], f"{parts[-1]} [[fault: overloaded x1]]"])).encode()
@@ -368,8 +363,7 @@ async def ingested(client: Client, api: SimulatedAPI) -> tuple[str, bool]:
 async def _beside(
     settings: Settings, folder: Path, provider_url: str, ready: str, *line: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
-    """Run another process of Lanekeeper; yields it, and the event `ready` of its log. The AMQP URL, which may contain a
-    password, is passed in a file that only this user can read."""
+    """Another process, with the event `ready` of its log. The AMQP URL is passed in a file, because of its password."""
     config = folder / "beside.toml"
     config.touch(mode=0o600)
     config.write_text(f"amqp_url = {json.dumps(settings.broker_url)}\n", encoding="utf-8")
@@ -415,8 +409,7 @@ SDK_CALLS = 10
 
 
 async def by_sdk(settings: Settings, client: Client, api: SimulatedAPI, *, folder: Path) -> tuple[str, bool]:
-    """Stream calls of Anthropic's SDK through a gateway, while batch jobs wait. Returns how long the first token took,
-    and whether all were answered."""
+    """Streamed calls of Anthropic's SDK through a gateway, while batch jobs wait."""
     async with (
         _beside(settings, folder, api.base_url, signals.GATEWAY_READY, "gateway") as (_, ready),
         AsyncAnthropic(
@@ -471,8 +464,7 @@ PROCESSING_S = 2.0
 
 
 async def in_batches(settings: Settings) -> tuple[str, bool]:
-    """Send a bulk job, of which the provider leaves a few requests unanswered. Returns what it cost, and whether each
-    requester got its own answer and the provider's bill says the same."""
+    """A bulk job, of which the provider leaves a few unanswered; its bill must be ours."""
     options = SimulatedOptions(batches=BatchOptions(processing_s=PROCESSING_S))
     async with SimulatedAPI(options) as api:
         settings = simulating(_with_batch_lane(settings, batches=BatchesSettings(enabled=True)), api.base_url)
@@ -533,16 +525,14 @@ class Spending:
     wrong: list[str] = field(default_factory=list)
 
     def is_well(self, ungated: "Spending") -> bool:
-        """Whether it kept the promise. On a machine that is too busy for it, the run without a gate, which goes on at
-        the same time, waits longer and uses less of its budget too."""
+        """Measured against the run without a gate, because both suffer on a busy machine."""
         is_soon = share_ms(self.waits_ms, 0.95) < max(1000 * SOON_S, share_ms(ungated.waits_ms, 0.95) / 3)
         is_used = self.used >= USED_LEAST * min(1.0, ungated.used)
         return is_soon and is_used and not self.wrong and self.refused == 0
 
 
 async def budget(settings: Settings) -> tuple[Spending, Spending]:
-    """Send the same load at the same time through Lanekeeper, and by as many workers without a budget gate: there a
-    call that is refused with 429 is repeated after its `retry-after`, as Anthropic's SDK does."""
+    """The same load at the same time through Lanekeeper, and by workers that repeat a 429 after its `retry-after`."""
     async with AsyncExitStack() as stack:
         gated, ungated = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
         settings = simulating(settings, gated.base_url)
@@ -619,8 +609,7 @@ CALLS_MOST = 1.5
 
 
 async def outage(settings: Settings) -> tuple[str, bool]:
-    """Ask all the time, while the first of two providers fails and then works again. Returns what requesters and
-    providers saw, and whether all was answered with few calls and the breaker closed again."""
+    """Requests go on while the first of two providers fails and comes back."""
     log = io.StringIO()
     tasks: list[asyncio.Task[Final | None]] = []
     async with SimulatedAPI(UP) as first, SimulatedAPI(UP) as second, asyncio.TaskGroup() as group:

@@ -181,16 +181,14 @@ def say_on_stderr(text: str) -> None:
 async def private_broker(
     *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
 ) -> AsyncIterator[PrivateBroker]:
-    """Run a broker inside the block, from the first of `sources` that can provide one; `say` is told of each step that
-    takes long. Raises BrokerUnreachable, which says what to install."""
+    """Run a broker inside the block, from the first of `sources` that has one. Raises BrokerUnreachable."""
     with closing(PrivateBroker()) as broker:
         await broker.begin(sources, image, say)
         yield broker
 
 
 async def _find_image(say: Say) -> str:
-    """An image that this machine has; else the official one is pulled. Its manifest is requested first, so that a
-    registry that does not answer is noticed within seconds."""
+    """The manifest is asked for before a pull, because that fails within seconds where no registry answers."""
     if shutil.which("docker") is None or not await _succeeds("docker", "version", within_s=ANSWER_S):
         raise BrokerUnreachable("Docker: no engine answers")
     for image in (OFFICIAL, LOCAL):
@@ -243,8 +241,7 @@ def _installed() -> tuple[Path, Path]:
 
 
 def _node_environment(epmd: Path, amqp: int, management: int, distribution: int, epmd_port: int) -> dict[str, str]:
-    """The whole environment of a node with its own folder, name, ports and epmd, so that neither the user's RABBITMQ_*
-    nor a file in /etc has an effect, and the system's node is not touched."""
+    """All of it, so that neither the user's RABBITMQ_* nor a file in /etc has an effect."""
     folder = Path(tempfile.mkdtemp(prefix="lanekeeper-broker-"))
     (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
     (folder / "rabbitmq.conf").write_text(

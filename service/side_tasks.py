@@ -10,8 +10,7 @@ CANCEL_AGAIN_S = 2.0
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, object], *, name: str) -> AsyncIterator[None]:
-    """Run the coroutine `work` as a background task while the block runs; at the end of the block, cancel it and wait
-    until it has ended."""
+    """Run `work` as a task while the block runs; at its end cancel it, and wait until it has ended."""
     task = asyncio.create_task(work, name=name)
     try:
         yield

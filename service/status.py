@@ -48,8 +48,7 @@ SKETCH_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneStatus:
-    """What `lanekeeper status` shows for one lane, over all workers together. The values that workers report are None
-    if no worker answered."""
+    """One lane, over all workers; what workers report is None if none answered."""
 
     lane: str
     depth: int | None
@@ -126,9 +125,7 @@ class Status:
 
 
 async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Names) -> Status:
-    """Ask all workers for their status, read the queues' lengths from the broker, and combine both. Raises
-    BrokerUnreachable; AccessRefused if the user may not ask workers; TopologyMismatch if the queues are not
-    declared."""
+    """Raises BrokerUnreachable; AccessRefused if the user may not ask workers; TopologyMismatch."""
     answers = await gather(connection, names=names)
     queues = [
         queue for lane in lanes for queue in (names.intake(lane.name), names.due(lane.name), *_sides(lane, names))
@@ -158,8 +155,7 @@ async def asked(connection: Connection, question: Message, names: Names) -> Asyn
 
 
 async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, Any]]:
-    """Publish the status question to all workers, and return their answers. It waits until no answer has come for
-    `QUIET_S`, but not longer than `LONGEST_S`."""
+    """All workers' answers: until none has come for `QUIET_S`, at most for `LONGEST_S`."""
     question = Message(
         body=b"{}",
         content_type="application/json",
@@ -182,8 +178,7 @@ async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, A
 def merge(
     answers: Sequence[Mapping[str, Any]], found: Mapping[str, Depth], *, lanes: Sequence[LaneSpec], names: Names
 ) -> Status:
-    """Combine the workers' answers to the status question and the queues' lengths (`found`, by queue) into one
-    status."""
+    """One status of the workers' answers and the queues' lengths (`found`)."""
     tenants, batches = _sums(answers, "tenants"), _sums(answers, "batches")
     gathering, in_hand = _ready(found, [names.batches]), batches.pop("waiting", 0)
     known = {lane.name: _sides(lane, names) for lane in lanes}

@@ -146,8 +146,7 @@ def _only(named: "Sequence[tuple[PauseKind, str]]") -> "tuple[PauseKind, str]":
 async def ask(
     settings: "Settings", command: str, body: Mapping[str, Any], *, kept: str | None = None
 ) -> dict[str, Any]:
-    """A worker's answer to an operator's command. `kept`: what happens as soon as a worker runs, if none does; None:
-    nothing."""
+    """A worker's answer to an operator's command. `kept`: what happens later, if no worker runs now."""
     from lanekeeper.contract.messages import Message
     from lanekeeper.replies import ControlRefused, NoReply
     from service.status import asked

@@ -46,8 +46,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 def run_with_telemetry(
     settings: "Settings", main: "Callable[[TracerProvider | None], Coroutine[None, None, None]]"
 ) -> None:
-    """Run a command that goes on until it is stopped, with logs and traces as configured. `main` is called with
-    OpenTelemetry's tracer provider, or None if no spans are sent."""
+    """Run a command that goes on until it is stopped. `main` gets the tracer provider; None: no spans are sent."""
     from service.telemetry import exporters, logs
 
     with (
@@ -64,8 +63,7 @@ def run_with_telemetry(
 
 @asynccontextmanager
 async def connected(settings: "Settings", purpose: str) -> "AsyncIterator[Connection]":
-    """A connection to the broker for a short command; meanwhile only errors are logged. `purpose` is part of the
-    connection's name in RabbitMQ's management pages. Raises BrokerUnreachable, AccessRefused."""
+    """A connection for a short command, named by its `purpose`. Raises BrokerUnreachable, AccessRefused."""
     from service.telemetry import logs
     from service.worker.assembly import connection_for
 
@@ -75,8 +73,7 @@ async def connected(settings: "Settings", purpose: str) -> "AsyncIterator[Connec
 
 
 class Stop:
-    """Handles SIGINT and SIGTERM. Before `armed` is set, a signal ends the process at once. Afterwards the first signal
-    begins an orderly stop, and the second ends the process at once. `task`: the process's main task."""
+    """The first signal begins an orderly stop, once `armed` is set; else, and at the second, all ends at once."""
 
     def __init__(self, task: "asyncio.Task[object]") -> None:
         self._task = task

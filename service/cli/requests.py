@@ -265,8 +265,7 @@ async def _cancel_interrupted(client: "Client", id: str, *, tenant: str | None) 
 
 
 def _longest_wait_s(settings: "Settings", lane: str, how: "Options") -> float:
-    """The request's delay plus its deadline (by default the lane's): if no worker runs, nothing else ends the wait. A
-    request whose key names no lane is refused at once."""
+    """Delay and deadline together: if no worker runs, nothing else ends the wait."""
     from lanekeeper.requests import ANSWER_LATE_S
 
     deadlines_s = {spec.name: spec.deadline_s for spec in settings.lane_specs()}
@@ -329,8 +328,7 @@ def _read_stdin() -> str:
 
 @contextmanager
 def _traced(settings: "Settings") -> Iterator["Tracing"]:
-    """If spans are sent somewhere: run the block in a root span, and tell the trace's id on standard error. Yields the
-    `Tracing` with which the request is to be published."""
+    """Runs the block in a root span, and tells the trace's id, if spans are sent somewhere."""
     from lanekeeper.telemetry.tracing import Tracing, error_type, mark_failed
 
     url = settings.traces_url

@@ -73,8 +73,7 @@ that it sets."""
 
 
 def pattern(place: Place) -> Place:
-    """A setting's path with `*` in place of a name that the user chooses, as in the keys of `SETTINGS`: ("providers",
-    "*", "kind") for ("providers", "eu", "kind")."""
+    """The key in `SETTINGS`: ("providers", "*", "kind") for ("providers", "eu", "kind")."""
     return tuple(ANY if (*place[:depth], ANY) in _GROUPS else step for depth, step in enumerate(place))
 
 
@@ -87,8 +86,7 @@ def _is_group(place: Place) -> bool:
 
 
 def variable(place: Place) -> str:
-    """The environment variable of the setting with this path: `LANEKEEPER_LANES__BATCH__SLOTS` for ("lanes", "batch",
-    "slots")."""
+    """The environment variable: `LANEKEEPER_LANES__BATCH__SLOTS` for ("lanes", "batch", "slots")."""
     return SETTINGS[pattern(place)].alias or PREFIX + "__".join(place).upper().replace("-", "_")
 
 
@@ -172,9 +170,7 @@ def _overlap(one: Place, other: Place) -> bool:
 
 
 def _names(places: tuple[Place, ...], found: Mapping[Place, _Found]) -> str:
-    """The names of the settings at `places`, for an error message: as the user wrote them. If the user set none of
-    them, only the first of `places` is named: in the notation of TOML if the user wrote another setting of the same
-    group in this notation, else as an environment variable."""
+    """As the user wrote them; if none was set, the first, in the notation of its neighbours."""
     given = [value.name for at in places for place, value in found.items() if place[: len(at)] == at]
     if given:
         return ", ".join(dict.fromkeys(given))
@@ -343,8 +339,7 @@ def _provider_names(providers: Collection[str]) -> Iterator[Disagreement]:
 
 
 def _models(settings: Settings) -> Iterator[Disagreement]:
-    """Find models in the settings that are unknown, or that have no price although a daily cap is in dollars. A model
-    is known if it has a price, or if both a lane and a provider's table name it."""
+    """A model is known if it has a price, or if both a lane and a provider's table name it."""
     lanes, routes, prices = settings.lane_specs(), settings.routes_spec(), settings.prices.table()
     in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
     in_tables = {model for provider in routes.providers for model in provider.models or ()}
@@ -396,8 +391,7 @@ class Effective:
 
 
 def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effective]:
-    """All settings with the values in effect, in the order of their declaration. `found`: the source of each setting
-    that a source has set; the others have their defaults."""
+    """All settings with the values in effect. `found`: the source of each that a source has set."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
             yield Effective(".".join(place), variable(place), shown(settings, place), found.get(place, DEFAULT))
@@ -413,7 +407,7 @@ def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
 
 
 def shown(settings: Settings, place: Place) -> Any:
-    """A setting's value in effect, in a form that JSON can express, with its secrets hidden."""
+    """A setting's value in effect, as JSON, without secrets."""
     match place:
         case ("store_url",):
             return settings.shown_store
@@ -426,7 +420,7 @@ def shown(settings: Settings, place: Place) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Convert a setting's value to one that JSON can express, with its secrets hidden."""
+    """A value as JSON, without secrets."""
     if isinstance(value, SecretStr):
         text = value.get_secret_value()
         return ", ".join(mask_url(url) for url in urls_of(text)) if "://" in text else HIDDEN
@@ -449,8 +443,7 @@ def with_broker(settings: Settings, url: str, *, namespace: str, store_url: str)
 
 
 def simulating(settings: Settings, *urls: str) -> Settings:
-    """A copy of the settings in which all lanes use only the simulated APIs at `urls`, named `simulated`,
-    `simulated-2` and so on, with the limits of the first provider. Its batches are not waited for as long as others."""
+    """A copy in which all lanes use only the simulated APIs at `urls`, with the limits of the first provider."""
     limits = {name: getattr(settings.budget, name) for name in LimitsSettings.model_fields}
     providers = {
         f"{SIMULATED}-{number}" if number > 1 else SIMULATED: ProviderSettings.model_validate(
@@ -496,8 +489,7 @@ def load_settings(
 
 
 def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Settings, Mapping[Place, str]]:
-    """Load the settings, and report for each setting (by its path in the nested settings) which source set it:
-    `environment`, `option`, or the file's name. Raises SettingsError."""
+    """The settings, and for each that is set its source: `environment`, `option`, or a file. Raises SettingsError."""
     given = _read(config, os.environ, DOTENV_FILE, options)
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
 
@@ -545,8 +537,6 @@ def _read(config: Path | None, environ: Mapping[str, str], dotenv: Path, options
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. pydantic-settings' own reader is not used, because it silently ignores a path that does not
-    exist or is a pipe."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -570,8 +560,7 @@ class _Given:
     problems: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], *, source: str, where: str, group: Place = ()) -> None:
-        """Add the values of a file or of options. `where`: appended to names in error messages, such as " in .env".
-        `group`: the path, in the nested settings, of the group to which `values` belong."""
+        """`where`: ends the names in error messages, such as " in .env". `group`: to which the values belong."""
         for key, value in values.items():
             place = (*group, key)
             name = ".".join(place) + where
@@ -585,8 +574,7 @@ class _Given:
                 self.problems.append(f"{name}: {_unknown_key(place, value)}")
 
     def add_variables(self, variables: Mapping[str, str], *, source: str, where: str = "") -> None:
-        """Add environment variables. An empty variable counts as not set, because Docker Compose passes an empty one
-        for `${NAME:-}` if NAME is not set."""
+        """An empty variable is not set: Docker Compose passes one for `${NAME:-}`."""
         for name, value in variables.items():
             if (place := _place_of(name)) is None:
                 if name.upper().startswith(PREFIX):

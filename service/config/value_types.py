@@ -25,8 +25,7 @@ _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """Settings that are each valid by themselves, but contradict each other; or a missing setting that another setting
-    requires."""
+    """Settings that contradict each other, or one that another requires."""
 
     text: str
     at: tuple[tuple[str, ...], ...]
@@ -36,8 +35,7 @@ class Disagreement:
     setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
-        """A copy in which `place`, the path of a group of settings, precedes each path: ("slots",) becomes ("lanes",
-        "batch", "slots")."""
+        """Below the path `place` of its group."""
         return Disagreement(
             self.text,
             tuple((*place, *setting) for setting in self.at),
@@ -60,8 +58,7 @@ class Section(BaseModel):
 
 
 def mask_url(url: str) -> str:
-    """A URL as messages show it: `***` in place of user and password, and no query. If user and password cannot be
-    recognised in a text, it becomes `(hidden, … characters)`."""
+    """A URL without user, password and query; `(hidden, … characters)` if they cannot be recognised."""
     head, _, rest = url.partition("://")
     address, credentials = rest, ""
     if "@" in rest:
@@ -74,8 +71,7 @@ def mask_url(url: str) -> str:
 
 
 def mask(value: Any) -> str:
-    """A setting's value as error messages show it: its `repr` on one short line, without anything that looks like a key
-    or a URL's password."""
+    """A value in an error message: short, and without what looks like a key or a password."""
     if isinstance(value, str) and "://" in value:
         return mask_url(value.strip())
     shown = redaction.text(repr(value))
@@ -143,8 +139,7 @@ def is_provider_name(value: str) -> bool:
 
 
 def words(value: Any) -> Any:
-    """Read a setting that is a list. As text, in an environment variable, its items are separated by commas, or it is a
-    JSON array."""
+    """A list; as text separated by commas, or a JSON array."""
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("["):
@@ -245,8 +240,7 @@ def _store_url(text: str) -> str:
 
 
 def _chances(value: Any) -> Any:
-    """Read the probability of each failpoint (a place at which the process kills itself, for tests), from a table or
-    from text such as `after_store:0.2,before_claim:1`."""
+    """A table, or text such as `after_store:0.2,before_claim:1`."""
     if isinstance(value, str):
         pairs = (pair.partition(":") for pair in value.split(",") if pair.strip())
         value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}
@@ -310,8 +304,7 @@ def _table(value: Any, what: str) -> Any:
 
 
 def each_of(name_of: Callable[[Any], str], read: Callable[[Any], Any], what: str) -> PlainValidator:
-    """The validator of a setting that is a table. `name_of` checks each name in the table, and `read` the value beside
-    it; both raise an exception for what is not allowed. `what`: what is allowed, for the error message."""
+    """The validator of a table: of each name, and of what is beside it. `what`: is allowed, for the error message."""
 
     def validate(value: Any) -> dict[str, Any]:
         table = _table(value, what)

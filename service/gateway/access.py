@@ -60,8 +60,7 @@ def require_operator(caller: GatewayKey, *, acts: bool) -> None:
 
 
 class Access:
-    """Finds the caller of an HTTP call by its API key. `local`: what callers may do if no keys are set; None: they are
-    refused. `origins`: of web pages that may call, beside the gateway's own address."""
+    """Finds a call's caller. `local`: who calls if no keys are set; None: nobody may. `origins`: of other web pages."""
 
     def __init__(
         self, keys: Mapping[str, GatewayKey], *, local: GatewayKey | None, origins: Collection[str] = ()
@@ -86,8 +85,7 @@ class Access:
         return len({key.tenant for key in self._keys.values()}) > 1
 
     def caller(self, request: web.BaseRequest) -> GatewayKey:
-        """Raises ApiError: 401 if the key is missing, unknown or expired; 403 if no keys are set and the call does not
-        come from this machine, or if a web page of another origin makes it."""
+        """Raises ApiError: 401 for the key; 403 for a call from elsewhere without keys, or by another web page."""
         if self._needs_key:
             found = self._by_key(request)
             self._require_known_origin(request)
@@ -165,8 +163,7 @@ def _has_expired(key: GatewayKey) -> bool:
 
 
 def _require_local_call(request: web.BaseRequest) -> None:
-    """Raise ApiError unless a program on this machine makes the call. A page in a browser on this machine is refused
-    too: its call names another site in the header Origin, or another host in the header Host."""
+    """A page in a browser on this machine is refused too, by the site in its Origin or the name in its Host."""
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     if not peer or not is_loopback(str(peer[0])):
         raise ApiError(403, "no keys are set: only calls from this machine are answered")
@@ -183,8 +180,7 @@ def _host_of(url: str) -> str:
 
 
 def only_value(headers: MultiMapping[str], name: str) -> str | None:
-    """The value of a header that may have only one; None if it is absent. Raises RequestProblem if there are several:
-    a proxy in front of the gateway could have read another one than the gateway."""
+    """Raises RequestProblem if there are several: a proxy before the gateway could have read another one."""
     values = set(headers.getall(name, ()))
     if len(values) > 1:
         raise invalid_request(f"header {name}: there are {len(values)} different values; send one")
@@ -192,8 +188,7 @@ def only_value(headers: MultiMapping[str], name: str) -> str | None:
 
 
 def lane_of(caller: GatewayKey, named: str | None, lanes: Mapping[str, LaneSpec]) -> LaneSpec:
-    """The lane for a call: `named`, else the first of the key's, else the usual one. Raises ApiError 403 if the key
-    does not allow it, and RequestProblem if there is no such lane."""
+    """`named`, else the key's first, else the usual one. Raises ApiError 403, RequestProblem."""
     if named is None:
         return usual(tuple(lanes.values())) if caller.lanes is None else lanes[caller.lanes[0]]
     allowed = ", ".join(caller.lanes or lanes)

@@ -73,8 +73,7 @@ class Drain:
 
 
 class Writing:
-    """Writes a response in pieces. The status 200 is sent only with the first bytes, so that an error before can still
-    be answered with another status."""
+    """Writes a response in pieces. Its status is sent with the first: before, an error can still be answered."""
 
     def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._request = request
@@ -164,8 +163,7 @@ class StoredAnswer:
 
 
 class StoredAnswers:
-    """Fetches large answers of at most `most_bytes` from `stores`: those in which workers keep them now, or kept them
-    before a change of the settings."""
+    """Fetches large answers from `stores`: those of now, and of before a change of the settings."""
 
     def __init__(self, stores: Sequence[BodyStore], parsing: ParsingTime, *, most_bytes: int) -> None:
         self._stores = stores
@@ -176,16 +174,14 @@ class StoredAnswers:
 
     @asynccontextmanager
     async def fetched(self, kept: BodyAddress, tenant: str | None) -> AsyncIterator[StoredAnswer]:
-        """The answer in a temporary file, which exists inside this block only. Raises ApiError: 410 if the answer is
-        lost, 503 if it cannot be fetched at present."""
+        """In a temporary file. Raises ApiError: 410 if the answer is lost, 503 if it cannot be fetched at present."""
         async with self._filed(tenant) as file:
             size = await self._read(kept, lambda store: store.fetch_into(file, kept, most_bytes=self._most_bytes))
             yield StoredAnswer(file, size)
 
     @asynccontextmanager
     async def in_memory(self, kept: BodyAddress, tenant: str | None) -> AsyncIterator[bytes]:
-        """The whole answer in memory. Leave the block within a bounded time: only `IN_MEMORY_AT_ONCE` can be inside.
-        Raises the errors of `fetched`."""
+        """Whole; leave the block soon, because few can be inside. Raises the errors of `fetched`."""
         async with self._in_memory.taken_soon(tenant, within_s=FETCHED_WITHIN_S):
             yield await self._read(kept, lambda store: store.fetch(kept, most_bytes=self._most_bytes))
 

@@ -107,8 +107,7 @@ def limit_of(query: Mapping[str, str], default: int, least: int, most: int) -> i
 
 
 def submitted_id_of(headers: MultiMapping[str]) -> str:
-    """Like `request_id_of`, for a request whose status gets a URL path that ends in its id: HTTP clients change a path
-    that ends in `.` or `..`."""
+    """Like `request_id_of`, for an id in a URL's path, where HTTP clients change `.` and `..`."""
     id = request_id_of(headers)
     if id in (".", ".."):
         raise invalid_request(f"header {IDEMPOTENCY_KEY}: dots alone are no path: {REQUEST_ID}")
@@ -117,9 +116,7 @@ def submitted_id_of(headers: MultiMapping[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReader:
-    """Checks HTTP calls and turns them into requests to publish. `app`: the second word of their routing keys, the name
-    of the gateway's AMQP user, because its topic permissions require it. `max_values`: the most JSON keys and values
-    that a body may have."""
+    """Checks calls. `app`: the second word of routing keys, which topic permissions require."""
 
     lanes: Mapping[str, LaneSpec]
     app: str
@@ -219,8 +216,7 @@ def _streams(body: bytes) -> bool:
 
 
 class Bodies:
-    """Receives the bodies of HTTP calls, and counts these calls until they have been answered. Bodies larger than
-    `over_bytes` are written to temporary files; those larger than `most_bytes` are refused."""
+    """Receives bodies: those over `over_bytes` in files, none over `most_bytes`. Counts calls until they end."""
 
     def __init__(self, call_reader: CallReader, shares: Shares, *, over_bytes: int, most_bytes: int) -> None:
         self._call_reader = call_reader

@@ -74,8 +74,7 @@ class Messages:
     ping_every_s: float
 
     async def answer(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """If the HTTP client disconnects, aiohttp cancels this coroutine, and `Client` then cancels the request. Raises
-        ApiError, LanekeeperError."""
+        """Cancelled if the client disconnects; `Client` then cancels the request. Raises ApiError, LanekeeperError."""
         request[ABOUT_REQUEST] = id = request_id_of(request.headers)
         try:
             async with self.bodies.checked_call(request, caller, request_id=id) as call:
@@ -97,8 +96,7 @@ class Messages:
             return await send_pieces(request, answer.pieces(), size=answer.size, headers=headers)
 
     async def _replies(self, call: CheckedCall, forwarding: Forwarding) -> AsyncGenerator[Part | Final, None]:
-        """The replies to a streamed call. If their connection is lost before something was written to the client, ask
-        again under the same id, else cancel the request, because its caller has to send it again."""
+        """If they are lost before the client got a byte, ask again under the same id; else cancel the request."""
         while True:
             if not isinstance(call.body, bytes):
                 await asyncio.to_thread(call.body.seek, 0)
@@ -183,8 +181,7 @@ class Forwarding:
         return self._release()
 
     def end(self) -> bytes | None:
-        """The bytes that end the stream; None if parts were lost, or none came, before anything was written: the whole
-        stream is then made from the final reply (`events_of`). Raises ApiError if something was written."""
+        """None: the stream is to be made from the final reply (`events_of`). Raises ApiError if some was written."""
         if self._stop is not None and not self._has_gap:
             return self._stop
         self._start_over(_LOST)
@@ -362,8 +359,7 @@ def _provider_of(settings: Settings) -> Lookups | None:
 
 
 def _model_in(body: bytes) -> str:
-    """Raises ApiError if there is no model, or if a JSON key occurs twice: the gateway and the provider could then read
-    different models."""
+    """Raises ApiError, also where a key is there twice: the provider could read the other one."""
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError:
@@ -391,8 +387,7 @@ def _response(found: Found, *, body: bytes | None = None) -> web.Response:
 
 
 def page_of(body: bytes, allowed: Collection[str], query: Mapping[str, str], limit: int) -> bytes:
-    """One page of the provider's whole list (`body`), with only the models in `allowed`, as Anthropic pages it. Raises
-    ApiError if the list cannot be read."""
+    """One page of the whole list in `body`, of what is `allowed`, as Anthropic pages it. Raises ApiError."""
     models = [model for model in _models(body) if model["id"] in allowed]
     ids, after, before = [model["id"] for model in models], query.get("after_id"), query.get("before_id")
     start = ids.index(after) + 1 if after in ids else 0

@@ -186,8 +186,7 @@ class OperatorPaths:
 
 
 def shown(status: Status, caller: GatewayKey) -> dict[str, Any]:
-    """The part of a status that this caller may see: the lanes that its key allows, and of tenants only its own. An
-    operator sees all."""
+    """What this caller may see: its key's lanes, its own tenant; an operator all."""
     sees_all = caller.operator != "no"
     lanes = []
     for lane in status.lanes:

@@ -152,8 +152,7 @@ def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
 
 
 def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -> ApiError:
-    """Any error of a handler as that of an HTTP call. `chose_id`: whether the caller chose the request's id. The error
-    may then be kept under that id, and a repeated call would get it again."""
+    """`chose_id`: the caller chose the request's id, under which the error may be kept."""
     match error:
         case ApiError():
             return error
@@ -207,8 +206,7 @@ def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -
 def refusal(
     call: web.BaseRequest, error: ApiError | LanekeeperError, *, anthropic_id: str | None = None
 ) -> web.Response:
-    """The error answer in the format of the call's path. `anthropic_id`: its `request-id` in Anthropic's format, if not
-    the request's id, or a random one."""
+    """In the format of the path. `anthropic_id`: its `request-id`; default: the request's, or a random one."""
     request_id, api_error = call.get(ABOUT_REQUEST), api_error_of(error)
     if isinstance(error, StoreUnavailable) and (count := _away.count("store")):
         log.error(signals.STORE_AWAY, reason=str(error), count=count)
@@ -233,8 +231,7 @@ def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError
 
 
 async def note_beginning(request: web.Request, response: web.StreamResponse) -> None:
-    """Called when the status of a call is sent, which a later error cannot change. No browser shall guess what an
-    answer is, and nobody learns which version of which server gave it."""
+    """The status is sent, and cannot change. No browser shall guess a type, nobody learn the server's version."""
     request[_HAS_BEGUN] = True
     headers = response.headers
     headers[NO_SNIFFING] = "nosniff"

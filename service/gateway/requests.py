@@ -108,8 +108,7 @@ class RequestPaths:
         return answer({"id": id, "outcome": outcome}, status=200 if outcome == "ended" else 202)
 
     async def events(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        """Stream the request's entries (its stored steps and events) as Server-Sent Events, beginning after the entry
-        that the header `Last-Event-ID` names; 204 if it was the last one, because then no browser connects again."""
+        """From the entry after `Last-Event-ID`; 204 after the last one, because then no browser connects again."""
         request[ABOUT_REQUEST] = id = request.match_info["id"]
         after = _number_of(request.headers.get(LAST_EVENT_ID))
         await self.requests.known(id, caller)
@@ -147,8 +146,7 @@ class RequestPaths:
 
 
 def _no_events_yet(id: str) -> web.Response:
-    """The answer while the process stops: an event stream that ends at once. A browser then connects again, and reaches
-    another process; after a 503, its EventSource would never connect again."""
+    """While the process stops: a browser connects again after an empty stream, and never after a 503."""
     headers = {"content-type": EVENT_STREAM, "cache-control": "no-store", "connection": "close", "request-id": id}
     return web.Response(body=BEGIN, headers=headers)
 
@@ -181,8 +179,7 @@ def _in_one_line(json: bytes) -> bytes:
 
 
 class SubmittedRequests:
-    """Submits requests without waiting for their answers, reports their status and their entries (stored steps and
-    events) from the store, and cancels them. A caller can see only requests of its own tenant."""
+    """Submits requests, tells of them from the store, and cancels them. A caller sees only those of its tenant."""
 
     def __init__(self, client: Client, store: FollowedStore, poller: Poller) -> None:
         self._client = client
@@ -192,8 +189,7 @@ class SubmittedRequests:
         self._background = Background()
 
     async def submit(self, call: CheckedCall, caller: GatewayKey) -> None:
-        """Publish a request, unless a worker has already seen one with its id. It is published even if this call is
-        cancelled meanwhile, as happens when the HTTP client disconnects. Raises ApiError, LanekeeperError."""
+        """Publish what no worker has seen, even if this call is cancelled. Raises ApiError, LanekeeperError."""
         submitting = self._background.begin(self._submit(call, caller), name=f"submit {call.request.id}")
         try:
             await asyncio.shield(submitting)
@@ -321,8 +317,7 @@ class Known:
 
 
 class LargeStatus(NamedTuple):
-    """The status of a request whose result is in the store for large bodies: the JSON before it, its address there, and
-    the JSON after it."""
+    """A status whose result is in the store for large bodies: the JSON before it, its address, the JSON after it."""
 
     begin: bytes
     result: BodyAddress
@@ -345,8 +340,7 @@ def status_of(
     pause: Pause | None = None,
     webhook: Mapping[str, Any] | None = None,
 ) -> bytes | LargeStatus:
-    """The status of a request as JSON. Once it has ended, with the result or problem that a worker stored, and with the
-    log of its webhook."""
+    """As JSON; at its end with its result or problem, and its webhook's log."""
     found, submission, due_ms = known.found, known.submission, known.due_ms
     ended = found.completion
     fields: dict[str, Any] = {"id": known.id, "status": word_of(known, now_ms)}
@@ -411,11 +405,9 @@ class _Waiter:
 
 
 class Poller:
-    """Polls the store for new entries of all requests that clients follow, with one query for all of them, as long as
-    any client waits. `followers`: the most calls that may follow requests at the same time.
+    """Polls the store for all requests that clients follow, with one query for all.
 
-    A follower asks for the entries after the last one that it has sent, and asks again only after it has sent these. So
-    for a slow client, the entries of only one query are kept in memory.
+    A follower asks again when it has sent what it got, so that memory holds little for a slow client.
     """
 
     def __init__(self, store: Following, access: Access, *, followers: int) -> None:
@@ -501,8 +493,7 @@ class Place:
 
 
 class Positions:
-    """Estimates the positions of waiting requests: for each lane that of the last one in the intake, given as that of
-    every request there. The broker and the store are asked at most once a second for each lane."""
+    """Estimates a lane's last position, as that of all its requests: broker and store are asked once a second."""
 
     def __init__(self, client: Client, store: Allowances) -> None:
         self._client = client

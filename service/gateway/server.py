@@ -63,9 +63,7 @@ class CannotListen(LanekeeperError):
 
 
 class Server:
-    """Serves `/healthz`, `/readyz`, `/metrics` (what `scrape` returns), and `paths`, inside its `async with` block. If
-    `port` is 0, it becomes that of a free one. `limitations`: the parts that do not work, but are not needed for the
-    process to be ready."""
+    """Serves health, metrics (`scrape`) and `paths` inside its block. `limitations`: what readiness does not need."""
 
     def __init__(
         self,

@@ -23,9 +23,7 @@ TENANTS_KEPT: Final = 10_000
 
 
 class SharedLimit:
-    """A total of places or bytes. Of what the other tenants leave free, a tenant may take all but the `spared` part (a
-    quarter): a single one can take most of the total, and another still finds room. `what`: named in the error if
-    nothing is left."""
+    """A total of places or bytes, of which a tenant may take all but the `spared` part of what others leave free."""
 
     def __init__(self, total: int, what: str, *, spared: int = 4) -> None:
         self._total = total
@@ -139,8 +137,7 @@ class ParsingTime:
         self._is_taken = False
 
     async def run(self, tenant: str | None, size: float, work: Callable[[], T]) -> T:
-        """Run `work`, which parses `size` bytes (infinity: they are packed, or in a file), and return its result.
-        Raises ApiError if its turn does not come in time. Does not return before `work` has ended."""
+        """`size`: infinity if packed or in a file. Raises ApiError if no turn comes. Ends after `work`."""
         name = tenant or ""
         if size <= INLINE_BYTES and self._used.of(name) < AT_ONCE_S:
             began_s = time.perf_counter()

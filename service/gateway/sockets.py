@@ -233,8 +233,7 @@ class ClientMessage:
 
 
 def read_message(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage:
-    """Raises InvalidMessage: 1007 if the text is no JSON object, 1008 if it is no valid message, 1009 if its body has
-    more than `max_values` keys and values."""
+    """Raises InvalidMessage: 1007 no JSON object, 1008 no valid message, 1009 too many values."""
     if (excess := bounds.excess(text.encode(), max_values=max_values + VALUES_OUTSIDE_BODY)) is not None:
         raise InvalidMessage(WSCloseCode.MESSAGE_TOO_BIG, excess)
     try:
@@ -346,9 +345,8 @@ class BoundedSocket(web.WebSocketResponse):
 
 
 class _Frames:
-    """Reads the heads of a client's frames before aiohttp's parser gets them. A message that is not masked (RFC 6455,
-    5.1), or for which there is no room, ends the connection. A tenant's frames are read for at most `INLINE_SHARE` of
-    the time; until then, no more is read from the connection."""
+    """Reads the heads of frames before aiohttp. One not masked (RFC 6455, 5.1), or for which there is no room,
+    ends the connection; a tenant's are read for at most `INLINE_SHARE` of the time."""
 
     def __init__(
         self, socket: BoundedSocket, connection: Connection, used: UsedTime, tenant: str, parser: WebSocketReader

@@ -65,8 +65,7 @@ class Call:
 
 
 class SimulatedAPI:
-    """A simulated Anthropic API: an HTTP server on `host` and `port` (0: a free port, which stays the same after `stop`
-    and `start`)."""
+    """A simulated Anthropic API. `port` 0: a free one, which stays the same after `stop` and `start`."""
 
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host

@@ -13,8 +13,7 @@ Seconds = Callable[[], float]
 
 
 class Bucket:
-    """One rate limit. Its level may become negative, because what a call used beyond the estimate is taken at its
-    end."""
+    """One rate limit. Its level may become negative: what a call used beyond the estimate is taken at its end."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
         self.per_minute = per_minute
@@ -43,11 +42,7 @@ class Bucket:
 
 
 class Limits:
-    """The rate limits of one class of models: three token buckets, for requests, input tokens and output tokens.
-
-    The estimated input tokens of a call are taken when it starts, and corrected to the actual number when it ends.
-    Output tokens are taken when the call ends, so a call may start even if only one output token is left.
-    """
+    """Three buckets. Estimated input tokens are taken at a call's start and corrected at its end; output at its end."""
 
     def __init__(
         self, *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
@@ -57,8 +52,7 @@ class Limits:
         )
 
     def enter(self, input_tokens: int) -> None:
-        """Take one request and the call's estimated input tokens from the buckets. Raises `Refusal` (429, with
-        `retry-after`) if a bucket has too little."""
+        """Raises `Refusal` (429) if a bucket has too little."""
         for bucket, amount, what in (
             (self.requests, 1, "requests"),
             (self.input_tokens, input_tokens, "input tokens"),
@@ -79,9 +73,7 @@ class Limits:
         self.output_tokens.take(output_tokens)
 
     def headers(self) -> dict[str, str]:
-        """The headers `anthropic-ratelimit-*`, as Anthropic sends them: remaining tokens are rounded to thousands,
-        `tokens-*` describe the emptier of the buckets of input and output tokens, and `*-reset` is when a bucket will
-        be full."""
+        """As Anthropic sends them: tokens rounded to thousands, `tokens-*` of the emptier bucket."""
         now_s = time.time()
         tokens = min(self.input_tokens, self.output_tokens, key=lambda bucket: bucket.level() / bucket.capacity)
         found: dict[str, str] = {}

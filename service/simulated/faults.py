@@ -100,7 +100,7 @@ class Refusal(Exception):
 
 
 def error_body(type: str, message: str, *, request_id: str, details: Mapping[str, Any] | None = None) -> bytes:
-    """The JSON of an error in Anthropic's format, for a response's body or for an `error` event of a stream."""
+    """An error in Anthropic's format."""
     error: dict[str, Any] = {"type": type, "message": message}
     if details is not None:
         error["details"] = details
@@ -108,7 +108,7 @@ def error_body(type: str, message: str, *, request_id: str, details: Mapping[str
 
 
 def event(type: str, **fields: Any) -> bytes:
-    """One Server-Sent Event of Anthropic's stream format."""
+    """One event of Anthropic's stream."""
     return b"event: %b\ndata: %b\n\n" % (type.encode(), json.dumps({"type": type, **fields}).encode())
 
 
@@ -156,8 +156,7 @@ NO_SCRIPT: Final = Script()
 
 
 class Faults:
-    """Decides which fault hits a call: one that the markers in its prompt ask for, or else a random one, with the
-    probabilities in `ratios`. Calls are counted for each prompt with markers, because `x2` means the first two."""
+    """Chooses a call's fault: by the markers in its prompt, else at random. Calls are counted by prompt, for `x2`."""
 
     def __init__(self, ratios: Mapping[str, float], *, seed: int, prompts_counted: int = 100_000) -> None:
         if not all(0 <= share <= 1 for share in ratios.values()) or sum(ratios.values()) > 1 + 1e-9:
@@ -197,8 +196,7 @@ class Faults:
 
 
 def parse_script(prompt: str) -> Script:
-    """Read the markers in a prompt, such as `[[fault: overloaded x1]]`. Raises `Refusal` (400) for a marker that cannot
-    be read."""
+    """The markers in a prompt. Raises `Refusal` (400)."""
     if "[[" not in prompt:
         return NO_SCRIPT
     faults: list[Fault] = []
@@ -219,7 +217,7 @@ def parse_script(prompt: str) -> Script:
 
 
 def parse_fault(text: str) -> Fault:
-    """Read a fault from text such as `overloaded retry_after=2 x1`. Raises `ValueError` that names what is allowed."""
+    """A fault, such as `overloaded retry_after=2 x1`. Raises `ValueError` that names what is allowed."""
     name, *words = text.split() or [""]
     if name not in (known := [*REFUSED, *BROKEN, *IN_BATCHES]):
         raise ValueError(f"no fault {name!r}; there are {', '.join(known)}")
@@ -246,8 +244,7 @@ def parse_fault(text: str) -> Fault:
 
 
 def parse_share(text: str) -> tuple[str, float]:
-    """Read an option NAME=SHARE, such as `rate_limited retry_after=2=0.1`. Raises `ValueError` that names what is
-    allowed."""
+    """NAME=SHARE, such as `rate_limited retry_after=2=0.1`. Raises `ValueError` that names what is allowed."""
     fault, equals, share_text = text.rpartition("=")
     try:
         share = float(share_text)

@@ -82,8 +82,7 @@ class Output:
 
 
 def read_request(body: bytes, *, counting: bool = False) -> Asked:
-    """Parse and check the JSON body of a Messages request. `counting`: a request to count tokens, which needs no
-    `max_tokens`. Raises `Refusal` (400)."""
+    """`counting`: of tokens, which needs no `max_tokens`. Raises `Refusal` (400)."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -150,8 +149,7 @@ def _text(content: Any) -> tuple[str, bool]:
 
 
 def answer(asked: Asked, *, output_tokens: int | None) -> Output:
-    """What the simulated model writes: `echo: ` and the last user message, filled up to `output_tokens` and cut at
-    `max_tokens`; or a call of the request's tool, until the request contains the tool's result."""
+    """An echo of the last user message, or a call of the request's tool until its result comes."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:
         blocks.append({"type": "thinking", "thinking": f"They said: {asked.prompt[:200]}", "signature": "c2ltdWxhdGVk"})

@@ -25,12 +25,9 @@ log = logger()
 
 @contextmanager
 def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider | None]:
-    """Send trace spans over OTLP to `url` inside the block. Yields OpenTelemetry's `TracerProvider`, which `Tracing`
-    needs; None if `url` is None.
+    """Send spans to `url` inside the block; yields what `Tracing` needs, None without a URL.
 
-    The `TracerProvider` is not made OpenTelemetry's global one, so that two of them in one process (in tests, or beside
-    an application's own) do not affect each other. Leaving the block takes about `FLUSH_S` seconds at most, even if the
-    endpoint does not answer.
+    The provider is not made OpenTelemetry's global one: two in one process do not affect each other.
     """
     if url is None:
         yield None
@@ -54,8 +51,7 @@ def exporting(url: str | None, *, service_name: str) -> Iterator[TracerProvider 
 
 
 def resource_of(service_name: str) -> Resource:
-    """The OpenTelemetry resource (service name, host and process) that spans and metrics name as their origin. The
-    variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override `service_name`."""
+    """What spans and metrics name as their origin; OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES override it."""
     found = Resource.create({SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}"})
     if str(found.attributes.get(SERVICE_NAME, "unknown_service")).startswith("unknown_service"):
         found = found.merge(Resource({SERVICE_NAME: service_name}))

@@ -30,10 +30,7 @@ _SELDOM_S: Final = 60.0
 def configured(
     *, service: str, level: str, format: Format = "auto", with_content: bool = False, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Write logs to `stream` (None: standard error) inside the block; then restore the previous configuration.
-
-    `level`: the name of a level of Python's `logging`. It applies to Lanekeeper's events, not to messages of libraries.
-    """
+    """Write logs to `stream` (None: standard error) inside the block. `level`: of our events, not of libraries."""
     out = sys.stderr if stream is None else stream
     console = format == "console" or (format == "auto" and out.isatty())
     before = structlog.get_config() if structlog.is_configured() else None
@@ -96,12 +93,8 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
 
 
 def explained(error: BaseException, *, with_content: bool = False) -> list[str]:
-    """Describe an exception and its causes in lines for a log event: the type of each, and its stack frames (the
-    innermost last), without source lines or local variables. After 48 lines no further cause is added.
-
-    Only the texts of LanekeeperErrors and OSErrors are included, because the text of others (a KeyError, a validator's
-    error) may quote content.
-    """
+    """An exception and its causes in lines, without source or variables. Only our own texts and those of OSErrors are
+    told, because others may quote content."""
     lines: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(lines) < 4 * _FRAMES:
@@ -129,8 +122,7 @@ def _error_of(exc_info: Any) -> BaseException | None:
 
 
 class _Libraries(logging.Handler):
-    """Turns each log message of a library into a log event of ours. Messages of OpenTelemetry's span exporter become at
-    most one event a minute."""
+    """Makes events of libraries' messages; of OpenTelemetry's exporter at most one a minute."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.WARNING)

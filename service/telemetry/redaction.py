@@ -26,9 +26,7 @@ _DEEPEST: Final = 6
 
 
 def text(value: str) -> str:
-    """The text, made safe for logs: secrets (keys, passwords in URLs) are removed. Control characters, characters
-    that change the direction of text and lone surrogates are escaped, so that the text can be written, and cannot forge
-    a log line."""
+    """The text without secrets; control characters are escaped, so that it cannot forge a log line."""
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)
@@ -36,8 +34,7 @@ def text(value: str) -> str:
 
 
 def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:
-    """The fields of a log event, made safe to write: they have plain values (as in JSON) and no secrets, and prompts or
-    answers only if `with_content` is true."""
+    """Fields as plain values, without secrets, and without prompts and answers unless `with_content`."""
     return {text(str(name)): _field(str(name), value, with_content, _DEEPEST) for name, value in event.items()}
 
 

@@ -86,8 +86,7 @@ log = logs.logger()
 
 
 def connection_for(purpose: str, settings: Settings) -> Connection:
-    """Create a connection to the configured broker, without opening it. The broker lists it under a name that contains
-    `purpose`."""
+    """A connection that is not opened yet; the broker lists it with its `purpose`."""
     return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
 
 
@@ -141,8 +140,7 @@ async def open_broker(
     tracing: Tracing,
     stack: AsyncExitStack,
 ) -> BrokerParts:
-    """Open the connections, and declare or check the topology; `stack` closes them. Raises BrokerUnreachable,
-    AccessRefused, TopologyMismatch."""
+    """Also declares or checks the topology. Raises BrokerUnreachable, AccessRefused, TopologyMismatch."""
     await stack.enter_async_context(publishing)
     await stack.enter_async_context(consuming)
     names = settings.names()
@@ -180,10 +178,8 @@ async def open_broker(
 
 
 async def _checked_rights(connection: Connection, names: Names, more: Sequence[tuple[str, str]]) -> WritingRights:
-    """Check that the worker's AMQP user may publish replies and events, and `more`.
-
-    Without this permission a worker would take requests, fail to publish their replies, and return the requests to
-    their queues, until they are dead-lettered because they were delivered too often. Raises AccessRefused."""
+    """Without these rights a worker would take requests, and return them because no reply can be sent, until they
+    are dead-lettered. Raises AccessRefused."""
     rights = WritingRights(
         connection, (("", f"{names.reply_prefix}nobody"), (names.events, "nobody"), (names.webhooks, "nobody"), *more)
     )
@@ -200,8 +196,7 @@ async def _checked_rights(connection: Connection, names: Names, more: Sequence[t
 
 
 def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicProvider, ...]:
-    """Create the clients of all providers to which requests can be routed, in the order in which they are called.
-    Raises SettingsError, which names all missing settings."""
+    """The clients of all providers, in the order of calls. Raises SettingsError, which names all that is missing."""
     found: list[AnthropicProvider] = []
     problems: list[str] = []
     for provider in settings.routes_spec().providers:
@@ -267,8 +262,7 @@ seconds."""
 
 @dataclass(frozen=True, slots=True)
 class Budgeting:
-    """The parts of a worker that limit its calls to providers: budgets and daily caps, the gates that enforce them, and
-    the registry that makes the calls."""
+    """What limits calls to providers."""
 
     budgets: Budgets
     breakers: Breakers
@@ -303,7 +297,7 @@ def open_budgeting(
     tracing: Tracing,
     stack: AsyncExitStack,
 ) -> Budgeting:
-    """Create the parts of a worker that limit its calls to providers; `stack` closes them."""
+    """`stack` closes its parts."""
     spec, prices = settings.budget_spec(), settings.prices.table()
     budgets = _budgets(settings, spec, stack)
     registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
@@ -425,8 +419,7 @@ have, because the pool works on the messages of its side queues with the slots o
 
 @dataclass(slots=True, kw_only=True)
 class Pools:
-    """The pools of a worker, each of which consumes a queue and works on its requests, and what the other parts must
-    know of them."""
+    """The pools, each of which works on the requests of a queue, and what others must know of them."""
 
     broker: BrokerParts
     settler: Settler
@@ -531,8 +524,7 @@ class Pools:
         return self.brake.of("lane", lane) is not None
 
     async def ready(self, queues: list[str]) -> Mapping[str, int]:
-        """How many messages wait in each queue, by the broker. The number for a lane's intake queue includes the
-        messages in the lane's side queues, as far as this process knows of them. Raises BrokerError."""
+        """By the broker, with what side queues hold as far as this process knows. Raises BrokerError."""
         ready = await self.broker.ready(queues)
         return {
             queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()
@@ -565,10 +557,8 @@ async def assemble(
     traces: TracerProvider | None = None,
     simulated: bool = False,
 ) -> AsyncIterator[Worker]:
-    """Connect to the broker and create every part of a worker, each after those that it uses. `lanes`: the lanes that
-    it consumes; empty: all. `declares`: whether the worker first declares the topology (queues, exchanges, bindings);
-    if not, the topology must exist. `traces`: receives the trace spans; None: no spans are written, and the publisher's
-    trace context is passed on unchanged.
+    """Connect, and create every part of a worker, each after those that it uses. `lanes`: empty for all. `declares`:
+    the topology is declared, else it must exist. `traces`: None: no spans are written, and contexts are passed on.
 
     Raises BrokerUnreachable, AccessRefused, TopologyMismatch, SettingsError.
     """

@@ -36,9 +36,7 @@ def side_of(intake: str) -> str:
 
 
 class QueueLengths:
-    """The lengths of these lanes' queues, of `lane.dead` and of `lane.batches`, read from time to time. What the broker
-    does not tell is missing. `heads`: the side queues of each lane, by its intake, whose lengths are read for the
-    fetching."""
+    """Lengths of queues, read from time to time; what the broker does not tell is missing. `heads`: by intake."""
 
     def __init__(
         self,
@@ -101,8 +99,7 @@ class QueueLengths:
         return self._depths.get(self._intakes[lane])
 
     def oldest_s(self, lane: str, *, delivered_ms: Mapping[str, int]) -> float | None:
-        """How long the oldest new request of a lane waits, at most: it was published after the one that was delivered
-        last (`delivered_ms`, by pool), and after its queue was empty."""
+        """At most: since the last delivery (`delivered_ms`, by pool), and since its queue was empty."""
         oldest_s = 0.0
         intake = self._queues[lane][0]
         if intake not in self._depths:

@@ -30,10 +30,8 @@ log = logs.logger()
 async def run(
     worker: Worker, *, stop: asyncio.Event, grace_s: float, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a worker until `stop` is set. Then stop consuming, return to the broker the requests for which no call to a
-    provider has begun, let running calls finish within `grace_s` seconds, and return the requests whose calls have not
-    finished by then. `on_ready` is called once, when every queue is consumed. If a lane has lost slots, `stop` is set
-    here, and RuntimeError raised at the end."""
+    """Run until `stop` is set. Then take no more, return what has not begun, let calls finish within `grace_s`, and
+    return the rest. If a lane has lost slots, `stop` is set here, and RuntimeError raised at the end."""
     beside_lanes = (worker.posting, worker.gatherer, worker.collector)
     async with asyncio.TaskGroup() as group:
         consuming = {
@@ -116,8 +114,7 @@ async def _answer_status(worker: Worker) -> None:
 
 
 async def _bind_again(inbox: Inbox) -> None:
-    """Renew the binding of the worker's own queue for status questions from time to time, because the binding is lost
-    if somebody deletes the exchange and declares it again."""
+    """A binding is lost if somebody deletes the exchange and declares it again."""
     while True:
         await asyncio.sleep(BIND_EVERY_S)
         with suppress(BrokerError):  # if the channel is lost, the loop that reads the inbox ends as well
@@ -131,8 +128,7 @@ async def _summarise(worker: Worker) -> None:
 
 
 def summarise_once(worker: Worker) -> None:
-    """Log one line for each lane, with values that `lanekeeper status` shows too: depth, consumers, running requests,
-    waits, throughput."""
+    """Log one line for each lane."""
     for activity in worker.activities:
         figures, intake = activity.snapshot(), worker.lengths.intake(activity.lane)
         waiting, (waits, _) = worker.lengths.waiting(activity.lane), activity.recent.over(WINDOWS["5m"])
@@ -155,8 +151,7 @@ many objects, so the collector would run very often."""
 
 
 def tune() -> None:
-    """Make the garbage collector ignore all objects that exist now, and scan others less often. Call it once, when all
-    parts of the worker have been created."""
+    """Collect garbage less often, and not what exists now. Call it once, when all parts exist."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(THRESHOLD)
