@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import aio_pika
 import pamqp.frame
 from aio_pika.abc import TimeoutType, UnderlayConnection
 from aio_pika.tools import OneShotCallback
+from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel as UnderlyingChannel
 from aiormq.connection import TransportFactory
 from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelAccessRefused, ChannelNotFoundEntity
 from pamqp.commands import Basic
+from pamqp.commands import Channel as ChannelFrames
 from pamqp.commands import Connection as Frames
 from pamqp.header import ContentHeader
 from yarl import URL
@@ -378,9 +380,18 @@ async def fetch(channel: UnderlyingChannel, queue: str) -> tuple[Delivered, int]
 
 
 async def close(channel: UnderlyingChannel) -> None:
-    """Without errors: whatever was not settled returns to its queue."""
+    """Without errors: whatever was not settled returns to its queue; later, if the broker does not answer in time."""
+    # Not by aiormq's `close`: when its time is over it sends Channel.Close again, for which RabbitMQ closes the
+    # connection.
+    is_sent: asyncio.Event = cast("Any", channel)._Channel__close_event
+    if channel.is_closed or is_sent.is_set() or not channel.connection.is_opened:
+        return
+    asks = ChannelFrames.Close(reply_code=200, reply_text="", class_id=0, method_id=0)
     with suppress(BrokerError), border("closing"):
-        await channel.close(timeout=CLOSE_TIMEOUT_S)
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await channel.write_queue.put(ChannelFrame.marshall(channel_number=channel.number, frames=[asks]))
+            is_sent.set()
+            await asyncio.wait({channel.closing})
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

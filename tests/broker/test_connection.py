@@ -28,6 +28,7 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.checks import look
 from service.private_broker import PrivateBroker
+from tests.faults.proxy import FROM, Proxy
 from tests.support.brokers import Vhost, close_connection, memory_alarm
 from tests.support.settings import load
 from tests.support.waiting import until
@@ -194,6 +195,26 @@ async def test_a_cancellation_at_any_moment_takes_effect(
             done, _ = await asyncio.wait({task}, timeout=60)
             assert done, f"the {n}th never ended"
             assert task.cancelled()
+
+
+@pytest.mark.every_version
+async def test_a_channel_whose_close_is_answered_late_costs_no_connection(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "CLOSE_TIMEOUT_S", 0.2)
+    at = URL(vhost.amqp_url)
+    async with (
+        Proxy(at.host or "", at.port or 5672) as line,
+        Connection(str(at.with_port(line.port)), name="test") as connection,
+    ):
+        late, other = await connection.channel(confirms=True), await connection.channel(confirms=True)
+        line.freeze(FROM)
+        await driver.close(late)
+        assert not late.is_closed
+        await line.mend()
+        await until(lambda: late.is_closed)
+        await depths(connection, [])  # a channel that is opened and closed: what the broker was sent before is answered
+        assert (connection.openings, other.is_closed) == (1, False)
 
 
 async def test_leaving_a_connection_while_it_reconnects_takes_effect_at_once(vhost: Vhost) -> None:
