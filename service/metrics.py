@@ -50,6 +50,8 @@ GAUGES: Final = {
     "lanekeeper.lane.slots_used": "Slots that are taken",
     "lanekeeper.lane.slots_lost": "Slots that are taken without a request that runs",
     "lanekeeper.webhooks.running": "Posts to webhooks that run",
+    "lanekeeper.schedule.late": "For how long a schedule's due time has passed without its request",
+    "lanekeeper.schedule.failed": "Whether a schedule's last request failed",
     "lanekeeper.batches.gathering": "Requests that wait to be gathered for a provider's batch",
     "lanekeeper.batches.waiting": "Requests that this worker gathers, or whose batches it waits for",
     "lanekeeper.dead_letters": "Messages in the queue of dead letters",
@@ -111,6 +113,7 @@ HISTOGRAMS: Final = {
 }
 UNITS: Final = {
     **dict.fromkeys((*HISTOGRAMS, "lanekeeper.lane.oldest", "lanekeeper.lane.target_wait"), "s"),
+    "lanekeeper.schedule.late": "s",
     "lanekeeper.account.oldest_wait": "s",
     "gen_ai.client.token.usage": "{token}",
 }

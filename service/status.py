@@ -232,9 +232,9 @@ def _last_failures(answers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, A
 
 
 def schedules_in(answers: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """What the workers tell of each schedule; only the one that publishes knows its trouble."""
+    """What the workers tell of each schedule; only the one that publishes knows what is wrong with it."""
     told = [each for answer in answers for each in answer.get("schedules", {}).items()]
-    return dict(sorted(told, key=lambda each: bool(each[1].get("trouble"))))
+    return dict(sorted(told, key=lambda each: any(each[1].get(what) for what in ("trouble", "failed", "late_since"))))
 
 
 def _accounts(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:

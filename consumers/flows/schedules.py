@@ -20,7 +20,7 @@ from cronsim import CronSim
 from consumers.brake import Brake
 from consumers.clock import NowMs, moment_text
 from consumers.clock import now_ms as system_ms
-from consumers.state.base import Firing, Pause, Store, StoreUnavailable
+from consumers.state.base import Firing, Identity, Pause, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -33,6 +33,10 @@ LEASE_S: Final = 10.0
 LATE_MS: Final = 60_000
 """A firing that could not be published for longer than this is missed. One that is recorded further in the future was
 recorded by a clock that was wrong."""
+TOLD_MS: Final = 3_600_000
+"""A time that was missed counts as late for so long, or until the schedule fires again."""
+NOTHING: Final[Mapping[str, str | None]] = {"trouble": None, "failed": None, "late_since": None}
+NO_FAILURES: Final = frozenset({"cancelled", "superseded"})
 log = logs.logger()
 
 
@@ -82,10 +86,10 @@ class ScheduleSpec:
         )
 
     def figures(
-        self, now_ms: int, last: Firing | None, pause: Pause | None = None, trouble: str | None = None
+        self, now_ms: int, last: Firing | None, pause: Pause | None = None, *, told: Mapping[str, str | None] = NOTHING
     ) -> dict[str, str | None]:
-        """What the status tells. `last`: the id of the request that was published last. `trouble`: why it could not be
-        looked at last."""
+        """What the status tells. `last`: the id of the request that was published last. `told`: what only the process
+        that publishes knows."""
         return {
             "cron": self.cron,
             "timezone": self.timezone,
@@ -94,7 +98,7 @@ class ScheduleSpec:
             "next": moment_text(next(self.after(now_ms))),
             "last": (last and last.id) or None,
             "paused": None if pause is None else pause.told,
-            "trouble": trouble,
+            **told,
         }
 
 
@@ -123,6 +127,14 @@ class Schedules:
         self._paused: set[str] = set()
         """Schedules that something fell due of during a pause that may not have ended."""
         self._troubles: dict[str, str] = {}
+        self._leads = False
+        self._missed: dict[str, int] = {}
+        """The last time that each schedule missed, unless it was paused, until it fires again."""
+        self._followed: dict[str, str] = {}
+        """The id of the request whose end is looked for, of each schedule: the next one when it has ended."""
+        self._ended: dict[str, tuple[str, str]] = {}
+        """The id of the request of each schedule that ended last, and how: a problem's code, empty if it was
+        answered."""
 
     async def run(self, *, owner: str) -> None:
         """Publish what is due, whenever this process has the lease, until cancelled. `owner`: this process's unique
@@ -130,8 +142,10 @@ class Schedules:
         try:
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
-                with suppress(StoreUnavailable):  # `probing` logs it; what falls due meanwhile waits
+                try:
                     await self.look(owner=owner)
+                except StoreUnavailable:  # `probing` logs it; what falls due meanwhile waits
+                    self._leads = False
         finally:
             with suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(LOOK_EVERY_S):
@@ -141,13 +155,16 @@ class Schedules:
         """Publish what is due, if this process has the lease. Raises StoreUnavailable."""
         is_leader = await self._store.hold(LEASE, owner, for_s=LEASE_S)
         self._firings = await self._store.firings()
+        self._leads = is_leader
         if not is_leader:
-            self._troubles.clear()
+            for known in (self._troubles, self._missed, self._followed, self._ended):
+                known.clear()
             return
         for spec in self.specs:
             try:
                 await self._fire(spec)
                 self._troubles.pop(spec.name, None)
+                await self._follow(spec)
             except StoreUnavailable:
                 raise
             except Exception as error:  # a fault of ours in one schedule; it is tried again at the next look
@@ -171,7 +188,8 @@ class Schedules:
         if self._brake.of("schedule", spec.name) is not None:
             self._paused.add(spec.name)
             return
-        is_late = now_ms - due[-1] > LATE_MS or spec.name in self._paused
+        was_paused = spec.name in self._paused
+        is_late = now_ms - due[-1] > LATE_MS or was_paused
         self._paused.discard(spec.name)
         at_ms = due[-1]
         runs = not is_late or spec.missed == "once"
@@ -194,12 +212,59 @@ class Schedules:
         firing = Firing(at_ms, spec.request_id(at_ms) if runs else last.id)
         await self._store.fired(spec.name, firing)
         self._firings = {**self._firings, spec.name: firing}
+        if runs:
+            self._missed.pop(spec.name, None)
+        elif not was_paused:
+            self._missed[spec.name] = at_ms
+
+    async def _follow(self, spec: ScheduleSpec) -> None:
+        """Look how the schedule's request ended."""
+        last_id = self._firings.get(spec.name, Firing(0, "")).id
+        id = self._followed.setdefault(spec.name, last_id)
+        if not id or self._ended.get(spec.name) == (id, ""):
+            self._followed[spec.name] = last_id
+            return
+        found = await self._store.find(Identity(self._user or "", id))
+        if found is not None and found.completion is None:
+            return
+        self._followed[spec.name] = last_id
+        if found is not None and found.completion is not None:
+            code = found.completion.code
+            self._ended[spec.name] = id, "" if code in NO_FAILURES else code
+        elif self._ended.get(spec.name, ("", ""))[0] == id:  # the result is no longer kept
+            del self._ended[spec.name]
+
+    def late(self) -> dict[str, float]:
+        """For how many seconds a due time of each schedule has passed without its request, if this process publishes
+        them."""
+        now_ms = self._now_ms()
+        since = {spec.name: self._late_since_ms(spec, now_ms) for spec in self.specs}
+        return {name: 0.0 if at_ms is None else (now_ms - at_ms) / 1000 for name, at_ms in since.items() if self._leads}
+
+    def failed(self) -> dict[str, bool]:
+        """Whether the last request of each schedule whose end is known failed, if this process publishes them."""
+        return {name: bool(code) for name, (_, code) in self._ended.items() if self._leads}
+
+    def _late_since_ms(self, spec: ScheduleSpec, now_ms: int) -> int | None:
+        last = self._firings.get(spec.name)
+        if last is None or not self._leads or self._brake.of("schedule", spec.name) is not None:
+            return None
+        missed_ms = self._missed.get(spec.name)
+        if missed_ms is not None and now_ms - missed_ms < TOLD_MS:
+            return missed_ms
+        due_ms = next(spec.after(last.at_ms))
+        return due_ms if due_ms <= now_ms else None
 
     def figures(self) -> dict[str, dict[str, str | None]]:
         now_ms = self._now_ms()
-        return {
-            name: spec.figures(
-                now_ms, self._firings.get(name), self._brake.of("schedule", name), self._troubles.get(name)
-            )
-            for name, spec in ((spec.name, spec) for spec in self.specs)
+        return {spec.name: self._figures_of(spec, now_ms) for spec in self.specs}
+
+    def _figures_of(self, spec: ScheduleSpec, now_ms: int) -> dict[str, str | None]:
+        name, since_ms = spec.name, self._late_since_ms(spec, now_ms)
+        id, code = self._ended.get(name, ("", ""))
+        told = {
+            "trouble": self._troubles.get(name),
+            "failed": f"{id} ended as {code}" if code else None,
+            "late_since": None if since_ms is None else moment_text(since_ms),
         }
+        return spec.figures(now_ms, self._firings.get(name), self._brake.of("schedule", name), told=told)

@@ -75,6 +75,7 @@ KEPT_MS: Final = 86_400_000
 GONE: Final = 410
 FAULTS_AT_MOST: Final = 5
 """A message that causes a fault of ours at each of this many deliveries becomes a dead letter."""
+STATES: Final = ("delivered", "retrying", "gone", "undelivered")
 UNDELIVERED: Final = "webhook_undelivered"
 _ENTRY = re.compile(r"(?P<host>\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
 log = logs.logger()

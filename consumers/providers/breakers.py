@@ -140,6 +140,9 @@ class Breaker:
             return min(LOOK_S, self._until_s - now_s)
         return max(0.0, self._until_s - now_s)
 
+    def is_idle(self, now_s: float) -> bool:
+        return now_s - self._until_s > WINDOW_S
+
     @property
     def is_doubted(self) -> bool:
         return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
@@ -424,10 +427,12 @@ class Breakers:
             await self._surely(self._let_go(permit.route))
 
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
+        """Those that are not closed. Whether a provider that nobody has called for `WINDOW_S` still fails is not known:
+        the next call is a probe, but its breaker is not told as open any more."""
         return {
             f"{provider} {model}": {"state": breaker.state.value, "retry_in_s": round(breaker.wait_s(now_s), 1)}
             for (provider, model), breaker in self._all.items()
-            if breaker.state is not State.CLOSED
+            if breaker.state is not State.CLOSED and not breaker.is_idle(now_s)
         }
 
     def _known(self, route: Route) -> Breaker:

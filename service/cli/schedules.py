@@ -1,7 +1,7 @@
 """`lanekeeper schedules …`: recurring requests."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,16 +61,20 @@ def pause(
 
 def line(name: str, schedule: Mapping[str, Any]) -> str:
     """One line of text about a schedule."""
-    more = "".join(f"; {text}" for text in (schedule["paused"], _fault(schedule)) if text)
+    more = "".join(f"; {text}" for text in (schedule["paused"], *_faults(schedule)) if text)
     return printable(
         f"{name}: {schedule['cron']} ({schedule['timezone']}) to {schedule['key']}, next {schedule['next']}, "
         f"last {schedule['last'] or 'never'}{more}"
     )
 
 
-def _fault(schedule: Mapping[str, Any]) -> str:
-    trouble = schedule.get("trouble")
-    return f"FAILS with {trouble}, tried again each second; see schedule.failed in the log" if trouble else ""
+def _faults(schedule: Mapping[str, Any]) -> Iterator[str]:
+    if trouble := schedule.get("trouble"):
+        yield f"FAILS with {trouble}, tried again each second; see schedule.failed in the log"
+    if since := schedule.get("late_since"):
+        yield f"DID NOT RUN at {since}; see schedule.missed and schedule.unpublished in the log"
+    if failed := schedule.get("failed"):
+        yield f"FAILED: {failed}"
 
 
 async def _told(settings: "Settings") -> Mapping[str, Mapping[str, Any]]:

@@ -280,7 +280,10 @@ function schedules(found) {
   draw($("schedules"), found.schedules ?? {}, () => table(["schedule", "next", "last"], all.map(([name, each]) => [
     el("span", { title: `${each.cron} ${each.timezone}, ${each.key}` }, name),
     each.paused ? el("span", { class: "bad", title: each.paused }, "paused") : clock(each.next),
-    each.last ? el("button", { class: "as-link", title: each.last, onclick: () => request(each.last) }, each.last.slice(-16)) : "never",
+    [
+      each.last ? el("button", { class: "as-link", title: each.last, onclick: () => request(each.last) }, each.last.slice(-16)) : "never",
+      each.late_since || each.failed ? el("span", { class: "bad" }, each.late_since ? ` did not run at ${clock(each.late_since)}` : ` ${each.failed}`) : null,
+    ],
   ])));
 }
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from consumers.flows.webhooks import STATES
 from consumers.slots.activity import WINDOWS, LaneActivity
 from consumers.slots.admission import LaneSlots
 from consumers.spending import LANE, TENANT
@@ -177,8 +178,12 @@ def _of_process(worker: "Worker", store_url: str) -> Iterator[Sample]:
     yield from of_store(worker.store.times, url=store_url, trouble=worker.store.trouble)
     yield "lanekeeper.replies.undelivered", {}, worker.settler.reply_retries.given_up
     yield "lanekeeper.webhooks.running", {}, worker.posting.running.total()
-    for state, count in worker.posting.posted.items():
-        yield "lanekeeper.webhooks", {"state": state}, count
+    for state in STATES:  # also those that did not occur: Prometheus takes no first count for an increase
+        yield "lanekeeper.webhooks", {"state": state}, worker.posting.posted[state]
+    for schedule, late_s in worker.schedules.late().items():
+        yield "lanekeeper.schedule.late", {"schedule": schedule}, late_s
+    for schedule, has_failed in worker.schedules.failed().items():
+        yield "lanekeeper.schedule.failed", {"schedule": schedule}, int(has_failed)
     if (gathering := worker.lengths.batches) is not None:
         yield "lanekeeper.batches.gathering", {}, gathering
     yield "lanekeeper.batches.waiting", {}, _in_batches(worker)

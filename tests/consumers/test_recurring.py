@@ -10,13 +10,15 @@ from structlog.testing import capture_logs
 
 from consumers.brake import Brake
 from consumers.flows.schedules import LATE_MS, Schedules, ScheduleSpec
-from consumers.state.base import StoreUnavailable
+from consumers.state.base import Completion, Fingerprint, Granted, Identity, StoreUnavailable
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.jobs import HeldPauses, a_pause
 from tests.support.memory_store import MemoryStore
 
 NIGHTLY = ScheduleSpec(name="nightly", cron="30 2 * * *", timezone="Europe/Berlin", key="batch.reports.x", body=b"{}")
+
+FINGERPRINT = Fingerprint(body_hash=b"b" * 16, mark=b"m" * 16, redelivered=False)
 
 
 def ms(text: str) -> int:
@@ -53,6 +55,7 @@ class World:
         self.store = MemoryStore()
         self.publisher = FakePublisher()
         self.now_ms = ms(now)
+        self.claims: dict[str | None, int] = {}
         self.pauses = HeldPauses()
         self.brake = Brake(self.pauses, now_ms=lambda: self.now_ms)
 
@@ -66,6 +69,15 @@ class World:
         before = len(self.publisher.published)
         await process.look(owner=owner)
         return [message.message_id for message in self.publisher.published[before:]]
+
+    async def end(self, id: str | None, code: str) -> None:
+        completion = Completion(status="error" if code else "ok", code=code, body=b"{}", ended_ms=self.now_ms)
+        await self.store.complete(Identity("", str(id)), FINGERPRINT, completion, token=self.claims.pop(id, None))
+
+    async def begin(self, id: str | None) -> None:
+        granted = await self.store.claim(Identity("", str(id)), FINGERPRINT)
+        assert isinstance(granted, Granted)
+        self.claims[id] = granted.token
 
 
 def test_a_schedule_keeps_its_local_time_through_changes_of_summer_time() -> None:
@@ -156,6 +168,77 @@ async def test_a_paused_schedule_publishes_nothing_and_its_times_are_missed() ->
     assert await world.at("2026-11-26T01:30:11Z", process) == [], "however soon the pause ends"
     assert await world.at("2026-11-26T09:00Z", process) == []
     assert await world.at("2026-11-27T01:30:01Z", process) == ["schedule-nightly-20261127T013000Z"]
+
+
+async def test_a_time_at_which_nothing_could_be_published_is_told_as_late_until_it_runs() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    process, other = world.process(), world.process()
+    assert process.late() == {}, "nothing is known yet"
+    await process.look(owner="one")
+    await other.look(owner="two")
+    assert (process.late(), other.late()) == ({"nightly": 0.0}, {})
+    world.publisher.failure = BrokerUnreachable("away")
+
+    await world.at("2026-11-26T01:30:30Z", process)
+    assert process.late() == {"nightly": 30.0}
+    world.publisher.failure = None
+    await world.at("2026-11-26T01:30:50Z", process)
+    assert process.late() == {"nightly": 0.0}
+
+
+async def test_a_missed_time_is_told_as_late_for_an_hour_or_until_the_next_one_runs() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    await world.process().look(owner="one")
+    process = world.process()
+
+    assert await world.at("2026-11-26T01:40Z", process, owner="one") == []
+    assert process.late() == {"nightly": 600.0}
+    assert process.figures()["nightly"]["late_since"] == "2026-11-26T01:30:00.000Z"
+    world.now_ms = ms("2026-11-26T02:31Z")
+    assert process.late() == {"nightly": 0.0}
+    await world.at("2026-11-27T01:40Z", process, owner="one")
+    assert process.late() == {"nightly": 600.0}
+    assert await world.at("2026-11-28T01:30:01Z", process, owner="one") != []
+    assert process.late() == {"nightly": 0.0}
+
+
+async def test_a_paused_schedule_and_a_process_without_its_store_tell_of_no_late_time() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    process = world.process()
+    await process.look(owner="one")
+    pause = a_pause("schedule", "nightly")
+    await world.pauses.pause(pause)
+    await world.brake.read()
+    await world.at("2026-11-26T01:40Z", process)
+    assert process.late() == {"nightly": 0.0}
+    await world.pauses.resume(pause.id)
+    await world.brake.read()
+    await world.at("2026-11-26T01:41Z", process)
+    assert process.late() == {"nightly": 0.0}, "it was paused on purpose"
+
+
+async def test_a_schedule_whose_last_request_failed_is_told_until_one_succeeds() -> None:
+    world = World(replace(NIGHTLY, cron="*/10 * * * *"), "2026-11-26T01:29:00Z")
+    process = world.process()
+    await process.look(owner="one")
+    (first,) = await world.at("2026-11-26T01:30:00Z", process)
+    await world.begin(first)
+    assert process.failed() == {}
+    (second,) = await world.at("2026-11-26T01:40:00Z", process)
+    await world.end(first, "attempts_exhausted")
+    await world.at("2026-11-26T01:40:01Z", process)
+    assert process.failed() == {"nightly": True}, "it ended after the next one had begun"
+    assert process.figures()["nightly"]["failed"] == f"{first} ended as attempts_exhausted"
+    await world.at("2026-11-26T01:40:02Z", process)
+    assert process.failed() == {"nightly": True}
+    await world.end(second, "")
+    await world.at("2026-11-26T01:40:03Z", process)
+    assert process.failed() == {"nightly": False}
+    (third,) = await world.at("2026-11-26T01:50:00Z", process)
+    await world.end(third, "cancelled")
+    await world.at("2026-11-26T01:50:01Z", process)
+    assert process.failed() == {"nightly": False}, "somebody wanted it so"
+    assert world.process().failed() == {}
 
 
 async def test_a_schedule_of_every_second_that_was_away_for_a_year_is_not_counted_through() -> None:

@@ -21,6 +21,7 @@ from consumers.providers.breakers import (
     OPEN_S,
     PROBE_EVERY_S,
     REMEMBERED,
+    WINDOW_S,
     Breaker,
     Breakers,
     Failure,
@@ -172,6 +173,19 @@ async def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() 
     assert OPEN_S / 2 <= these.wait_s(HERE, 0) <= OPEN_S
     assert await enter(these, 0, ELSEWHERE)
     assert these.states(0)["anthropic m"]["state"] == "open"
+
+
+async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> (
+    None
+):
+    these = await opened()
+
+    assert these.states(WINDOW_S)
+    assert these.states(WINDOW_S + 2 * OPEN_S) == {}
+
+    permit = await enter(these, WINDOW_S + 2 * OPEN_S)
+    assert permit is not None
+    assert permit.is_probe
 
 
 async def test_an_answer_resets_the_count_of_failures() -> None:
