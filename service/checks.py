@@ -5,7 +5,7 @@ every risk."""
 import asyncio
 import stat
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +19,11 @@ from consumers.providers.errors import one_line
 from consumers.providers.routes import Routes
 from consumers.state import SQLITE, open_store, redis_risks
 from consumers.state.base import StoreUnavailable
-from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, CANCEL_KEY, SENT_MS
+from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, CANCEL_KEY, SENT_MS, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
@@ -38,6 +38,7 @@ from topology.broker.admin import check_write_rights, verify
 from topology.broker.consume import Inbox
 from topology.codec.decoding import unpublished
 from topology.declaration import RECOMMENDED, Broker, declare, is_before
+from topology.plan import Difference
 
 log = logger()
 CALL_WITHIN_S = 10.0
@@ -288,6 +289,7 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
     try:
         management = await management_of(settings, connection)
         found = await verify(wanted, management, await connection.underlying())
+        unread = await _unread(connection, found.differences, names=settings.names())
     except BrokerError as error:
         return Finding("topology", False, str(error))
     differences = found.differences
@@ -299,7 +301,21 @@ async def _topology(settings: Settings, connection: Connection) -> Finding:
     named = "; ".join(difference.line for difference in differences[:SHOWN])
     more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     command = "apply" if found.missing else "plan"
-    return Finding("topology", False, f"{named}{more}; run: lanekeeper topology {command}")
+    return Finding("topology", False, f"{unread}{named}{more}; run: lanekeeper topology {command}")
+
+
+async def _unread(connection: Connection, differences: Sequence[Difference], *, names: Names) -> str:
+    """What waits in queues of former lanes. Raises BrokerError."""
+    extra = {each.name for each in differences if each.change == "extra" and each.what == "queue"}
+    lanes = {lane for name in extra if (lane := names.lane_behind(name)) is not None}
+    queues = extra & {names.intake(lane) for lane in lanes} | {name for name in extra if names.lane_behind(name)}
+    found = await depths(connection, sorted(queues)) if queues else {}
+    told = [f"{depth.ready} in {name}" for name, depth in found.items() if depth.ready]
+    if not told:
+        return ""
+    return (
+        f"messages wait in queues of a former lane, which nobody reads: {', '.join(told)}; switch the lane on again; "
+    )
 
 
 async def _store(settings: Settings) -> Finding:

@@ -17,11 +17,14 @@ import pytest
 import yaml
 from aiohttp import web
 from opentelemetry.sdk.resources import Resource
+from typing_extensions import override
 
 from service.gateway.server import Server
 from service.metrics import Metrics, of_http
 from service.private_broker import LOOPBACK, PrivateBroker, free_ports
 from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.faults import Fault, parse_fault
+from service.simulated.messages import Asked
 from service.worker.figures import sources
 from tests.support.brokers import memory_alarm
 from tests.support.defaults import store_url
@@ -164,6 +167,19 @@ async def going_on(publish: Callable[[int], Awaitable[object]], *, every_s: floa
         going.cancel()
 
 
+class UnstableAPI(HeldCalls):
+    """Answers 503 for one model while it is `failing`."""
+
+    failing = True
+
+    @override
+    async def _answer(
+        self, request: web.BaseRequest, asked: Asked, fault: Fault | None, request_id: str
+    ) -> web.StreamResponse:
+        lost = parse_fault("unavailable") if self.failing and asked.model == UNSTABLE else fault
+        return await super()._answer(request, asked, lost, request_id)
+
+
 class Processes:
     """Running `lanekeeper serve`, one for each environment; each keeps its port when it is started again."""
 
@@ -202,7 +218,9 @@ async def test_each_alert_fires_for_its_cause_and_ends_with_it_on_a_live_system(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         redis = stack.enter_context(redis_server(tmp_path))
-        first_api, second_api, third_api = await enter(HeldCalls()), await enter(HeldCalls()), await enter(HeldCalls())
+        first_api, second_api, third_api = UnstableAPI(), SimulatedAPI(), SimulatedAPI()
+        for api in (first_api, second_api, third_api):
+            await enter(api)
         hook = await enter(endpoint())
         ports = [str(port) for port in free_ports(3)]
         processes = Processes(stack, tmp_path)
@@ -293,7 +311,6 @@ async def all_lanes_are_consumed(target: str) -> bool:
 
 async def first_system(app: Requester, prometheus_: Prometheus) -> None:
     """A flood; a provider that is slow, limits us, and fails for one model; wrong requests; spend near its cap."""
-    lost = "[[fault: unavailable]]"
 
     async def slow(number: int) -> None:
         await app.publish({"prompt": f"slow {number} [[latency: 1s]]"})
@@ -302,7 +319,7 @@ async def first_system(app: Requester, prometheus_: Prometheus) -> None:
         await app.publish({"prompt": f"job {number}"}, key="flood.a.b")
         if number % 4 == 0:
             await app.publish({"prompt": f"{number} [[fault: invalid]]"}, key="normal.a.b")
-            await app.publish({"prompt": f"{number} {lost}", "model": UNSTABLE}, key="normal.a.b")
+            await app.publish({"prompt": f"{number}", "model": UNSTABLE}, key="normal.a.b")
 
     async with going_on(partial(quick, app), every_s=0.05):
         for number in range(1200):
@@ -319,9 +336,10 @@ async def quick(app: Requester, number: int) -> None:
     await app.publish({"prompt": f"quick {number} [[latency: 20ms]]"})
 
 
-async def first_is_mended(app: Requester, prometheus_: Prometheus, processes: Processes, api: HeldCalls) -> None:
+async def first_is_mended(app: Requester, prometheus_: Prometheus, processes: Processes, api: UnstableAPI) -> None:
     """The provider answers in time, the requests are right, dead letters are dropped, the cap is raised."""
     api.release("job")
+    api.failing = False
     async with going_on(partial(quick, app), every_s=0.05):
         await app.publish({"prompt": "the model answers again", "model": UNSTABLE})
         await processes.drop_dead_letters("first")

@@ -177,6 +177,17 @@ async def test_what_comes_back_to_a_removed_lane_is_answered_and_parked(vhost: V
             assert (await app.buried("g-1")).routing_key == "gold.tests.ask"
 
 
+async def test_check_tells_what_waits_in_queues_of_a_lane_that_was_switched_off(vhost: Vhost, tmp_path: Path) -> None:
+    environ = environment(vhost, LANEKEEPER_LANES__BATCH__ENABLED="false")
+    async with requester(vhost) as app:
+        async with serving(vhost):
+            pass
+        for _ in range(3):
+            await app.publish({"prompt": "nobody reads it"}, key="batch.tests.x")
+        _, told = await command(environ, tmp_path, "check")
+        assert "3 in lane.batch;" in " ".join(told.split())
+
+
 async def test_a_call_over_http_without_a_lane_goes_to_the_nearest_to_normal(vhost: Vhost, tmp_path: Path) -> None:
     async with HeldCalls() as api:
         environ = environment(vhost, api, LANEKEEPER_LANES__NORMAL__ENABLED="false", **own("standard", 18))

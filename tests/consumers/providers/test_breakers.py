@@ -175,9 +175,7 @@ async def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() 
     assert these.states(0)["anthropic m"]["state"] == "open"
 
 
-async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> (
-    None
-):
+async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> None:
     these = await opened()
 
     assert these.states(WINDOW_S)
