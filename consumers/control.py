@@ -18,7 +18,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from consumers.brake import Brake, read_pause, too_many
@@ -304,43 +303,33 @@ class BrakeCommands:
         return pause
 
 
+@dataclass(eq=False)
 class Control:
     """Consumes the control queue, which all workers share, and carries out its messages (cancel, result)."""
 
-    def __init__(
-        self,
-        deliveries: Deliveries,
-        *,
-        claiming: Claiming,
-        settler: Settler,
-        answers: ControlAnswers,
-        ready: Ready,
-        kept_s: float,
-        per_tenant_s: float,
-        brake: BrakeCommands,
-        speakers: Collection[str] = (),
-        needs_user_id: bool = False,
-        now_ms: NowMs = now_ms,
-    ) -> None:
-        """`per_tenant_s`: how many messages of a tenant this process carries out in a second, and how many more it
-        refuses with an answer. Still more are only counted and logged, which takes a tenth of a millisecond: all
-        tenants' messages are in one queue, behind those of a tenant that sends too many."""
-        self._deliveries = deliveries
-        self._claiming = claiming
-        self._settler = settler
-        self.answers = answers
-        self._brake = brake
-        self._now_ms = now_ms
-        self._read_command = partial(read_command, speakers=speakers, needs_user_id=needs_user_id)
-        self._ready = ready
-        self._kept_s = kept_s
-        self._speakers = frozenset(speakers)
+    deliveries: Deliveries
+    _: KW_ONLY
+    claiming: Claiming
+    settler: Settler
+    answers: ControlAnswers
+    ready: Ready
+    kept_s: float
+    per_tenant_s: float
+    """How many messages of a tenant this process carries out in a second, and how many more it refuses with an answer.
+    Still more are only counted and logged, which takes a tenth of a millisecond: all tenants' messages are in one
+    queue, behind those of a tenant that sends too many."""
+    brake: BrakeCommands
+    speakers: Collection[str] = ()
+    needs_user_id: bool = False
+    now_ms: NowMs = now_ms
+
+    def __post_init__(self) -> None:
         self._carried_out, self._refused = (
-            RateLimit(per_s=per_tenant_s, at_once=AT_ONCE_S * per_tenant_s) for _ in range(2)
+            RateLimit(per_s=self.per_tenant_s, at_once=AT_ONCE_S * self.per_tenant_s) for _ in range(2)
         )
         self._too_many = RequestProblem(
             "too_many_control_messages",
-            f"a tenant may send {per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
+            f"a tenant may send {self.per_tenant_s:g} control messages a second, and {AT_ONCE_S} times as many at "
             "once; this one was not carried out: send it again later",
         )
         self._displaced_throttle = LogThrottle()
@@ -355,10 +344,10 @@ class Control:
 
     @property
     def trouble(self) -> str | None:
-        return self._deliveries.trouble
+        return self.deliveries.trouble
 
     async def run(self) -> None:
-        async with aclosing(self._deliveries.sessions()) as sessions:
+        async with aclosing(self.deliveries.sessions()) as sessions:
             async for session in sessions:
                 self.behind = BEHIND
                 self._busy_at_s = asyncio.get_running_loop().time()
@@ -367,7 +356,7 @@ class Control:
                     async with asyncio.TaskGroup() as reading:  # as many as the prefetch
                         await self._read_all(session, reading)
                 except* ChannelLost as lost:
-                    log.warning(signals.DELIVERY_LOST, queue=self._deliveries.queue, error=str(lost.exceptions[0]))
+                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
                 finally:
                     catching_up.cancel()
 
@@ -390,11 +379,14 @@ class Control:
     def _tenant(self, message: Message) -> str:
         """The body is read only for a user of `speakers`, because these name the tenant there."""
         user = message.user_id or ""
-        if user in self._speakers:
+        if user in self.speakers:
             with suppress(RequestProblem):
                 command = self._read_command(message)
                 return command.identity.tenant if command is not None else user
         return user
+
+    def _read_command(self, message: Message) -> Command | None:
+        return read_command(message, speakers=self.speakers, needs_user_id=self.needs_user_id)
 
     def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
         if not self._done:
@@ -404,7 +396,7 @@ class Control:
     async def _acknowledge_all(self, session: Session) -> None:
         await asyncio.sleep(GATHER_S)
         done, self._done = self._done, []
-        await self._settler.ack_together(session, done, in_hand=self._in_hand)
+        await self.settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
         """Find out when the cancellations that waited in the control queue are recorded: the queue was found empty, or
@@ -417,7 +409,7 @@ class Control:
         end_s = loop.time() + CATCH_UP_WITHIN_S
         empty_after: int | None = None
         while True:
-            if self._claiming.is_away:
+            if self.claiming.is_away:
                 self.behind, end_s, empty_after = BEHIND, loop.time() + CATCH_UP_WITHIN_S, None
             elif self.behind is not None:
                 waiting = await self._waiting(session)
@@ -434,7 +426,7 @@ class Control:
 
     async def _waiting(self, session: Session) -> int:
         try:
-            ready = sum((await self._ready([self._deliveries.queue])).values())
+            ready = sum((await self.ready([self.deliveries.queue])).values())
             return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # this user may only consume: the queue counts as empty if no message arrives
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
@@ -443,7 +435,7 @@ class Control:
             return session.waiting + len(self._in_hand) or 1
 
     async def stop(self) -> None:
-        await self._deliveries.stop()
+        await self.deliveries.stop()
 
     async def _take(
         self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup, *, is_allowed: bool
@@ -462,10 +454,10 @@ class Control:
         message = delivery.message
         try:
             if message.type in n.BRAKE_KEYS:
-                await self.answers.tell(message, await self._brake.carry_out(message), control="accepted")
+                await self.answers.tell(message, await self.brake.carry_out(message), control="accepted")
             elif message.type in n.WEBHOOK_COMMANDS:
-                kind, body = self._brake.require_operator(message), object_in(message)
-                answer = await self._settler.webhooks.carry_out(kind, body)
+                kind, body = self.brake.require_operator(message), object_in(message)
+                answer = await self.settler.webhooks.carry_out(kind, body)
                 await self.answers.tell(message, answer, control="accepted")
             elif (command := self._read_command(message)) is not None:
                 await self._carry_out(message, command)
@@ -473,12 +465,12 @@ class Control:
             await self.answers.refuse(message, problem)
         except StoreUnavailable as away:
             log.warning(signals.CONTROL_POSTPONED, type=message.type, reason=str(away))
-            await self._settler.nack_later(delivery)
+            await self.settler.nack_later(delivery)
             return False
         except Exception:  # an internal error must not end this worker and, after redelivery, every other one
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
             if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
-                await self._settler.reject_later(delivery)
+                await self.settler.reject_later(delivery)
                 return False
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self.answers.refuse(message, fault)
@@ -490,15 +482,15 @@ class Control:
             answer = await self._cancel(identity)
             await self.answers.tell(message, answer, control="accepted")
             return
-        found = await self._claiming.find(identity)
+        found = await self.claiming.find(identity)
         if found is not None and found.completion is not None:
-            webhook = await self._settler.webhooks.told(identity)
+            webhook = await self.settler.webhooks.told(identity)
             await self.answers.replay(message, found.completion, id=identity.id, webhook=webhook)
         else:
             await self.answers.tell(message, _state(identity.id, found), control="pending")
 
     async def _cancel(self, identity: Identity) -> dict[str, Any]:
-        known = await self._claiming.find(identity)
+        known = await self.claiming.find(identity)
         attempts = known.attempts if known else 0
         problem = RequestProblem("cancelled", "cancelled by its owner")
         ending = Completion(
@@ -506,9 +498,9 @@ class Control:
             code=problem.code,
             body=problem.document(request=identity.id, attempts=attempts),
             headers={n.ATTEMPT: attempts},
-            ended_ms=self._now_ms(),
+            ended_ms=self.now_ms(),
         )
-        result = await self._claiming.cancel(identity, ending)
+        result = await self.claiming.cancel(identity, ending)
         if result is Cancelling.DISPLACED:
             self.displaced += 1
             if count := self._displaced_throttle.count(identity.tenant):
@@ -518,7 +510,7 @@ class Control:
             result = Cancelling.UNSEEN
         answer = {"id": identity.id, "outcome": result.value}
         if result is Cancelling.UNSEEN:
-            return {**answer, "kept_until": moment_text(self._now_ms() + round(self._kept_s * 1000))}
+            return {**answer, "kept_until": moment_text(self.now_ms() + round(self.kept_s * 1000))}
         return answer
 
 

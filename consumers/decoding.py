@@ -9,6 +9,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -28,40 +29,33 @@ whatever the body contains."""
 _WITHIN_LIMITS: Final = ""
 
 
+@dataclass(slots=True, eq=False)
 class Decoding:
     """Decodes the message of a job into its request, and adds the providers that may be called for the request
     (`chain_of`: by lane, tenant and model). `max_values`: how many JSON keys and values a body may have."""
 
-    def __init__(
-        self,
-        parsing: "Parsing",
-        chain_of: Callable[[str, str, str], Chain],
-        *,
-        max_values: int = bounds.VALUES,
-        handlers: Collection[str] = (),
-        pipelines: Collection[str] = (),
-    ) -> None:
-        self._parsing = parsing
-        self._chain_of = chain_of
-        self._max_values = max_values
-        self._handlers = handlers
-        self._pipelines = pipelines
+    parsing: "Parsing"
+    chain_of: Callable[[str, str, str], Chain]
+    _: KW_ONLY
+    max_values: int = bounds.VALUES
+    handlers: Collection[str] = ()
+    pipelines: Collection[str] = ()
 
     async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
         rank = (lane.rank, decoding.weight(job.message))
         is_state = job.hop.flow is not None and job.hop.flow.input_bytes > 0
         if is_state or rank[1] <= bounds.SMALL_BYTES:
-            return await self._parsing.run(partial(self._decode, job, lane), rank=rank)
-        raw = await self._parsing.run(partial(decoding.unpacked, job.message), rank=rank)
+            return await self.parsing.run(partial(self._decode, job, lane), rank=rank)
+        raw = await self.parsing.run(partial(decoding.unpacked, job.message), rank=rank)
         return await self.decode_body(raw, job, lane)
 
     async def decode_body(self, raw: bytes, job: Job, lane: LaneSpec) -> Decoded:
         """Like `decode`, but with `raw` in place of the message's body: the body after decompression, or the body that
         was fetched from outside the broker. Raises RequestProblem if the request is invalid or too large."""
         rank = (lane.rank, len(raw))
-        if (excess := await self._parsing.excess(raw, max_values=self._max_values, rank=rank)) is not None:
+        if (excess := await self.parsing.excess(raw, max_values=self.max_values, rank=rank)) is not None:
             raise decoding.too_large(excess)
-        return await self._parsing.run(partial(self._decode, job, lane, raw), rank=rank)
+        return await self.parsing.run(partial(self._decode, job, lane, raw), rank=rank)
 
     def _decode(self, job: Job, lane: LaneSpec, raw: bytes | None = None) -> Decoded:
         request = decoding.decode(
@@ -71,13 +65,13 @@ class Decoding:
             hop=job.hop if job.trusted else None,
             now_ms=job.taken_ms,
             raw=raw,
-            max_values=self._max_values,
-            handlers=self._handlers,
-            pipelines=self._pipelines,
+            max_values=self.max_values,
+            handlers=self.handlers,
+            pipelines=self.pipelines,
         )
         if request.handler or request.pipeline:
             return Decoded(request, lane, Chain())
-        return Decoded(request, lane, self._chain_of(lane.name, job.identity.tenant, request.model))
+        return Decoded(request, lane, self.chain_of(lane.name, job.identity.tenant, request.model))
 
 
 class Parsing:

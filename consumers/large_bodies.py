@@ -11,7 +11,7 @@ import asyncio
 import json
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -168,52 +168,45 @@ async def _ignoring(dropping: Coroutine[Any, Any, None]) -> None:
         await dropping
 
 
+@dataclass(slots=True, eq=False)
 class LargeAnswers:
     """Brings outcomes into a form that can be sent."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        *,
-        answer_bytes: int = ANSWER_BYTES,
-        bodies: BodyStore | None = None,
-        over_bytes: int = OVER_BYTES,
-        keep_s: float = KEEP_S,
-    ) -> None:
-        self._publisher = publisher
-        self._answer_bytes = answer_bytes
-        self._bodies = bodies
-        self._over_bytes = over_bytes
-        self._keep_s = keep_s
-        self._background = Background()
+    publisher: Publisher
+    _: KW_ONLY
+    answer_bytes: int = ANSWER_BYTES
+    bodies: BodyStore | None = None
+    over_bytes: int = OVER_BYTES
+    keep_s: float = KEEP_S
+    _background: Background = field(default_factory=Background, init=False)
 
     def is_slow(self, outcome: Outcome) -> bool:
-        at_once = SMALL_BYTES if self._bodies is None else self._over_bytes
-        return isinstance(outcome, Answered) and at_once < len(outcome.body) <= self._answer_bytes
+        at_once = SMALL_BYTES if self.bodies is None else self.over_bytes
+        return isinstance(outcome, Answered) and at_once < len(outcome.body) <= self.answer_bytes
 
     async def sendable(self, outcome: Outcome, *, tenant: str = "") -> Outcome:
         if not isinstance(outcome, Answered):
             return outcome
-        if (size := len(outcome.body)) > self._answer_bytes:
-            return Buried(answer_too_large(size, self._answer_bytes, setting="LANEKEEPER_RESULTS__ANSWER_BYTES"))
-        bodies = self._bodies
-        if bodies is not None and size <= self._over_bytes:
+        if (size := len(outcome.body)) > self.answer_bytes:
+            return Buried(answer_too_large(size, self.answer_bytes, setting="LANEKEEPER_RESULTS__ANSWER_BYTES"))
+        bodies = self.bodies
+        if bodies is not None and size <= self.over_bytes:
             return outcome
         if bodies is None:
-            limit = await self._publisher.exceeded_limit(size)
+            limit = await self.publisher.exceeded_limit(size)
             return outcome if limit is None else Buried(answer_too_large(size, limit, setting="LANEKEEPER_BODIES__URL"))
         kept = await self._keep(bodies, outcome.body, tenant=tenant, within_s=SOON_S)
         if kept is None:
             # the broker is asked only now, because it is asked by sending it a message of that size
-            if (limit := await self._publisher.exceeded_limit(size)) is None:
+            if (limit := await self.publisher.exceeded_limit(size)) is None:
                 return outcome
             if (kept := await self._keep(bodies, outcome.body, tenant=tenant, within_s=KEEP_WITHIN_S)) is None:
                 return Buried(answer_too_large(size, limit, is_away=True))
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:
-        if self._bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
-            self._background.begin(_ignoring(self._bodies.drop_answer(outcome.kept)), name="drop an answer")
+        if self.bodies is not None and isinstance(outcome, Answered) and outcome.kept is not None:
+            self._background.begin(_ignoring(self.bodies.drop_answer(outcome.kept)), name="drop an answer")
 
     async def aclose(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
@@ -224,7 +217,7 @@ class LargeAnswers:
             async with asyncio.timeout(within_s):
                 while True:
                     try:
-                        return await bodies.keep_answer(body, for_s=self._keep_s + MARGIN_S, tenant=tenant)
+                        return await bodies.keep_answer(body, for_s=self.keep_s + MARGIN_S, tenant=tenant)
                     except BodiesUnavailable as error:
                         cause = error.cause
                     await asyncio.sleep(PAUSE_S)

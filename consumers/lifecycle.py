@@ -56,15 +56,9 @@ class Lifecycle:
         self.failures: deque[dict[str, Any]] = deque(maxlen=FAILURES)
 
     def publish(self, job: Job, event: str, **detail: Any) -> None:
-        self._publish(
-            event,
-            id=_ascii(job.id, ID_LENGTH),
-            lane=job.lane_name,
-            app=_ascii(job.app, APP_LENGTH),
-            attempt=job.attempts,
-            **({"step": job.step} if job.step else {}),
-            **detail,
-        )
+        if step := job.step:
+            detail = {"step": step, **detail}
+        self._publish(event, job.id, job.lane_name, job.app, attempt=job.attempts, **detail)
 
     def publish_outcome(self, job: Job, outcome: Outcome) -> None:
         match outcome:
@@ -109,31 +103,19 @@ class Lifecycle:
                 assert_never(outcome)
 
     def publish_webhook(self, id: str, routing_key: str, **detail: Any) -> None:
-        lane, app = routing_key.split(".", 1)[0], app_of(routing_key)
-        self._publish(
-            "webhook",
-            id=_ascii(id, ID_LENGTH),
-            lane=_ascii(lane, APP_LENGTH),
-            app=_ascii(app, APP_LENGTH),
-            **detail,
-        )
+        self._publish("webhook", id, routing_key.partition(".")[0], app_of(routing_key), **detail)
 
     def publish_batch(self, id: str, lane: str, **detail: Any) -> None:
         """`lane`: of its first request."""
-        self._publish("batch", id=_ascii(id, ID_LENGTH), lane=_ascii(lane, APP_LENGTH), app="batches", **detail)
+        self._publish("batch", id, lane, "batches", **detail)
 
     def publish_for_letter(self, letter: Message, event: str, **detail: Any) -> None:
-        self._publish(
-            event,
-            id=_ascii(letter.message_id or "", ID_LENGTH),
-            lane=_ascii(letter.routing_key.split(".", 1)[0], APP_LENGTH),
-            app=_ascii(app_of(letter.routing_key), APP_LENGTH),
-            attempt=letter.headers.get(n.ATTEMPT, 0),
-            code=str(letter.headers.get(n.DEAD_CODE, ""))[:APP_LENGTH],
-            **detail,
-        )
+        key, id = letter.routing_key, letter.message_id or ""
+        attempt, code = letter.headers.get(n.ATTEMPT, 0), str(letter.headers.get(n.DEAD_CODE, ""))[:APP_LENGTH]
+        self._publish(event, id, key.partition(".")[0], app_of(key), attempt=attempt, code=code, **detail)
 
-    def _publish(self, event: str, *, id: str, lane: str, app: str, **figures: Any) -> None:
+    def _publish(self, event: str, id: str, lane: str, app: str, **figures: Any) -> None:
+        id, lane, app = _ascii(id, ID_LENGTH), _ascii(lane, APP_LENGTH), _ascii(app, APP_LENGTH)
         body = {"event": event, "id": id, "lane": lane, "app": app, "at_ms": self._now_ms(), **figures}
         self._notices.publish(
             _as_json(body).encode(),

@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from ipaddress import ip_address
 from ssl import SSLContext
@@ -93,9 +93,10 @@ class Reading(TypedDict, total=False):
 
     max_answer_bytes: int
     max_values: int
-    parsing: Parsing | None
+    parsing: Parsing
 
 
+@dataclass(slots=True, eq=False)
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
@@ -104,29 +105,17 @@ class AnthropicProvider:
     given only if the API key does not change.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        *,
-        name: str,
-        secret: str,
-        dialect: Dialect = ANTHROPIC,
-        max_answer_bytes: int = bounds.ANSWER_BYTES,
-        max_values: int = bounds.VALUES,
-        parsing: Parsing | None = None,
-        http: httpx2.AsyncClient | None = None,
-        batches: Batches | None = None,
-    ) -> None:
-        self.name = name
-        self.batches = batches
-        self._client = client
-        self._http = http
-        self._first: tuple[httpx2.URL, httpx2.Headers, dict[str, Any]] | None = None
-        self._key = secret
-        self._dialect = dialect
-        self._max_answer_bytes = max_answer_bytes
-        self._max_values = max_values
-        self._parsing = parsing or Parsing()
+    client: Any
+    _: KW_ONLY
+    name: str
+    secret: str
+    dialect: Dialect = ANTHROPIC
+    max_answer_bytes: int = bounds.ANSWER_BYTES
+    max_values: int = bounds.VALUES
+    parsing: Parsing = field(default_factory=Parsing)
+    http: httpx2.AsyncClient | None = None
+    batches: Batches | None = None
+    _first: tuple[httpx2.URL, httpx2.Headers, dict[str, Any]] | None = field(default=None, init=False)
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **reading: Unpack[Reading]) -> Self:
@@ -148,7 +137,7 @@ class AnthropicProvider:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
         urgent = request.rank
         set_field = partial(set_stream, request.body, streamed, is_stated=request.states_stream)
-        asked = await self._parsing.run(set_field, rank=(urgent, len(request.body)))
+        asked = await self.parsing.run(set_field, rank=(urgent, len(request.body)))
         headers: dict[str, str] = {}
         rate = None
         try:
@@ -160,15 +149,15 @@ class AnthropicProvider:
                     refuse_html(response.status_code, headers)
                     body_pieces = pieces(response, headers)
                     if streamed:
-                        collected = StreamedMessage(max_bytes=self._max_answer_bytes, max_values=self._max_values)
+                        collected = StreamedMessage(max_bytes=self.max_answer_bytes, max_values=self.max_values)
                         if underway is not None:
                             underway.used = collected.used
                         pause_s = max(timeout_s, request.call_s)
                         await self._read_stream(
                             body_pieces, collected, urgent=urgent, limit=limit, pause_s=pause_s, parts=parts
                         )
-                        message = await self._parsing.run(collected.message, rank=(urgent, collected.size))
-                        body = await self._parsing.run(partial(to_json, message), rank=(urgent, collected.size))
+                        message = await self.parsing.run(collected.message, rank=(urgent, collected.size))
+                        body = await self.parsing.run(partial(to_json, message), rank=(urgent, collected.size))
                     else:
                         body = await self._read_whole(response, headers, body_pieces)
                         message = await self._parse(body, headers.get("content-type", ""), urgent=urgent)
@@ -189,7 +178,7 @@ class AnthropicProvider:
             raise
 
     async def probe(self, model: str, *, by_call: bool) -> None:
-        if self._dialect.lists_models and not by_call:
+        if self.dialect.lists_models and not by_call:
             try:
                 async with asyncio.timeout(PROBE_WITHIN_S):
                     await self._list_models()
@@ -202,8 +191,8 @@ class AnthropicProvider:
         await self.stream(unpublished("1", model=model, max_tokens=1), timeout_s=PROBE_WITHIN_S, parts=None)
 
     async def _list_models(self) -> None:
-        with border(secret=self._key):
-            response = await self._client.get(
+        with border(secret=self.secret):
+            response = await self.client.get(
                 MODELS_PATH, cast_to=httpx2.Response, options={"params": {"limit": 1}}, stream=True
             )
         try:
@@ -213,23 +202,23 @@ class AnthropicProvider:
                 await response.aclose()
 
     async def aclose(self) -> None:
-        await self._client.close()
+        await self.client.close()
 
     async def _send(self, body: bytes, *, beta: str | None, traceparent: str | None) -> httpx2.Response:
         given_headers = {"traceparent": traceparent, "anthropic-beta": beta}
         headers = {name: value for name, value in given_headers.items() if value is not None}
         try:
-            with border(secret=self._key):
+            with border(secret=self.secret):
                 if self._first is not None:
                     return await self._repeat(body, headers)
-                given: dict[str, Any] = {"body": json.loads(body)} if self._dialect.needs_dict else {"content": body}
-                response: httpx2.Response = await self._client.post(
+                given: dict[str, Any] = {"body": json.loads(body)} if self.dialect.needs_dict else {"content": body}
+                response: httpx2.Response = await self.client.post(
                     PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **given
                 )
-        except self._dialect.signing_errors as error:
+        except self.dialect.signing_errors as error:
             reason = f"no credentials were found for it ({type(error).__name__})"
             raise AccountError(reason, reason=reason, type="credentials") from error
-        if self._http is not None:
+        if self.http is not None:
             sent = response.request
             kept = httpx2.Headers(sent.headers, encoding="ascii")  # else httpx2 detects the encoding at each look-up
             for name in (*headers, _LENGTH):
@@ -239,7 +228,7 @@ class AnthropicProvider:
 
     async def _repeat(self, body: bytes, headers: Mapping[str, str]) -> httpx2.Response:
         assert self._first is not None
-        assert self._http is not None
+        assert self.http is not None
         url, kept, extensions = self._first
         own = kept.copy()
         own[_LENGTH] = str(len(body))
@@ -248,7 +237,7 @@ class AnthropicProvider:
         request = httpx2.Request("POST", url, headers=own, stream=httpx2.ByteStream(body), extensions=extensions)
         request.read()
         try:
-            response = await self._http.send(request, stream=True)
+            response = await self.http.send(request, stream=True)
         except httpx2.TimeoutException as error:
             raise anthropic.APITimeoutError(request=request) from error
         except Exception as error:
@@ -263,19 +252,19 @@ class AnthropicProvider:
         raise anthropic.APIStatusError(f"status {response.status_code}", response=response, body=refusal)
 
     async def _parse(self, body: bytes, content_type: str, *, urgent: int) -> dict[str, Any]:
-        excess = await self._parsing.excess(body, max_values=self._max_values, rank=(urgent, len(body)))
+        excess = await self.parsing.excess(body, max_values=self.max_values, rank=(urgent, len(body)))
         if excess is not None:
             raise AnswerTooLargeError(excess)
-        return await self._parsing.run(partial(parse_message, body, content_type), rank=(urgent, len(body)))
+        return await self.parsing.run(partial(parse_message, body, content_type), rank=(urgent, len(body)))
 
     async def _read_whole(
         self, response: httpx2.Response, headers: Mapping[str, str], body_pieces: AsyncIterable[bytes]
     ) -> bytes:
         announced = headers.get("content-length", "")
-        if announced.isdigit() and len(announced) > len(str(self._max_answer_bytes)):
-            raise AnswerTooLargeError(f"more than {self._max_answer_bytes} bytes{_HINT}")
-        with border(secret=self._key):
-            body = b"".join([chunk async for chunk in bounded(body_pieces, self._max_answer_bytes, hint=_HINT)])
+        if announced.isdigit() and len(announced) > len(str(self.max_answer_bytes)):
+            raise AnswerTooLargeError(f"more than {self.max_answer_bytes} bytes{_HINT}")
+        with border(secret=self.secret):
+            body = b"".join([chunk async for chunk in bounded(body_pieces, self.max_answer_bytes, hint=_HINT)])
         received = response.num_bytes_downloaded or len(body)  # 0 for a body that is not compressed (`pieces`)
         if announced.isdigit() and int(announced) != received:
             raise TransientError(f"the answer has {received} of its {announced} bytes", type="truncated")
@@ -293,21 +282,21 @@ class AnthropicProvider:
     ) -> None:
         """Pass each event on to `parts`, and add it to `collected`. The time that `parts` and our own parsing take does
         not count towards `limit`, the time limit for the first token. `pause_s`: that for each pause after it."""
-        splitter = self._dialect.splitter(self._max_answer_bytes // _LEAST_EVENTS)
+        splitter = self.dialect.splitter(self.max_answer_bytes // _LEAST_EVENTS)
         clock = asyncio.get_running_loop().time
-        async with aclosing(_slices(body_pieces, _OVERHEAD * self._max_answer_bytes)) as slices:
+        async with aclosing(_slices(body_pieces, _OVERHEAD * self.max_answer_bytes)) as slices:
             is_complete = flows = False
             while not is_complete:
-                with border(secret=self._key):
+                with border(secret=self.secret):
                     piece = await anext(slices, None)
                 if piece is None:
                     raise TransientError("the stream ended without message_stop", type="cut")
                 until_s, came_s = limit.when(), clock()
                 limit.reschedule(None)
-                events = await self._parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
+                events = await self.parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
                 for data, event in events:
                     if event.get("type") == "error":
-                        raise from_event(event, secret=self._key)
+                        raise from_event(event, secret=self.secret)
                     is_complete = collected.add(event, data)
                     flows = flows or CONTENT in data
                     if parts is not None:
@@ -322,7 +311,7 @@ class AnthropicProvider:
             await _drain(slices)
 
     def _events(self, splitter: EventSplitter | FrameSplitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-        return [(data, parse_event(data, max_values=self._max_values)) for data in splitter.feed(piece)]
+        return [(data, parse_event(data, max_values=self.max_values)) for data in splitter.feed(piece)]
 
 
 def parse_message(body: bytes, content_type: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, Literal
@@ -82,29 +82,25 @@ class ResultLine:
     line: bytes
 
 
+@dataclass(slots=True, eq=False)
 class Batches:
     """The batches of one provider's account. All methods raise `ProviderError`, of the same classes as live calls.
 
     `client`: one of Anthropic's asynchronous clients. `secret`: the API key, which is removed from error texts.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        *,
-        name: str,
-        secret: str,
-        max_answer_bytes: int = bounds.ANSWER_BYTES,
-        max_values: int = bounds.VALUES,
-        parsing: Parsing | None = None,
-    ) -> None:
-        self._client = client
-        self._name = name
-        self._key = secret
-        self._max_line_bytes = min(max_answer_bytes, LINE_BYTES)
-        self._max_values = max_values
-        self._parsing = parsing or Parsing()
-        self._missing_until_s = 0.0
+    client: Any
+    _: KW_ONLY
+    name: str
+    secret: str
+    max_answer_bytes: int = bounds.ANSWER_BYTES
+    max_values: int = bounds.VALUES
+    parsing: Parsing = field(default_factory=Parsing)
+    _missing_until_s: float = field(default=0.0, init=False)
+
+    @property
+    def _max_line_bytes(self) -> int:
+        return min(self.max_answer_bytes, LINE_BYTES)
 
     @property
     def is_missing(self) -> bool:
@@ -161,15 +157,15 @@ class Batches:
     async def answer(self, line: bytes) -> Answer:
         """The answer in one line of results, without its cost. Raises the `ProviderError` that it tells instead."""
         rank = (_LEAST_URGENT, len(line))
-        if (excess := await self._parsing.excess(line, max_values=self._max_values, rank=rank)) is not None:
+        if (excess := await self.parsing.excess(line, max_values=self.max_values, rank=rank)) is not None:
             raise AnswerTooLargeError(excess)
-        result, body = await self._parsing.run(partial(_result, line), rank=rank)
+        result, body = await self.parsing.run(partial(_result, line), rank=rank)
         match result:
             case {"type": "succeeded", "message": dict(message)}:
-                answer = read_answer(message, body, provider=self._name, request_id=None)
+                answer = read_answer(message, body, provider=self.name, request_id=None)
                 return replace(answer, usage=replace(answer.usage, is_batch=True))
             case {"type": "errored", "error": dict(error)}:
-                raise from_body(error, secret=self._key)
+                raise from_body(error, secret=self.secret)
             case {"type": "too_large"}:
                 raise AnswerTooLargeError(f"more than {self._max_line_bytes} bytes")
         raise TransientError("its line of the batch's results is no result", type="broken_answer")
@@ -183,8 +179,8 @@ class Batches:
         rank = (_LEAST_URGENT, len(line))
         if (
             kind not in _KINDS
-            and await self._parsing.excess(line, max_values=self._max_values, rank=rank) is None
-            and (found := await self._parsing.run(partial(_object_in, line), rank=rank)) is not None
+            and await self.parsing.excess(line, max_values=self.max_values, rank=rank) is None
+            and (found := await self.parsing.run(partial(_object_in, line), rank=rank)) is not None
         ):
             match found:
                 case {"custom_id": str(custom_id), "result": {"type": str(kind)}}:
@@ -217,13 +213,13 @@ class Batches:
         soon_s = asyncio.get_running_loop().time() + PIECE_WITHIN_S
         with _timed("the batch's results stopped coming, or took too long"):
             async with asyncio.timeout_at(min(soon_s, until_s)):
-                with border(secret=self._key):
+                with border(secret=self.secret):
                     return await anext(body_pieces, None)
 
     async def _object(self, method: str, path: str, *, within_s: float = WITHIN_S, **more: Any) -> dict[str, Any]:
         with _timed(f"no answer from the provider within {within_s:g} s"):
             async with asyncio.timeout(within_s), self._response(method, path, **more) as response:
-                with border(secret=self._key):
+                with border(secret=self.secret):
                     found = bounded(pieces(response, plain(response.headers)), _OBJECT_BYTES)
                     body = b"".join([piece async for piece in found])
         return _parsed(body)
@@ -240,9 +236,9 @@ class Batches:
     ) -> AsyncIterator[httpx2.Response]:
         options = {"headers": dict(headers or {}), "params": dict(params or {})}
         given = {} if content is None else {"content": content}
-        call = getattr(self._client, method)
+        call = getattr(self.client, method)
         try:
-            with border(secret=self._key):
+            with border(secret=self.secret):
                 response = await call(path, cast_to=httpx2.Response, options=options, stream=True, **given)
         except AccountError as error:
             cause = error.__cause__

@@ -27,7 +27,7 @@ requests is then lost.
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
 from itertools import islice
@@ -412,16 +412,20 @@ def _rank(job: Job) -> int:
     return side_priority(job.message.priority, is_fresh=job.hop.is_fresh) or 0
 
 
+@dataclass(eq=False)
 class SideQueues:
     """Moves requests that exceed their tenant's share to the side queues of one lane, and notes which tenant has which
     side queue."""
 
-    def __init__(self, lane: LaneSpec, heads: Heads, *, publisher: Publisher, names: Names, now_ms: NowMs) -> None:
-        self._lane = lane
-        self._heads = heads
-        self._publisher = publisher
-        self._names = names
-        self._now_ms = now_ms
+    lane: LaneSpec
+    heads: Heads
+    _: KW_ONLY
+    publisher: Publisher
+    names: Names
+    now_ms: NowMs
+
+    def __post_init__(self) -> None:
+        lane, names = self.lane, self.names
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
         self._tenants: dict[int, str] = {}
         self._places: TTLCache[str, int] = TTLCache(PLACES, PLACE_KEPT_S, timer=_now_s)
@@ -438,32 +442,32 @@ class SideQueues:
         number = self._numbers[job.delivery.queue]
         if self._tenants.pop(number, None) is not None:
             self._places[job.identity.tenant] = number
-        self._heads.pass_on(job.delivery.queue)
+        self.heads.pass_on(job.delivery.queue)
 
     def head_unread(self, queue: str) -> None:
-        self._heads.pass_on(queue)
+        self.heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
         number = self._place(job.identity.tenant)
         if number in self._full:
             return self._refuse(job)
         self._places[job.identity.tenant] = number
-        message = set_aside(job, now_ms=self._now_ms(), names=self._names)
+        message = set_aside(job, now_ms=self.now_ms(), names=self.names)
         try:
-            await self._publisher.publish_surely(
-                message, exchange=self._names.side_exchange(number), routing_key=job.routing_key, refused_within_s=0
+            await self.publisher.publish_surely(
+                message, exchange=self.names.side_exchange(number), routing_key=job.routing_key, refused_within_s=0
             )
         except PublishRefused:
             self._full[number] = True
             return self._refuse(job)
-        self._heads.publish_seen(self._names.side(self._lane.name, number))
+        self.heads.publish_seen(self.names.side(self.lane.name, number))
         return None
 
     def _refuse(self, job: Job) -> Outcome:
         if not job.trusted:
             return ended(
                 "too_many_waiting",
-                f"lane {self._lane.name} holds {self._lane.max_length} waiting requests of this tenant (and of "
+                f"lane {self.lane.name} holds {self.lane.max_length} waiting requests of this tenant (and of "
                 "those that share its side queue), and takes no more; send them later",
             )
         return Deferred(delay_ms=LATER_MS, reason="too many waiting")
@@ -475,7 +479,7 @@ class SideQueues:
         if (known := self._number_of(tenant)) is not None:
             return known
         assigned = set(self._places.values())
-        waiting = {number: self._heads.ready_in(queue) for queue, number in self._numbers.items()}
+        waiting = {number: self.heads.ready_in(queue) for queue, number in self._numbers.items()}
         preferred = sorted(waiting, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest())
 
         def is_used(number: int) -> bool:

@@ -13,6 +13,7 @@ process must end.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Final, Protocol
 
@@ -129,31 +130,26 @@ class Consumer(Protocol):
     async def consume_again(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Watchdog:
     """Checks whether lanes of a worker stand still. `unfetched`: how many messages wait in the queues of some pools.
     `lost_slots`: for each lane, how many slots count as used without a running request."""
 
-    def __init__(
-        self,
-        pools: Sequence[Consumer],
-        *,
-        unfetched: Callable[[list[str]], Awaitable[Mapping[str, int]]],
-        lost_slots: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._pools = pools
-        self._unfetched = unfetched
-        self._lost_slots = lost_slots
-        self._taken: dict[str, int] = {}
-        self._empty_for: dict[str, int] = {}
-        self._looks: dict[str, int] = {}
-        self.trouble: str | None = None
+    pools: Sequence[Consumer]
+    _: KW_ONLY
+    unfetched: Callable[[list[str]], Awaitable[Mapping[str, int]]]
+    lost_slots: Callable[[], Mapping[str, int]]
+    trouble: str | None = field(default=None, init=False)
+    _taken: dict[str, int] = field(default_factory=dict, init=False)
+    _empty_for: dict[str, int] = field(default_factory=dict, init=False)
+    _looks: dict[str, int] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
         """Check the lanes, and consume again the queues that are not delivered. Returns if a lane has lost slots, so
         that the process must end."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            lost = {f"lane {lane} has lost slots" for lane, count in self._lost_slots().items() if count > 0}
+            lost = {f"lane {lane} has lost slots" for lane, count in self.lost_slots().items() if count > 0}
             still = {f"{pool.queue} is not delivered": pool for pool in await self._undelivered()}
             self._looks = {what: self._looks.get(what, 0) + 1 for what in (*lost, *still)}
             most = round(STILL_S / WATCH_EVERY_S)
@@ -169,19 +165,19 @@ class Watchdog:
     async def _undelivered(self) -> list[Consumer]:
         quiet = {
             pool.queue: pool
-            for pool in self._pools
+            for pool in self.pools
             if pool.trouble is None
             and not pool.is_paused
             and pool.has_room
             and self._taken.get(pool.queue) == pool.taken
         }
-        self._taken = {pool.queue: pool.taken for pool in self._pools}
+        self._taken = {pool.queue: pool.taken for pool in self.pools}
         self._empty_for = {queue: left - 1 for queue, left in self._empty_for.items() if left > 1}
         quiet = {queue: pool for queue, pool in quiet.items() if queue not in self._empty_for}
         if not quiet:
             return []
         try:
-            waiting = await self._unfetched(list(quiet))
+            waiting = await self.unfetched(list(quiet))
         except BrokerError:  # the pools report it
             return []
         self._empty_for |= {queue: EMPTY_FOR + 1 for queue in quiet if not waiting[queue]}

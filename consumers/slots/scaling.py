@@ -28,8 +28,8 @@ a second to get slots.
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import ClassVar, Final, Protocol
 
 from consumers.clock import NowMs, every
 from consumers.job import Job
@@ -214,76 +214,69 @@ class ScaledQueue:
 IsBraked = Callable[[str], bool]
 
 
+@dataclass(eq=False)
 class Scaling:
     """Gives each queue of this worker the slots that `decide` says, and a scout while all of these are in use for long.
     `queues`: the most urgent first. `ready`: like `depths`, without what waits in side queues."""
 
-    brake: str | None = None
+    queues: Sequence[ScaledQueue]
+    _: KW_ONLY
+    depths: Depths
+    ready: Depths
+    now_ms: NowMs
+    waiting_for: WaitingFor = dict
+    is_braked: IsBraked = lambda lane: False
+    brake: ClassVar[str | None] = None
 
-    def __init__(
-        self,
-        queues: Sequence[ScaledQueue],
-        *,
-        depths: Depths,
-        ready: Depths,
-        now_ms: NowMs,
-        waiting_for: WaitingFor = dict,
-        is_braked: IsBraked = lambda lane: False,
-    ) -> None:
-        self._queues = queues
-        self._is_braked = is_braked
-        self._depths = depths
-        self._ready = ready
-        self._now_ms = now_ms
-        self._waiting_for = waiting_for
+    def __post_init__(self) -> None:
         self._bottlenecks: dict[str, tuple[str, float]] = {}
         self._ask_at_s = 0.0
         self.is_paused = False
         self._stopping = asyncio.Event()
         self._group = asyncio.TaskGroup()
-        for queue in queues:  # all slots count as used at first, so that none is lent before `STEADY_S` is over
+        for queue in self.queues:  # all slots count as used at first, so that none is lent before `STEADY_S` is over
             queue.used.append(queue.pool.slots)
 
     async def run(self) -> None:
         async with self._group:
             async for _ in every(LOOK_EVERY_S, until=self._stopping):
                 await self._look()
-                for queue in self._queues:
+                for queue in self.queues:
                     if queue.new_scout is not None:
                         await self._look_for_scout(queue, queue.new_scout)
 
     async def stop(self) -> None:
         self._stopping.set()
-        await self._take_back(self._queues)
+        await self._take_back(self.queues)
 
     def give_back_waiting(self) -> None:
-        _give_back_waiting(self._queues)
+        _give_back_waiting(self.queues)
 
     async def pause(self, reason: str) -> None:
         """As `stop`, until `resume`. The load during the pause is not recorded, because slots are then idle because of
         the pause, not for lack of requests."""
         self.is_paused = True
-        await self._take_back(self._queues)
+        await self._take_back(self.queues)
 
     async def resume(self) -> None:
         self.is_paused = False
 
     async def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        for lane, reason in self._waiting_for().items():
+        for lane, reason in self.waiting_for().items():
             self._bottlenecks[lane] = (reason, now_s + BOTTLENECK_FOR_S)
         if asks := now_s >= self._ask_at_s:
             self._ask_at_s = now_s + ASK_EVERY_S
         waiting = await self._ask() if asks else {}
-        if self.is_paused or self._stopping.is_set() or all(queue.is_at_rest for queue in self._queues):
+        if self.is_paused or self._stopping.is_set() or all(queue.is_at_rest for queue in self.queues):
             return
-        if braked := [queue for queue in self._queues if (queue.added or queue.scout) and self._is_braked(queue.lane)]:
+        if braked := [queue for queue in self.queues if (queue.added or queue.scout) and self.is_braked(queue.lane)]:
             await self._take_back(braked)
             _give_back_waiting(braked)
-        for queue in self._queues:
+        for queue in self.queues:
             self._note_load(queue, waiting.get(queue.pool.queue, 0), asks, now_s)
-        decided = decide([queue.load for queue in self._queues])
-        for queue, extra_slots in zip(self._queues, decided, strict=True):
+        decided = decide([queue.load for queue in self.queues])
+        for queue, extra_slots in zip(self.queues, decided, strict=True):
             limit = extra_slots.limit if asks else queue.extra_slots.limit  # decided only if the waits are known
             self._carry_out(queue, replace(extra_slots, limit=limit))
             if asks and limit is not None:
@@ -291,17 +284,17 @@ class Scaling:
         self._publish_figures()
 
     async def _ask(self) -> Mapping[str, int]:
-        full = [queue.pool.queue for queue in self._queues if queue.is_full and not self._is_braked(queue.lane)]
+        full = [queue.pool.queue for queue in self.queues if queue.is_full and not self.is_braked(queue.lane)]
         if not full or self.is_paused:
             return {}
         try:
-            return await self._depths(full)
+            return await self.depths(full)
         except BrokerError:  # the pools notice and report a lost connection themselves
             return {}
 
     def _note_load(self, queue: ScaledQueue, waiting: int, asked: bool, now_s: float) -> None:
         queue.used.append(queue.in_hand)
-        now_ms = self._now_ms()
+        now_ms = self.now_ms()
         if not waiting and asked:
             queue.waiting_since_ms = None
         elif waiting and queue.waiting_since_ms is None:
@@ -348,7 +341,7 @@ class Scaling:
 
     async def _look_for_scout(self, queue: ScaledQueue, new_scout: Callable[[], SlotPool]) -> None:
         slots, begun = queue.shared, queue.begun
-        if self.is_paused or not slots.is_full or self._is_braked(queue.lane):
+        if self.is_paused or not slots.is_full or self.is_braked(queue.lane):
             queue.idle_looks += 1
             begun.clear()
             if queue.scout is not None and queue.idle_looks >= CALLED_BACK_AFTER_LOOKS:
@@ -364,7 +357,7 @@ class Scaling:
         if not (is_slow or slots.lane.is_shared):
             return
         try:
-            waiting = (await self._ready([queue.pool.queue]))[queue.pool.queue]
+            waiting = (await self.ready([queue.pool.queue]))[queue.pool.queue]
         except BrokerError:  # the pools report the lost connection
             return
         # whether the waiting requests, at this rate, will need more than 0.25 s (if slow) or a second to get slots
@@ -399,14 +392,14 @@ class Scaling:
                 lane=queue.lane,
                 queue=queue.pool.queue,
                 limit=limit,
-                wait_s=round(queue.wait_s(self._now_ms()), 1),
+                wait_s=round(queue.wait_s(self.now_ms()), 1),
             )
 
     def _publish_figures(self) -> None:
-        for queue in self._queues:
+        for queue in self.queues:
             queue.activity.extra_slots = 0
             queue.activity.slots_limit = None
-        for queue in self._queues:
+        for queue in self.queues:
             queue.activity.extra_slots += queue.extra_slots.total
             queue.activity.slots_limit = queue.activity.slots_limit or queue.extra_slots.limit
 

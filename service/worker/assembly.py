@@ -211,7 +211,9 @@ def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicPr
 
 def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = None) -> AnthropicProvider:
     """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
-    common = Reading(parsing=parsing, max_answer_bytes=settings.answer_bytes, max_values=settings.json_values)
+    common = Reading(
+        parsing=parsing or Parsing(), max_answer_bytes=settings.answer_bytes, max_values=settings.json_values
+    )
     if name == FIRST:
         if settings.api_key is None:
             raise SettingsError(

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
@@ -67,17 +68,18 @@ class _Waiting(NamedTuple):
     durable: bool
 
 
+@dataclass(eq=False)
 class Writer:
     """Runs all operations on the file in one thread, from `start` to `close`, for one event loop."""
 
-    def __init__(
-        self, path: Path, *, namespace: str, spec: StoreSpec, clock: Clock, former: Path | None = None
-    ) -> None:
-        self._path = path
-        self._former = former
-        self._namespace = namespace
-        self._spec = spec
-        self._clock = clock
+    path: Path
+    _: KW_ONLY
+    namespace: str
+    spec: StoreSpec
+    clock: Clock
+    former: Path | None = None
+
+    def __post_init__(self) -> None:
         self._waiting = 0
         self._is_closed = False
         self._gathered: list[_Waiting] = []
@@ -85,7 +87,7 @@ class Writer:
         self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
-        self._file = self._log = inode(path)
+        self._file = self._log = inode(self.path)
         self._syncs = True
         self._reopen_at = 0.0
         self.trouble: str | None = None
@@ -108,9 +110,9 @@ class Writer:
         `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
         it has written."""
         if self._is_closed:
-            raise StoreUnavailable(f"{self._path} is not used any more: this store was closed")
+            raise StoreUnavailable(f"{self.path} is not used any more: this store was closed")
         if self._waiting >= WAITING_AT_MOST:
-            raise StoreUnavailable(f"{self._path} is too slow: {self._waiting} operations wait for it")
+            raise StoreUnavailable(f"{self.path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
         self._gathered.append(_Waiting(operation, done, durable))
@@ -153,7 +155,7 @@ class Writer:
         try:
             done = self._transact(group)
         except (sqlite3.Error, OSError, StoreUnavailable) as error:
-            self.trouble = text = explain(error, self._path)
+            self.trouble = text = explain(error, self.path)
             if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                 self._shut()
             return [(future, None, StoreUnavailable(text)) for _, future, *_ in group]
@@ -170,7 +172,7 @@ class Writer:
             self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
-            at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+            at = Times(now=self.clock.since_boot_ms(), today=self.clock.since_1970_ms())
             done = [_done(tables, at, waiting) for waiting in group]
             tables.connection.execute("COMMIT")
         except BaseException:
@@ -192,19 +194,19 @@ class Writer:
 
     def _usable(self) -> Tables:
         tables = self._tables
-        if tables is not None and self._file != inode(self._path):
+        if tables is not None and self._file != inode(self.path):
             self._shut()
-            drop_log(self._path, self._log)
+            drop_log(self.path, self._log)
         if self._tables is None:
             if time.monotonic() < self._reopen_at and self.trouble is not None:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at = time.monotonic() + REOPEN_S
-            if self._former is not None:
-                adopt(self._former, self._path)
-            connection = open_file(self._path, namespace=self._namespace, clock=self._clock)
+            if self.former is not None:
+                adopt(self.former, self.path)
+            connection = open_file(self.path, namespace=self.namespace, clock=self.clock)
             self._syncs = True
-            self._file, self._log = inode(self._path), inode(log_of(self._path))
-            self._tables = Tables(connection, self._spec)
+            self._file, self._log = inode(self.path), inode(log_of(self.path))
+            self._tables = Tables(connection, self.spec)
         return self._tables
 
     def _shut(self) -> None:

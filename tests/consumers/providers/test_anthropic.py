@@ -430,7 +430,7 @@ def serving(*, together: bool) -> Iterator[tuple[Server, str]]:
 
 def pool_of(provider: AnthropicProvider) -> Any:
     """aiohttp's only pool of idle connections."""
-    (found,) = provider._client._client._transport.client._connector._conns.values()
+    (found,) = provider.client._client._transport.client._connector._conns.values()
     return found
 
 
