@@ -1,9 +1,8 @@
 """Makes one attempt to answer a request: calls a provider and, if that call fails, perhaps another one.
 
-An attempt makes at most two calls, because each retry is a further attempt: more calls in one attempt
-would multiply with the number of retries. A second provider is called only if its circuit breaker allows it
-(`providers/breakers.py`) and its rate limits allow the call at once, because an attempt waits for its rate limits only
-before the first call. The table in `failures.py` says after which failures another provider may be called.
+An attempt makes at most two calls, because each retry is a further attempt: more calls in one attempt would multiply
+with the number of retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`)
+and its rate limits allow the call at once, because an attempt waits for its rate limits only before the first call.
 """
 
 import asyncio
@@ -52,8 +51,7 @@ LEAST_LEFT_S = 1.0
 """An attempt calls a second provider only if at least this many seconds are left until the request's deadline."""
 DEADLINE_TOLERANCE_S = 0.1
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
-"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call, because the
-provider may hang even if the call did not reach its timeout."""
+"""The error that is reported to the provider's circuit breaker if the request's deadline ended the call."""
 log = logs.logger()
 
 
@@ -64,8 +62,8 @@ class _FailedCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Attempts:
-    """Makes one attempt to get an answer for a job (a delivery that is worked on) that has passed the gates (the checks
-    before a call): calls a provider, and another one if that call fails."""
+    """Makes one attempt to get an answer for a job (a delivery that is worked on): calls a provider, and another one if
+    that call fails."""
 
     registry: Registry
     _: KW_ONLY

@@ -33,10 +33,8 @@ from lanekeeper.contract.problems import PROBLEMS
 from lanekeeper.telemetry import logs, signals
 
 RENEW_EVERY_S = 0.5
-"""The seconds between two renewals of a process's claims. (A claim is the store's record that a worker works on a
-request.) This is a twentieth of the time after which a claim ends without renewal. The store's answer to a renewal also
-says which requests were cancelled, so the call to a provider for a cancelled request ends within this time and one
-round trip to the store."""
+"""The seconds between two renewals of a process's claims. The store's answer to a renewal also says which requests were
+cancelled, so the call to a provider for a cancelled request ends within this time and one round trip to the store."""
 RELEASE_AWAITED_S = 1.0
 RELEASE_WITHIN_S = 60.0
 RELEASES_AT_MOST = 1000
@@ -86,8 +84,7 @@ class Claiming:
                 job.stop(why)
 
     async def claim(self, job: Job) -> ClaimAnswer:
-        """Ask the store for the claim of a job's request, that is, to record that this worker works on it. Raises
-        StoreUnavailable after `CLAIM_WITHIN_S`.
+        """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.
 
         If the caller is cancelled and the store then grants the claim, the claim is released in the background, because
         the store counts a worker as dead if its claim ends without a release.
@@ -117,10 +114,8 @@ class Claiming:
         job.progress = Progress(self._writer, held, submission, is_takeover=granted.deaths > 0)
 
     async def release(self, job: Job, *, due_ms: int | None = None, step: str = "") -> None:
-        """Release the claim of a request that has not ended and will be delivered again. `due_ms`: the time of that
-        delivery; None if unknown. `step`: where its pipeline stands, for those who ask. If that takes
-        long, or the caller is cancelled, it goes on in the background.
-        """
+        """Release the claim of a request that has not ended and will be delivered again. If that takes long, or the
+        caller is cancelled, it goes on in the background."""
         if job.claim is None:
             return
         held, job.claim = job.claim, None
@@ -227,8 +222,7 @@ class Claiming:
         one that was stored first. Return None if another worker holds the claim.
 
         Raises StoreUnavailable after `STORE_WITHIN_S`. If the caller is cancelled, storing continues in the background,
-        because the provider's answer was paid for: if the delivery was lost, the worker that gets the message next can
-        then send the stored answer.
+        because the provider's answer was paid for.
         """
         return await self._background.sheltered(
             self._complete(job, completion, job.claim), name=f"complete {job.id}", if_left=_log_lost_completion

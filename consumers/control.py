@@ -3,13 +3,11 @@
 
 The routing key and the property `type` of a message both name the command. The brake's commands (`pause`, `resume`,
 `pauses`) are accepted only from users in the setting `control.operators`, because a client that may cancel its own
-requests must not pause those of others (docs/decisions/0024). Their answer is `{"pauses": […]}`: the new pause, the one
-that was removed, or all.
+requests must not pause those of others (docs/decisions/0024).
 
 All workers share one queue, and each message goes to one of them. A cancellation is acknowledged only after it is
-stored. Many messages are worked on at once, so that the store writes several cancellations together. The queue is read
-in order, so a cancellation waits for all messages before it. Therefore a message that exceeds its tenant's limit must
-take very little time.
+stored. The queue is read in order, so a cancellation waits for all messages before it. Therefore a message that exceeds
+its tenant's limit must take very little time.
 """
 
 import asyncio
@@ -62,14 +60,12 @@ not delivered again, because a worker that has just connected takes no requests 
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """After a worker has connected, its requests wait until it has stored the cancellations that are in the control queue,
-but at most for this many seconds, in which thousands of cancellations are stored. If there are more, the rest is stored
-while requests run, so that a request may run although it was cancelled."""
+but at most for this many seconds."""
 QUIET_S = 0.5
 """If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
 delivered for this many seconds."""
 AT_ONCE_S = 5
-"""A tenant may send at once as many control messages as its limit allows in this many seconds, so that it can cancel
-many requests at once."""
+"""A tenant may send at once as many control messages as its limit allows in this many seconds."""
 GATHER_S = 0.01
 REFUSED_AT_A_TIME = 32
 Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
@@ -88,8 +84,7 @@ def read_command(message: Message, *, speakers: Collection[str], needs_user_id: 
     """Return the command of a control message; None if the message asks for a worker's status. Raises RequestProblem if
     the message is invalid.
 
-    `speakers`: the users that may act for other tenants, and so may name one in the body. `needs_user_id`: whether a
-    message without the property `user_id` is invalid.
+    `speakers`: the users that may act for other tenants, and so may name one in the body.
     """
     kind = kind_of(message)
     if kind == n.STATUS_KEY:
@@ -258,7 +253,7 @@ def _answer(message: Message, body: bytes, content_type: str, headers: Mapping[s
 
 @dataclass(slots=True, eq=False)
 class BrakeCommands:
-    """`operators`: the broker's users that may pause. `known`: the names that exist, of some kinds."""
+    """`operators`: the broker's users that may pause."""
 
     brake: Brake
     store: StoredPauses
@@ -377,7 +372,6 @@ class Control:
                 await asyncio.sleep(0)
 
     def _tenant(self, message: Message) -> str:
-        """The body is read only for a user of `speakers`, because these name the tenant there."""
         user = message.user_id or ""
         if user in self.speakers:
             with suppress(RequestProblem):

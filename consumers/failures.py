@@ -11,11 +11,9 @@ ProviderError
 │   └── HandlerDied         its process died under it
 └── AnswerTooLargeError     the answer is larger than a worker reads, or than a reply may be
 
-BreakerOpen                 no call was made: all providers that may be called are paused, or their breakers are open
+BreakerOpen no call was made: all providers that may be called are paused, or their breakers are open
 
-The attribute `means` of each class is its row of the table. mypy reports three kinds of omissions: a class without
-`means`, at the line that creates an object of the class; a row that lacks a column; and a new value of a column, if the
-code that reads the column does not handle it (`assert_never`).
+The attribute `means` of each class is its row of the table.
 """
 
 import math
@@ -38,11 +36,7 @@ class Retry(Enum):
     TOO_LARGE = auto()
     SOON = auto()
     BACK_OFF = auto()
-    """Another attempt may help. The pause before the attempt is the one that `decide` computes, or the provider's
-    `retry-after` if that is longer."""
     RETRY_AFTER = auto()
-    """Another attempt may help when the provider's `retry-after` is over, even if that is shorter than the pause that
-    `decide` computes."""
 
 
 class Failover(Enum):
@@ -63,8 +57,7 @@ class Trips(Enum):
     IN_TIME = auto()
     ACCOUNT = auto()
     UNREACHED = auto()
-    """No connection to the provider could be opened. The circuit breaker counts the error, and opens after a few such
-    failures in a row."""
+    """No connection to the provider could be opened."""
 
 
 class Paid(Enum):
@@ -113,8 +106,7 @@ _BY_TYPE: Final = {UNREACHABLE: UNSENT, TIMEOUT: TIMED_OUT}
 
 class ProviderError(LanekeeperError, ABC):
     """A call to a provider failed. `detail`: a line of text for the requester. It may quote the request, because the
-    provider may have written it. `status`: the HTTP status; 0 if there was no response. `retry_after_s`: the response's
-    header `retry-after`, in seconds; None if there is none."""
+    provider may have written it."""
 
     def __init__(
         self,
@@ -136,8 +128,7 @@ class ProviderError(LanekeeperError, ABC):
 
     @property
     @abstractmethod
-    def means(self) -> Meaning:
-        """What follows from the error: its row of the table of failures, such as `RATE_LIMITED`."""
+    def means(self) -> Meaning: ...
 
     @property
     def cause(self) -> str:
@@ -180,8 +171,7 @@ class ProviderError(LanekeeperError, ABC):
 
 
 class TransientError(ProviderError):
-    """A failure that may be over soon: no connection to the provider, a lost connection, a timeout, a 5xx, or an answer
-    that is malformed or incomplete."""
+    """A failure that may be over soon."""
 
     @property
     def means(self) -> Meaning:
@@ -195,8 +185,7 @@ class RateLimitedError(ProviderError):
 
 
 class OverloadedError(ProviderError):
-    """The provider is overloaded: it answered 529, perhaps with a `retry-after`, or sent an `overloaded_error` in the
-    middle of a stream."""
+    """The provider is overloaded: it answered 529."""
 
     means = OVERLOADED
 
@@ -264,7 +253,7 @@ class HandlerError(ProviderError):
 
 
 class HandlerDied(HandlerError):
-    """The handler's process died under it. That counts like a worker's death."""
+    """The handler's process died under it."""
 
 
 class BreakerOpen(LanekeeperError):
@@ -278,12 +267,11 @@ class BreakerOpen(LanekeeperError):
 
 JITTER = 0.5
 """Each pause before a retry is lengthened at random by up to this share of its length, so that requests that failed
-together do not come back together. Full jitter (a pause between zero and the computed value) made the pauses too short:
-four attempts took 0.8 to 2.7 s in all."""
+together do not come back together."""
 LEAST_FACTOR = 2.0
 STEP_PART_OF_TIME_LEFT = 0.5
 """The pause before a retry, without its random part, is at most this share of the time left until the request's
-deadline, so that there is time for the next attempt and for one more after it."""
+deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,9 +305,8 @@ def decide(
 ) -> Retried | Refused | Buried:
     """The outcome of a request whose attempt failed: a retry after a pause, or a final error.
 
-    `attempts`: how many attempts were made, including the failed one. `left_ms`: the time until the request's deadline,
-    after which it is not retried. `has_other`: whether the retry can call another account than the failed call did; if
-    so, the `retry-after` of the failed call is ignored, because it concerns only the account that was called.
+    `has_other`: whether the retry can call another account than the failed call did; if so, the `retry-after` of the
+    failed call is ignored, because it concerns only the account that was called.
     """
     match error.means.retry:
         case Retry.REJECTED:

@@ -71,8 +71,6 @@ UNCOUNTED_MS = 60_000
 no tenant can publish very many requests in that time."""
 DEBOUNCED_KEPT_MS = 3_600_000
 UNIT_BYTES = 16 * 1024
-"""A waiting request counts as one, plus one for each full 16 KiB of its body, in the message or in a store of large
-bodies."""
 WHICH_LIMIT = {
     WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
     WaitingLimit.TOTAL: "as many requests wait as may in all",
@@ -88,8 +86,8 @@ async def refuse_if_late(job: Job, decoded: Decoded, *, breakers: Breakers, now_
 
 
 def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> RequestProblem:
-    """The error for a request past its deadline. Its text says how long the request waited and ran (both together are
-    the time since it was published or due), which pause made it wait, and what hinders all its providers."""
+    """The error for a request past its deadline. Its text says how long the request waited and ran, and what hindered
+    it."""
     bound_ms = decoded.request.deadline_ms - decoded.request.start_ms
     spent = f"{max(0, job.waited_ms(now_ms) - job.ran_ms)} ms in the queue"
     if job.redelivered:
@@ -127,9 +125,8 @@ async def defer_until_due(
     already, or was cancelled before it arrived, does not wait: the claim gate answers it.
 
     The wait is noted in the store before the request is published to the broker's delay queues, because once it is
-    published, another worker may take it at any time. Requests that wait for long take space on the broker's disks, so
-    they are counted, and refused above a limit. A request with a debounce key is answered `superseded` if it is not the
-    last update of its key: when it arrives, or when it is due. Raises StoreUnavailable."""
+    published, another worker may take it at any time. Raises StoreUnavailable.
+    """
     due_ms = decoded.request.due_ms
     if due_ms is None:
         return None
@@ -184,9 +181,8 @@ LONGEST_MS = 300_000
 @dataclass(slots=True, eq=False)
 class BrakeGate:
     """The gate of the brake: a request of a paused tenant or application, or whose routes are all paused, waits on the
-    broker, with its attempts unchanged. It comes back at most every 15 to 22 s, so that the end of a pause is soon
-    noticed, but at most `BACK_PER_S` of these requests in a second: with a very large backlog each comes back less
-    often. `publish`: `Lifecycle.publish`."""
+    broker. It comes back every 15 to 22 s, but at most `BACK_PER_S` of these requests in a second. `publish`:
+    `Lifecycle.publish`."""
 
     brake: Brake
     claiming: Claiming
@@ -195,7 +191,6 @@ class BrakeGate:
     rng: random.Random = field(default_factory=random.Random)
     publish: Callable[..., None]
     _next_ms: dict[Pause, float] = field(default_factory=dict, init=False)
-    """When the next of very many requests may come back."""
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         if not self.brake.pauses or job.batch_result is not None:
@@ -228,8 +223,7 @@ the queue `lane.dead` at its next delivery. The broker's delivery count is not u
 that ended because the connection was lost while the worker lived on; such a worker releases the claim."""
 SUSPECT_FROM = 2
 """A request is a suspect if at least this many workers have died while they worked on it. A worker runs only one
-suspect at a time, so that the request which kills workers is identified, and a suspect that only ran at the same time
-as that request is answered."""
+suspect at a time, so that the request which kills workers is identified."""
 SUSPECT_WAIT_MS = 1000
 LONGEST_WAIT_MS = 5_000
 
@@ -271,8 +265,6 @@ class ClaimGate:
                 )
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Release the claim of a request that has not ended. A request that has ended keeps its claim until its outcome
-        is stored."""
         if self._suspect is job:
             self._suspect = None
         if job.progress is not None and isinstance(outcome, Retried):
@@ -297,7 +289,6 @@ class ClaimGate:
 
 FETCH_WITHIN_S = 60.0
 AGAIN_MS = 2000
-"""For how long a request is deferred if the store that has its body is unavailable."""
 
 
 async def fetch_body(
@@ -334,19 +325,16 @@ STAGGER_S = 0.2
 """Each request waits up to this many seconds longer, at random. So one of them makes the probe (the first call after an
 outage), and the others come after its result."""
 SHARE_OF_OUTAGE = 0.25
-"""A request is deferred by this share of the time for which the provider has been down. So in a long outage the request
-does not come back every few seconds, and after a short outage it does not wait for long."""
+"""A request is deferred by this share of the time for which the provider has been down."""
 MOST_TARGETS = 5
-"""A request is deferred by at most this many times its lane's target wait (the setting `target_wait_s`): in the lane
-`critical`, whose target is a second, by at most five seconds. `SPREAD` lengthens this time at random."""
+"""A request is deferred by at most this many times its lane's target wait (the setting `target_wait_s`)."""
 
 
 async def await_route(
     job: Job, decoded: Decoded, *, breakers: Breakers, now_ms: NowMs, rng: random.Random
 ) -> Outcome | None:
     """The route gate: whether the lane and the tenant may use the model, and a provider may be called for it. While all
-    are paused or their circuit breakers are open, a request waits here for at most `HOLD_S`. Then it is deferred, so
-    that requests for other providers can pass it."""
+    are paused or their circuit breakers are open, a request waits here for at most `HOLD_S`."""
     if job.batch_result is not None:
         return None
     if decoded.chain.forbidden:
@@ -388,9 +376,7 @@ SPREAD_MS = 60_000
 """If a daily cap is used up, requests are deferred to the next day (UTC), and come back at random times within this
 time after its beginning."""
 TAKE_WITHIN_S = 10.0
-"""How long a request may wait until its estimate is counted against its caps."""
 STORE_AWAY_MS = 1000
-"""The deferral if the store that counts the caps is unavailable."""
 Estimate = Callable[[Job, Request, Route], Amounts]
 
 
@@ -442,10 +428,8 @@ class CapsGate:
         return None
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Correct what `enter` counted against the caps. After an answer, the amounts that the call used are counted.
-        After a failure nothing is counted, unless the failed call may have to be paid for: then the estimate stays
-        counted. In each case, earlier calls of the same attempt that failed and may have to be paid for are counted
-        too."""
+        """Correct what `enter` counted against the caps. After a failure nothing is counted, unless the failed call may
+        have to be paid for: then the estimate stays counted."""
         hold, attempted = self._held.pop(job, None), job.attempted
         answer = outcome.answer if isinstance(outcome, Stepped) else outcome
         if hold is not None and job.batch is not None:
@@ -557,10 +541,7 @@ class BatchGate:
 
 
 REPORTED_FROM_S = 1.0
-"""A wait is reported (by `BudgetGate.on_wait`) only if it is predicted to last at least this long."""
 BACK_WITHIN_MS = 15_000
-"""The longest deferral of a request that lets others pass. There is a limit because the delay is the predicted wait,
-and the prediction may be too long."""
 AT_ONCE_S = 0.25
 """A call that could begin within this time is always tried, even if it may not end before the request's deadline."""
 SHORTEST_S = 0.25
@@ -597,7 +578,6 @@ class WaitingRoom:
         return patience_s
 
     def leave(self, lane: str, account: str) -> None:
-        """Note that a request no longer waits, whatever the reason."""
         self._waiting[lane][account] -= 1
         if not self._waiting[lane][account]:
             del self._waiting[lane][account]
@@ -624,7 +604,6 @@ class BudgetGate:
     on_wait: Callable[[Job, Wait], None]
     _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
     waits: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
-    """How many waits have begun, by account, lane and limit."""
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         if job.batch_result is not None:  # nothing is called
@@ -649,7 +628,7 @@ class BudgetGate:
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Replace what was reserved for the job by what the call used or, if that is unknown, by what it has probably
-        used. If no call was made, return the whole reservation."""
+        used."""
         reserved, job.reserved = job.reserved, None
         if reserved is None:
             return
@@ -699,7 +678,6 @@ class BudgetGate:
         return True
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
-        """What the request is expected to use of the provider's limits."""
         return Amounts(
             1.0,
             self.estimates.input_tokens(route.model, request.text_bytes, request.media.tokens(route.model)),

@@ -37,8 +37,7 @@ CLAIM_WITHIN_S = 60.0
 ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
 SETTLE_WITHIN_S = 200.0
-"""For how many seconds a worker tries to settle a delivery: to store its outcome, and to publish its reply. After that
-the delivery is returned to its queue, and its next worker continues with what was stored."""
+"""For how many seconds a worker tries to settle a delivery: to store its outcome, and to publish its reply."""
 HIGHEST_PRIORITY: Final = 9
 _DELAYED_BASE: Final = HIGHEST_PRIORITY + 1
 _DELAYED_WITHOUT_PRIORITY: Final = _DELAYED_BASE + HIGHEST_PRIORITY + 1
@@ -50,11 +49,10 @@ class Route:
 
     provider: str
     model: str
-    """Anthropic's name for the model, which the table of prices uses too."""
     name: str
     """The provider's own name for the model, which the call contains."""
     account: str
-    """The account against whose rate limits the call counts. A provider has one account for each class of models."""
+    """The account against whose rate limits the call counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +102,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """What is known about the attempt that is made for a delivery, that is, about its one or two calls to providers.
-    It exists only once the first of these calls has begun."""
+    """What is known about the attempt that is made for a delivery, that is, about its one or two calls to providers."""
 
     started_ms: int
     run_ms: int = 0
@@ -113,8 +110,7 @@ class Attempted:
     cost_usd: float | None = None
     saved_usd: float = 0.0
     lost: tuple[tuple[str, Amounts], ...] = ()
-    """The attempt's failed calls that may have to be paid for, without its last call: for each, the model, and the
-    requests and tokens that it used."""
+    """The attempt's failed calls that may have to be paid for."""
     error: ProviderError | None = None
     counts: bool = True
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""
@@ -159,7 +155,6 @@ class Job:
                 read_replay(headers), user_id=message.user_id, expiration=message.expiration, is_fresh=True
             )
         self.batch: BatchHop | None = self.hop.batch
-        """What it has of a provider's batch, as it goes on with the request."""
         self.batch_result: bytes | None = None
         """The line of the batch's results that answers it; then no provider is called."""
         if self.batch is not None and self.batch.result_bytes:
@@ -173,8 +168,7 @@ class Job:
         """Gives back what the message that its outcome needs takes along; called if that message is not published."""
         self.decoded: Decoded | None = None
         self.claim: Held | None = None
-        """The claim that this process holds for the request, that is, the store's record that no other worker may work
-        on it; None if the process holds none."""
+        """The claim that this process holds for the request."""
         self.progress: Progress | None = None
         self.reserved: Reserved | None = None
         self.attempted: Attempted | None = None
@@ -267,8 +261,7 @@ class Job:
 
     @property
     def ran_ms(self) -> int:
-        """How many ms all attempts of the request ran so far, as far as it is known: of an attempt whose worker died it
-        is not."""
+        """How many ms all attempts of the request ran so far."""
         return self.hop.ran_ms + self.run_ms
 
     @property
@@ -291,7 +284,6 @@ class Job:
 
     @cached_property
     def deadline_ms(self) -> int | None:
-        """By the headers alone; None if they are invalid."""
         if self.lane is None:
             return None
         hop = self.hop if self.trusted else None
@@ -308,8 +300,7 @@ class Job:
 
 
 class Interruptible:
-    """The wait of a job inside a block (`Job.interruptible`). If a call to a provider runs in it when it ends, the call
-    is cancelled and its socket is closed."""
+    """The wait of a job inside a block (`Job.interruptible`)."""
 
     __slots__ = ("_job", "_limit")
 
@@ -343,8 +334,7 @@ class Interruptible:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     def reschedule(self, until_s: float | None) -> None:
-        """Change the time limit: the wait now ends at `until_s`, by the event loop's clock (None: no limit). Does
-        nothing if the job was stopped or the time limit is over already."""
+        """Change the time limit: the wait now ends at `until_s`, by the event loop's clock (None: no limit)."""
         if self._job.stopped is None and not self._limit.expired():
             self._limit.reschedule(until_s)
 
@@ -383,8 +373,7 @@ def source_of(message: Message, names: Names) -> Source:
 
 def side_priority(priority: int | None, *, is_fresh: bool) -> int | None:
     """The priority with which a request is published to a side queue: `priority`, which its requester set (0 to 9, or
-    none) or, after a delay or a retry, that plus 10 (20 without one). So it goes ahead of fresh requests, and the
-    requester's priority can be computed from it."""
+    none) or, after a delay or a retry, that plus 10 (20 without one)."""
     if is_fresh:
         return priority
     return _DELAYED_WITHOUT_PRIORITY if priority is None else _DELAYED_BASE + min(priority, HIGHEST_PRIORITY)

@@ -1,5 +1,4 @@
-"""A pool works on the deliveries of one queue, as many at a time as it has slots. (A slot is the right to work on one
-request at a time.)
+"""A pool works on the deliveries of one queue, as many at a time as it has slots.
 
 The prefetch of the consumer equals the number of slots, so that no delivery waits in a worker: a delivery that waited
 there would run before later messages of higher priority, which the broker still holds (docs/facts.md, section 2). The
@@ -66,13 +65,10 @@ class Pool:
         self._paused = PausedAdmitter()
         self._looking = asyncio.Lock()
         self._look_s: dict[str, float] = {}
-        """When to look at a queue's front again."""
         self._brake = brake
         self.queue = deliveries.queue
         self.slots = deliveries.prefetch if slots is None else slots
         self.in_hand = 0
-        """How many deliveries this pool has taken and not finished. They are at most as many as its prefetch, except
-        after pauses (see `resume`)."""
         self.taken = 0
         self.jobs: set[Job] = set()
         self._undecided: dict[Job, asyncio.Task[Any]] = {}
@@ -140,8 +136,7 @@ class Pool:
                 await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:
-        """Work on the deliveries of one channel. If the channel is lost, the work on its deliveries is cancelled,
-        because the broker delivers them again."""
+        """Work on the deliveries of one channel. If the channel is lost, the work on its deliveries is cancelled."""
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:

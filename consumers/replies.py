@@ -3,10 +3,8 @@
 Replies go to queues, or by RabbitMQ's direct reply-to, that is, without a queue, to the channel on which the request
 was published. The final reply is a persistent message, and the worker waits for its confirm.
 
-A part of a streamed answer is published without waiting for the confirms of earlier parts. Waiting would delay the
-first piece of the answer by three round trips to the broker, because a stream begins with three other events. Parts
-keep their order, because they are published on one channel. A lost part does not fail the attempt, because the final
-reply has the whole answer. The final reply is sent only after each part is confirmed or counts as lost.
+A part of a streamed answer is published without waiting for the confirms of earlier parts. A lost part does not fail
+the attempt, because the final reply has the whole answer.
 
 A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
 section 6). With such a broker the first reply to each direct reply-to address is sent over a separate connection. This
@@ -51,16 +49,14 @@ PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
 """If the confirm of a direct reply to an untested address does not come, the worker waits for at most this many seconds
-for the reason why the connection was lost, which shows whether the broker closed it because the address is forged."""
+for the reason why the connection was lost."""
 TRIES = 3
 ADDRESSES_KEPT = 1000
 log = logs.logger()
 
 
 class ReplySender:
-    """Publishes replies to queues and to direct reply-to addresses. `own`: a publisher on a separate connection, for
-    brokers before RabbitMQ 4.3.5, which close the connection that publishes to a forged address; None if the broker
-    does not do that.
+    """Publishes replies to queues and to direct reply-to addresses.
 
     Replies to direct reply-to are never published as `mandatory`, because brokers before 4.3 report such replies as
     unroutable although they were delivered (docs/facts.md, section 6).
@@ -155,8 +151,7 @@ async def _killed_by_the_broker(loss: asyncio.Future[str]) -> bool:
 
 LONGEST = 255
 _BROKER_NAMED = re.compile(r"amq\.gen-[A-Za-z0-9_-]{22}")
-"""The pattern of the names that the broker itself gives to queues. Clients cannot create a queue with such a name
-(docs/facts.md, section 6)."""
+"""The names that the broker itself gives to queues. Clients cannot create such a queue (docs/facts.md, section 6)."""
 _DIRECT = re.compile(r"amq\.rabbitmq\.reply-to\.[A-Za-z0-9._+/=-]{1,200}")
 _USER = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """The pattern of the user names that `topology export` allows. Dots are excluded, because otherwise the queue
@@ -195,7 +190,7 @@ class ReplyRule:
     def allows_control(self, address: str, *, user: str | None) -> bool:
         """Whether the answer to a control message (cancel, result) may be sent to an address. Allowed are direct
         reply-to, the user's own reply queues (`lane.reply.<user_id>`) and, in mode `open`, queues that the broker has
-        named. `user`: the `user_id` of the control message."""
+        named."""
         if len(address) > LONGEST:
             return False
         return self._is_bound(address, user) or (not self.bound and _BROKER_NAMED.fullmatch(address) is not None)
@@ -229,9 +224,9 @@ class ReplyRule:
 
 @dataclass(slots=True, eq=False)
 class Replies:
-    """Publishes replies to the default exchange. `loses_large_parts`: what happens if a part of a stream is too large
-    for a message. True: the part is left out, because the whole answer can be stored outside the broker. False: the
-    request ends with an error, because the final reply would be too large too."""
+    """Publishes replies to the default exchange. `loses_large_parts`: a part of a stream that is too large for a
+    message is left out, because the whole answer can be stored outside the broker; else the request ends with an error,
+    because the final reply would be too large too."""
 
     sender: ReplySender
     _: KW_ONLY
@@ -247,11 +242,7 @@ class Replies:
         return self.rule.refusal(address, user=job.hop.user_id)
 
     async def final(self, job: Job, completion: Completion, *, replayed: bool = False) -> bool:
-        """Send the final reply. Return False if the reply queue is full and refused it.
-
-        If the reply queue does not exist any more, that is logged and is no error. Raises BrokerError if the broker
-        does not confirm the reply for another reason.
-        """
+        """Send the final reply. Return False if the reply queue is full and refused it."""
         if completion.code and not PROBLEMS[completion.code].answered:
             return True
         # the completion of a request that was cancelled before it arrived has no headers about its wait: add them here
@@ -313,8 +304,7 @@ class Replies:
 
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
-"""The pauses, in seconds, before the second and each later try to send a reply to a full queue. Together they last a
-minute, in which a requester that was slow or was restarted has usually emptied its queue."""
+"""The pauses, in seconds, before the second and each later try to send a reply to a full queue."""
 MAX_WAITING = 1000
 MOST_OF_ONE = 10
 """One tenant may have at most `MAX_WAITING` divided by this number of replies that wait because their queue is full.
@@ -333,7 +323,6 @@ class ReplyRetries:
         self.given_up = 0
 
     def pause_ms(self, job: Job, *, now_ms: int) -> int | None:
-        """After how many ms the job's reply, which a full queue has refused, is sent again; None: it is given up."""
         tenant = job.identity.tenant
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
         self._waiting = [(back_ms, owner) for back_ms, owner in self._waiting if back_ms > now_ms]
@@ -359,8 +348,7 @@ when no other part is unconfirmed."""
 FIRST_UNCONFIRMED = 4
 """How many published parts of a stream may wait for their confirms when the stream begins; the limit doubles each time
 it is reached, up to `UNCONFIRMED`. The first piece of the answer is the fourth part, because three other events come
-before it. So the first wait for a confirm follows that piece, which thereby reaches the client early, even if the
-provider sends the whole answer at once."""
+before it."""
 
 
 class Parts:
@@ -368,8 +356,7 @@ class Parts:
     the provider.
 
     If the requester may already have events of an earlier call to a provider, a part `restart` is sent first, which
-    tells the requester to discard those events. That is so in a second or later attempt, in the second call of an
-    attempt, and after a redelivery of the request.
+    tells the requester to discard those events.
     """
 
     def __init__(self, replies: Replies, job: Job) -> None:

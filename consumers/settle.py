@@ -1,10 +1,9 @@
 """Settles deliveries: stores the outcome, publishes the messages that it needs, waits for their confirms, and
-acknowledges the delivery. No other code acknowledges requests.
+acknowledges the delivery.
 
 A delivery is acknowledged only after the broker has confirmed the messages that its outcome needs: the reply, the copy
 that is delivered again after a delay, or the dead letter. After a crash between two steps the broker delivers the
-request again; a worker then reads the stored outcome and takes the remaining steps with it. So the requester always
-gets the outcome that was stored first.
+request again; a worker then reads the stored outcome and takes the remaining steps with it.
 """
 
 import asyncio
@@ -58,15 +57,14 @@ NOTED = frozenset(code for code, problem in PROBLEMS.items() if not problem.kept
 """The codes of the errors that concern one message. `Claiming.note` stores such an error, but in a way that a valid
 request may still use the same id."""
 RETURN_AFTER_S = 1.0
-"""The pause, in seconds, before a message that could not be settled is returned to its queue. The broker delivers a
-returned message again at once, so without this pause a message that always fails would keep the worker busy."""
+"""The broker delivers a returned message again at once, so without this pause a message that always fails would keep
+the worker busy."""
 log = logs.logger()
 
 
 @dataclass(slots=True, eq=False)
 class Settler:
-    """Settles deliveries: carries out the outcome of each (stores it, publishes the reply, a delayed copy or a dead
-    letter), and then acknowledges the delivery."""
+    """Settles deliveries: carries out the outcome of each, and then acknowledges the delivery."""
 
     publisher: Publisher
     _: KW_ONLY
@@ -397,7 +395,7 @@ def delayed(job: Job, first_hop: Hop, past: HopHeaders, *, now_ms: int, names: N
 
 def gathered(job: Job, params: bytes, *, now_ms: int, names: Names) -> Message:
     """The copy of a request that is published to `lane.batches`. The JSON for the provider follows the body, unless it
-    is the same. A header keeps the routing key, because the key is the queue's name there."""
+    is the same."""
     body = job.message.body
     tail = b"" if params == body else params
     past = HopHeaders(
@@ -411,9 +409,8 @@ def gathered(job: Job, params: bytes, *, now_ms: int, names: Names) -> Message:
 
 
 def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
-    """The copy of a request that is published to a side queue (a queue for requests of tenants that use more than their
-    share of a lane). If the request is fresh (was never delayed or
-    retried) and has an `expiration`, the copy's `expiration` is shorter by the time since the request was published."""
+    """The copy of a request that is published to a side queue. If the request is fresh (was never delayed or retried)
+    and has an `expiration`, the copy's `expiration` is shorter by the time since the request was published."""
     since_ms = job.published.ms
     hop = replace(
         job.hop,
