@@ -1,8 +1,7 @@
-"""Decodes requests without blocking the event loop for long: small bodies at once, larger ones in several steps,
-one at a time and for at most half of the time.
+"""Decodes requests without blocking the event loop for long: small bodies at once, larger ones in several steps, one at
+a time and for at most half of the time.
 
-Each step is short (`topology/codec/bounds.py`), but many bodies can arrive at once. Without pauses, a sender of large
-bodies would leave the event loop little time for other work.
+Each step is short (`topology/codec/bounds.py`), but many bodies can arrive at once.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ class DeadLetterLimits:
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
         """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits, unless another
-        process holds the lease (a lock in the store that expires), because then that process does it."""
+        process holds the lease."""
         while True:
             await asyncio.sleep(every_s)
             try:

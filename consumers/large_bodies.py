@@ -40,7 +40,6 @@ SIZE_WITHIN_S = 5.0
 _PORTS: Final = {"https": 443, "http": 80}
 _GONE: Final = range(400, 500)
 _TEMPORARY: Final = frozenset({408, 425, 429})
-"""The statuses among `_GONE` after which another try may succeed."""
 SOON_S: Final = 5.0
 """For how many seconds a worker at first tries to store a large answer outside the broker. If that fails, and the
 broker accepts a message of this size, the answer is sent in a message."""
@@ -49,7 +48,7 @@ KEEP_WITHIN_S: Final = 60.0
 size, a worker tries again for this many seconds to store it, because the call to the provider was paid for."""
 MARGIN_S: Final = 3600.0
 """A large answer that is stored outside the broker is kept for this many seconds longer than the result that contains
-its address, because a client may read the answer some time after it has read the result."""
+its address."""
 PAUSE_S: Final = 0.5
 log = logs.logger()
 
@@ -151,8 +150,7 @@ class Fetching:
         return 0
 
     def forget(self, message: Message) -> None:
-        """Begin to remove the body of a request that has ended from the store `own`, if the body is there. If the
-        process dies before the body is removed, it is removed when it expires."""
+        """Begin to remove the body of a request that has ended from the store `own`, if the body is there."""
         if self.own is not None and (kept := body_address_in(message.headers)) is not None:
             self._background.begin(_ignoring(self.own.drop(kept)), name=f"drop the body of {message.message_id}")
 

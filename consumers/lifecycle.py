@@ -34,8 +34,7 @@ APP_LENGTH = 64
 ID_LENGTH = 128
 MS: Final = 1_000_000
 SHORTEST_NS: Final = 1 * MS
-"""A wait outside a worker has a span only if it is at least this long, because its beginning is usually known only to
-the millisecond."""
+"""A wait outside a worker has a span only if it is at least this long."""
 SHORTEST_IN_WORKER_NS: Final = 5 * MS
 FAILURES: Final = 20
 _as_json = json.JSONEncoder(default=str).encode
@@ -45,9 +44,8 @@ log = logs.logger()
 
 
 class Lifecycle:
-    """Publishes life-cycle events: the steps of a request (deferred, started, retrying, completed, failed, dead, …),
-    and what the request has caused: a change of a circuit breaker, the pause of a provider, or a daily cap of which 50,
-    80 or 100 % are used."""
+    """Publishes life-cycle events: the steps of a request, and what the request has caused: a change of a circuit
+    breaker, the pause of a provider, or a daily cap of which 50, 80 or 100 % are used."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs = now_ms) -> None:
         self._notices = notices

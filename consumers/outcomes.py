@@ -23,7 +23,7 @@ class Answered:
     provider: str
     kept: BodyAddress | None = None
     """The address and digest of an answer that is stored outside the broker because of its size; `body` is then a JSON
-    object with that address. None if the answer is in `body`."""
+    object with that address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +76,7 @@ class Replayed:
 
     completion: Completion
     buries: bool = False
-    """True if the request's dead letter may be missing in `lane.dead`. It is then published there, perhaps for the
-    second time."""
+    """True if the request's dead letter may be missing in `lane.dead`."""
     is_reply_only: bool = False
     """True if only the reply remains to be sent, because the reply queue was full when the request ended."""
 
@@ -87,11 +86,9 @@ class Stepped:
     """A step of a pipeline has ended, or waits for its items: the pipeline's message goes on (`flows/pipelines.py`)."""
 
     flow: FlowHop
-    """Where it goes on."""
     state: bytes
     lane: str
     step: str
-    """The step at which it stood."""
     answer: Answered | None = None
     """Of the attempt that was made for the step; None if none was made."""
     delay_ms: int = 0
@@ -101,7 +98,6 @@ class Stepped:
 
     @property
     def told(self) -> str:
-        """The step at which the pipeline stands now, for its requester."""
         return f"{self.flow.step}, {self.done} of {self.of}" if self.of else self.flow.step
 
 
@@ -110,7 +106,6 @@ class Batched:
     """The request goes to the queue `lane.batches`, where it is gathered for a provider's batch (`Job.batch`)."""
 
     params: bytes
-    """The JSON for the provider."""
 
 
 Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed | Stepped | Batched

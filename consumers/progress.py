@@ -52,7 +52,7 @@ class Progress:
 
     def part(self, kind: str, body: bytes) -> None:
         """Note a part of the answer's stream for clients that follow the request: an event, or a `restart`, after which
-        they must discard the events before it. The part is written to the store soon."""
+        they must discard the events before it."""
         if kind == RESTART:
             self._has_stopped = self._must_restart = False
         elif self._must_restart:
@@ -70,7 +70,7 @@ class Progress:
 
     def taken(self) -> Part:
         """Return all unwritten entries and remove them from this progress, because the caller writes them to the store
-        now. After that write, the caller calls `written`, `failed` or `ended`."""
+        now."""
         entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
         return Part(self._held, self._submission, entries)
 

@@ -53,8 +53,6 @@ class LogThrottle:
 
 
 UNIT_BYTES = 64 * 1024
-"""A message counts once against the limit of kept invalid messages, and once more for each full 64 KiB (this many
-bytes) of its body."""
 INVALID_PER_HOUR = 1000
 HOUR_S = 3600
 log = logs.logger()

@@ -41,8 +41,7 @@ class Spent(NamedTuple):
 
 
 class Total(NamedTuple):
-    """What all answered requests of a lane or a tenant have used. `saved_usd`: how much less the answers in providers'
-    batches have cost than live ones."""
+    """What all answered requests of a lane or a tenant have used."""
 
     requests: float = 0.0
     tokens: float = 0.0
@@ -149,7 +148,6 @@ class Spending:
         await self._background.finish(within_s=within_s)
 
     def count(self, lane: str, tenant: str | None, spent: Spent, *, saved_usd: float = 0.0) -> None:
-        """`tenant`: None if it is not known."""
         for key in ((LANE, lane), *(() if tenant is None else ((TENANT, tenant),))):
             before = self._totals.pop(key, Total())
             self._totals[key] = Total(*(x + y for x, y in zip(before, (*spent, saved_usd), strict=True)))
@@ -256,7 +254,6 @@ class Usage:
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int = 0
     is_batch: bool = False
-    """Whether the provider answered within one of its batches, which have a price of their own."""
 
 
 DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
@@ -300,7 +297,6 @@ class Prices:
         return live_usd if live_usd is None or not usage.is_batch else live_usd * self._batch
 
     def saved_usd(self, model: str, usage: Usage) -> float:
-        """How much less the answer cost than a live one."""
         return (self._live_usd(model, usage) or 0.0) * (1 - self._batch) if usage.is_batch else 0.0
 
     def _live_usd(self, model: str, usage: Usage) -> float | None:

@@ -38,8 +38,7 @@ from consumers.limits.learned import MARGIN_MOST, NO_LIMIT, PATIENCE_S, Adaptive
 
 HOLD_AT_MOST_S = 60.0
 HELD_EVERY_S = 60.0
-"""Running calls are accepted as the cause of a refusal (429) at most once in this many seconds. If calls are refused
-again sooner, there must be another cause."""
+"""Running calls are accepted as the cause of a refusal (429) at most once in this many seconds."""
 DEMAND_WITHIN_S = 60.0
 
 
@@ -669,8 +668,7 @@ class RunningCalls:
 
 
 class Demand:
-    """How much each lane has taken from each token bucket lately. Forecasts of waits assume that more urgent lanes go
-    on at this rate."""
+    """How much each lane has taken from each token bucket lately."""
 
     def __init__(self, lanes: int, *, now_s: float) -> None:
         self._spent = [[0.0, 0.0, 0.0] for _ in range(lanes)]

@@ -72,8 +72,7 @@ def shares_of(lanes: Sequence[LaneSpec], given: Mapping[str, float]) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetSpec:
-    """The settings of the budget of provider calls. The defaults suit any account, because its limits are learned from
-    the provider's answers."""
+    """The settings of the budget of provider calls."""
 
     shares: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SHARES)
     """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
@@ -83,13 +82,11 @@ class BudgetSpec:
     """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, the size is what the
     provider's own bucket is proven to hold (`Bursts`)."""
     accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
-    """The operator's caps by the name of an account (`Route.account`) or of a provider. The caps of a provider apply to
-    each of its accounts that has no caps of its own."""
+    """The operator's caps by the name of an account (`Route.account`) or of a provider."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
     """The limits per minute that are assumed until the provider has announced its own: those of the smallest
     accounts."""
     first_output_tokens: int = 512
-    """The expected length of an answer, until the first request of the same lane, task and model has ended."""
     first_bytes_per_token: float = 3.5
     overflow_s: float | None = None
     """A request that would wait longer than this for a provider's budget goes to the next provider that may serve it,
@@ -125,7 +122,7 @@ class Underway:
 
     began_s: float
     used: Callable[[], Amounts | None] = lambda: None
-    """What the call has used so far; None if that is unknown. The provider's adapter sets it when the answer begins."""
+    """What the call has used so far; None if that is unknown."""
 
 
 class Wait(NamedTuple):

@@ -30,8 +30,7 @@ from lanekeeper.telemetry import logs, signals
 
 MOST_ACCOUNTS: Final = 256
 LATE_S: Final = 0.0005
-"""The time that is added when the timer for the next waiting request is set. If the timer fired slightly too early, it
-would have to be set again."""
+"""The time that is added when the timer for the next waiting request is set."""
 log = logs.logger()
 
 
@@ -215,7 +214,7 @@ def own_budgets(spec: BudgetSpec) -> Budgets:
 
 
 class OwnTurns:
-    """The `Turns` of an account that only this process uses. It decides after each change, and when a timer fires."""
+    """The `Turns` of an account that only this process uses."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())

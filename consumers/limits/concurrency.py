@@ -60,7 +60,7 @@ BESIDE_S = 5.0
 REMEMBERED = 1000
 SMOOTHING = 0.1
 WHOLE: Final = 1 - 1e-9
-"""A lane is due for a call if its credit is at least this: a little below 1 because of rounding errors."""
+"""A lane is due for a call if its credit is at least this."""
 
 
 @dataclass(slots=True)

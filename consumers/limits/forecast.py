@@ -2,8 +2,7 @@
 
 A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
 refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
-go on using budget as in the last minute. Real waits may be shorter than both values, because calls give back what they
-reserved and did not use.
+go on using budget as in the last minute.
 """
 
 from collections.abc import Iterator, Sequence
@@ -123,8 +122,6 @@ class _Line:
         self._taken_per_s = taken_per_s
         self._above = sum(takes[index] for takes in above)
         self._held = sum(bucket.reserves[:lane])
-        """The amount that the bucket must contain in addition to what the request needs: the reserves of the more
-        urgent lanes, and what is held for the less urgent ones."""
         self._per_s = bucket.per_s
         """The amount per second that flows into the bucket for this lane and the more urgent ones: the bucket's rate
         without the shares of those less urgent lanes that have waiting requests or still save."""

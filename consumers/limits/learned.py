@@ -38,11 +38,8 @@ for the same reason."""
 # ---- limits ----------------------------------------------------------------------------------------------------------
 
 STEP = 0.1
-"""The step by which an assumed limit is raised: a guessed limit by this part of the first guess, and a limit that
-refusals have lowered by this part of its full value (its value without refusals)."""
 STEP_EVERY_S = 10.0
 LEAST_FACTOR = 1 / 64
-"""Refusals never lower an assumed limit below this part of its full value."""
 LESS = 0.8
 """The factor for a limit of which almost nothing is left at a refusal, and smaller token buckets have not helped."""
 NEAR = 0.7
@@ -57,7 +54,7 @@ NEWS_S = 60.0
 time."""
 NONE_SPENT = (False, False, False)
 NO_LIMIT = 1e9
-"""This number stands for "no limit". It is finite, so that buckets can compute with it."""
+"""This number stands for "no limit"."""
 
 
 class LearnedLimits(NamedTuple):
@@ -141,7 +138,7 @@ class Adaptive:
 
     def answered(self, now_s: float, *, pressed: bool) -> bool:
         """After an answer: raise the limits that refusals have lowered. If no limit is lowered, raise the guessed
-        limits, provided that a request has waited for budget (`pressed`). Returns True if a limit rose."""
+        limits, provided that a request has waited for budget (`pressed`)."""
         if 0 <= now_s - self.learned.moved_s < STEP_EVERY_S:  # less than 0: the clock was set back
             return False
         self.learned = known = self.learned._replace(moved_s=now_s)
@@ -181,20 +178,16 @@ class Size(NamedTuple):
 
 
 UNKNOWN_S = 5.0
-"""The size of a bucket while its limit is guessed and no size is proven: enough for about four calls at once. If it
-were smaller, few requests could fail over to a provider that was never called before."""
+"""The size of a bucket while its limit is guessed and no size is proven: enough for about four calls at once."""
 UNPROVEN_S = 10.0
 NEWS = 1.01
-"""The factor by which the proven size must grow before it is recorded and sent to other processes. A size that reaches
-the maximum is always recorded."""
+"""The factor by which the proven size must grow before it is recorded and sent to other processes."""
 RECOVERY = 1.1
 RECOVERY_EVERY_S = 10.0
 LEAST_S = 1.0
 SMALL_S = 5.0
-"""In a bucket that holds fewer seconds' worth, one request may need all that it holds."""
 MARGIN_STEP = 0.2
 MARGIN_MOST = 0.5
-"""The step and the highest value of `Bursts.margin`."""
 MARGIN_DECAY = 0.99
 OFTEN = 0.5
 """If at least this part of the latest responses are refusals although the buckets have their smallest sizes, reducing
@@ -202,10 +195,8 @@ the buckets has not helped, so the limits are lowered."""
 SPENT = 0.01
 """A bucket counts as spent, and so explains a refusal, if less than this part of its limit per minute is left."""
 SPENT_REQUESTS = 2.0
-"""The bucket of input tokens also counts as spent if less is left than this many average requests need."""
 WEIGHT = 0.1
 LOST_PART = 0.05
-"""`Size.lost_part` of a bucket whose size is proven and below `BudgetSpec.burst_s`; for other buckets it is 0."""
 
 
 class LearnedBursts(NamedTuple):
@@ -244,7 +235,7 @@ class Bursts:
 
     def learn(self, rate: RateHeaders, counted: Amounts) -> bool:
         """Learn from a response how much the provider's buckets hold. Returns True if a bucket is now proven to hold
-        more than before. `counted`: as in `Feedback`."""
+        more than before."""
         if counted.input_tokens > 0:
             self._usual_input += (WEIGHT if self._usual_input else 1.0) * (counted.input_tokens - self._usual_input)
         found = list(self.learned.proven_s)
@@ -399,7 +390,6 @@ def _read(nothing: Known, found: Any) -> Known:
 
 
 def _number(value: Any, least: float = -inf, most: float = MOST_NUMBER) -> float:
-    """Minus infinity is the time of an event that has never happened."""
     if type(value) not in (int, float) or not least <= value <= most:
         raise UnreadableError(f"{str(value)[:40]} where a number from {least:g} to {most:g} is expected")
     return float(value)

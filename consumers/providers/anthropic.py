@@ -62,14 +62,12 @@ _OVERHEAD: Final = 4
 """A stream may be this many times as large as the largest accepted answer: each token may come in an event of some 130
 bytes."""
 _SLICE_BYTES: Final = 16 * 1024
-"""A stream is parsed in pieces of this size, between which other tasks get the event loop. Parsing one takes up to 10
-ms, if it holds two thousand events of the smallest size."""
+"""A stream is parsed in pieces of this size, between which other tasks get the event loop."""
 PROBE_WITHIN_S: Final = 10.0
 PATH: Final = "/v1/messages"
 MODELS_PATH: Final = "/v1/models"
 _LENGTH: Final = "Content-Length"
 NO_SUCH_PATH: Final = frozenset({400, 403, 404, 405, 501})
-"""A list of models that is refused with one of these statuses says nothing about the account."""
 _HINT: Final = f" ({bounds.ANSWER_SETTINGS})"
 DRAIN_S: Final = 0.1
 
@@ -79,7 +77,6 @@ class Dialect:
     """How a cloud's API for Claude differs from Anthropic's own, besides URL and signature, which its client makes."""
 
     needs_dict: bool = False
-    """Its client changes fields of the body, so it needs a dict instead of bytes."""
     lists_models: bool = True
     splitter: Callable[[int], EventSplitter | FrameSplitter] = EventSplitter
     signing_errors: tuple[type[Exception], ...] = ()
@@ -395,8 +392,7 @@ def _is_here(url: str) -> bool:
 
 
 async def bound_error_body(response: httpx2.Response) -> None:
-    """Cut the body of an error response after 64 KiB, because the client would read and decompress all of it. It is
-    then not valid JSON, so the error is classified by its status."""
+    """Cut the body of an error response after 64 KiB, because the client would read and decompress all of it."""
     if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
         is_compressed = response.headers.pop("content-encoding", "identity") in ("gzip", "deflate")
         response.stream = _FirstBytes(response.stream, is_compressed=is_compressed)

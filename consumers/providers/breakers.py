@@ -52,22 +52,17 @@ REQUESTS = 3
 """The failures in a row must come from at least this many requests; otherwise one request that the provider cannot
 handle, with its retries, would block all others."""
 UNREACHED = 3
-"""This many failures to connect in a row open a breaker, even if they all come from one request."""
 DOUBTED_FROM = 3
-"""From this many failures in a row on, the process checks in the store at each failure whether another process has
-opened its circuit breaker for the same provider and model."""
 OVERLOADED_S = 3.0
 """Overloads (529) open a circuit breaker only if there was no answer for at least this many seconds. If 60 % of many
 calls are answered 529, ten in a row are frequent, and most retries succeed nevertheless."""
 WINDOW_S = 120.0
 """A failure counts for this long: not shorter than a call may take (60 s in the lane critical, 120 s in normal)."""
 OPEN_S = 1.0
-"""The longest time that a breaker stays open when it opens first; it doubles each time that the probe fails."""
 OPEN_MOST_S = 5.0
 PROBE_WITHIN_S = 30.0
 """After this many seconds another call may be the probe, even if the first one has not ended."""
 LOOK_S = 1.0
-"""While a probe runs, a waiting request asks again after this many seconds whether its call may be made."""
 FAIR_S = 5.0
 """A call that timed out counts as a failure of the provider only if its timeout was at least this many seconds."""
 STORE_WITHIN_S = 1.0
@@ -95,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """The permission to make one call. After the call, the caller passes it to `answered`, `failed` or `unknown`."""
+    """The permission to make one call."""
 
     route: Route
     request: str
@@ -190,7 +185,7 @@ class Breaker:
 
 @dataclass(slots=True)
 class Pause:
-    """The pause of one provider, or its last one. Times are in seconds, by the event loop's clock."""
+    """The pause of one provider, or its last one."""
 
     reason: str
     error: str

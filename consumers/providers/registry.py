@@ -36,7 +36,6 @@ class Answer:
     rate: RateHeaders | None = None
     cost_usd: float | None = None
     saved_usd: float = 0.0
-    """How much less it cost than a live answer, because it came in a batch."""
 
     @property
     def counted(self) -> Amounts:
@@ -111,8 +110,7 @@ class Provider(Protocol):
 
 
 class Registry:
-    """Makes calls to the providers of this process. `learn` is called after each response, with the name of the account
-    (a provider's limits for a class of models) and what the response says about its limits."""
+    """Makes calls to the providers of this process."""
 
     def __init__(
         self,
@@ -185,7 +183,6 @@ class Registry:
             return self._count(answer, route, span)
 
     def batches(self, provider: str) -> "Batches | None":
-        """None if the provider has no batches, or is not one of this process."""
         found = self._providers.get(provider)
         return None if found is None else found.batches
 

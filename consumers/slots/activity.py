@@ -1,6 +1,5 @@
 """Counts a lane's running requests and the outcomes of its deliveries, and keeps its waits and run times of the last
-hour, for `lanekeeper status`, metrics and the log. All workers count in the store how many requests end, where a
-gateway reads the rate."""
+hour, for `lanekeeper status`, metrics and the log."""
 
 import asyncio
 import math
@@ -38,8 +37,7 @@ DUE_TIMES = 1024
 PERIOD_S: Final = 60
 NOTE_EVERY_S: Final = 5.0
 SEEN_AT_LEAST_S: Final = 20.0
-"""At the beginning of each period, the rate counts as unknown for this time, because the few requests that have ended
-by then give a random result."""
+"""At the beginning of each period, the rate counts as unknown for this time."""
 UNLIMITED: Final = 1e15
 
 

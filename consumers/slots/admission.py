@@ -15,8 +15,7 @@ the requests of other tenants behind them.
 
 The worker publishes such a request to the side queue, and acknowledges its delivery after the broker's confirm
 (`consumers/pool.py`). If the worker dies between confirm and acknowledgement, there are two messages of one request;
-the claim (the store's record that a worker runs the request) then lets only one of them run. Setting a request aside
-takes no claim, and does not count as an attempt.
+the claim then lets only one of them run. Setting a request aside takes no claim, and does not count as an attempt.
 
 Each tenant gets a side queue of its own while there are enough of them. A process knows to which tenant a side queue
 belongs if it holds the queue's first message (its head), or has just published a message there itself. Two processes
@@ -54,9 +53,7 @@ HELD_S: Final = 60.0
 if its lane has none: a delivery may not be held without end (`consumers/job.py`), and another process may have a free
 slot for the request."""
 LATELY_S: Final = 600.0
-"""A lane counts as shared if at least two tenants had requests in it within this many seconds."""
 TENANTS_COUNTED: Final = 256
-"""Counts of requests are kept for this many tenants of each lane: those that were active last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +97,7 @@ class LaneSlots:
     """The slots of one lane in this process. Each queue of the lane has slots of its own (`QueueSlots`)."""
 
     shares: Mapping[str, TenantShare] = field(default_factory=dict)
-    """By tenant. Those under the key `*` apply to every tenant that is not listed."""
+    """By tenant."""
     has_aside: Callable[[str], bool] | None = None
     queues: list["QueueSlots"] = field(default_factory=list)
     _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
@@ -170,7 +167,7 @@ class QueueSlots:
         self.begun = 0
         self.sets_surplus_aside = False
         """Whether requests that exceed their tenant's share are set aside even if no request of the tenant is in a side
-        queue yet. `Scaling` switches it on and off."""
+        queue yet."""
 
     @property
     def is_full(self) -> bool:

@@ -1,5 +1,5 @@
-"""Starts and stops further consumers of a queue, by the load of all queues: with slots of their own, or as
-scouts, which only take requests out of the way of other tenants. A slot works on one request at a time.
+"""Starts and stops further consumers of a queue, by the load of all queues: with slots of their own, or as scouts,
+which only take requests out of the way of other tenants.
 
 **Slots.** First, idle slots are lent to queues whose requests wait, the most urgent queue first; each queue keeps some
 idle slots, which it does not lend. If a queue's requests still wait longer than its lane's target, it grows: it gets
@@ -65,7 +65,6 @@ class SlotPool(Protocol):
 # ---- how many slots each queue should have ---------------------------------------------------------------------------
 
 GROWTH: Final = 4
-"""A queue that grows gets the number of its slots divided by this, but at least one."""
 AT_MOST: Final = "slots_max"
 
 
@@ -140,7 +139,7 @@ BOTTLENECK_FOR_S = 2.0
 LIMIT_LOGGED_EVERY_S = 60.0
 SENT_AFTER_LOOKS: Final = 4
 """A scout is started only when all slots of a queue were in use for a second: at one check, and at this many further
-checks in a row. If the slots are all in use for a shorter time, requests are delivered in the queue's own order."""
+checks in a row."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 SCOUT_PREFETCH: Final = 64
 """A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
@@ -253,8 +252,7 @@ class Scaling:
         _give_back_waiting(self.queues)
 
     async def pause(self, reason: str) -> None:
-        """As `stop`, until `resume`. The load during the pause is not recorded, because slots are then idle because of
-        the pause, not for lack of requests."""
+        """As `stop`, until `resume`."""
         self.is_paused = True
         await self._take_back(self.queues)
 

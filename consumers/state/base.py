@@ -24,8 +24,6 @@ from topology.codec.decoding import Request
 from topology.lanes import GIB, MIB
 
 LEASE_S = 10.0
-"""For how many seconds a claim is valid without renewal. While it is, another message of the same request must wait.
-But if the message for which it was granted is redelivered, its new worker takes the claim over at once."""
 DAY_S = 86_400
 SEEN_LATE_S = 300
 """A cancellation of a request that no worker has seen is kept for the longest deadline and this many seconds more,
@@ -42,18 +40,17 @@ class StoreSpec:
     """How much the store keeps and for how long."""
 
     keep_s: float = DAY_S
-    """How long a result is kept after its request has ended."""
     max_bytes: int = GIB
-    """The maximum size of the SQLite file, not counting free pages, or of what is kept in Redis. Above it, the oldest
-    rows of the tenants that have most are removed (`shedding.py`)."""
+    """Of the SQLite file, not counting free pages, or in Redis. Above it, the oldest rows of the tenants that have most
+    are removed (`shedding.py`)."""
     cancelled_s: float = DAY_S + SEEN_LATE_S
     """How long the cancellation of a request that no worker has seen is kept: a little longer than the longest deadline
-    of a lane, because the request can wait that long in its queue. (A delayed request is seen before its delay.)"""
+    of a lane, because the request can wait that long in its queue."""
     unseen_per_tenant: int = 10_000
     waiting_per_tenant: int = 10_000
     waiting_in_all: int = 100_000
     events_per_request: int = 50_000
-    """How many events of its answer are stored for a followed request; each call to a provider begins again at 0."""
+    """How many events of its answer are stored for a followed request."""
     event_bytes_per_request: int = 8 * MIB
     lease_s: float = LEASE_S
 
@@ -79,21 +76,20 @@ class Fingerprint:
     """16 bytes. The same id with another body is a conflict."""
     mark: bytes
     """A hash (16 bytes) of the properties in which two publishes of the same request differ, such as reply address and
-    send time. By it the store recognises a message that is redelivered."""
+    send time."""
     redelivered: bool
     """True if an earlier delivery of the message was not settled, because its worker died or lost its channel."""
     nonce: bytes = b""
     """8 bytes that identify this delivery. If its worker asks for a claim again because the store's answer was lost,
     the store recognises the delivery, and grants the same claim. The first byte is the same for all deliveries of one
-    message. It differs between a request in its lane's queue and its copy in a side queue (to which a worker moves
-    requests of tenants that use more than their share). The other bytes are random."""
+    message. It differs between a request in its lane's queue and its copy in a side queue."""
     dead_at_ms: int | None = None
     """If the message is a dead letter that was published again: when its request ended (ms since 1970)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How a request ended. Every reply to the requester is made from this value, so that repeated replies are equal."""
+    """How a request ended."""
 
     status: Literal["ok", "error"]
     code: str = ""
@@ -110,8 +106,7 @@ class Granted:
     """The caller holds the request's claim now, and may work on the request."""
 
     token: int
-    """The fencing token: higher than that of every earlier claim of the request, so that workers with an earlier claim
-    can no longer complete it."""
+    """The fencing token: higher than that of every earlier claim of the request."""
     deaths: int = 0
     """How many workers that held the claim earlier did not release it, because they died or hung."""
     followed: bool = field(default=False, repr=False)
@@ -154,11 +149,11 @@ class Cancelling(StrEnum):
 
     RECORDED = "recorded"
     UNSEEN = "unseen"
-    """No worker has seen the request. It ends as cancelled when a worker gets it."""
+    """No worker has seen the request."""
     DISPLACED = "displaced"
     """Like UNSEEN, but the tenant had reached its limit of these, so the oldest was removed."""
     TOLD = "told"
-    """The request runs. The worker that holds its claim learns of the cancellation when it next renews the claim."""
+    """The request runs."""
     ENDED = "ended"
 
 
@@ -191,7 +186,6 @@ class Found:
 
     @property
     def stands(self) -> str:
-        """The step, for its requester."""
         return self.step.removesuffix(IN_BATCH).removesuffix(", ") if self.running else self.step
 
 
@@ -218,12 +212,11 @@ class Taken:
 
 QUEUED = "queued"
 EVENT = "event"
-"""The kind of an entry that is an event of the provider's stream. All other entries are steps of the request."""
+"""The kind of an entry that is an event of the provider's stream."""
 RESTART = "restart"
 """The kind of the entry that is added when another call to a provider begins. The store then removes the events of the
 call before, and readers must discard them."""
 ENTRIES_AT_ONCE = 200
-"""The maximum number of entries of one request that one call of `Following.look` returns."""
 
 
 class NewEntry(NamedTuple):
@@ -277,7 +270,6 @@ class Part:
 
     held: Held
     submission: Submission
-    """Stored with the first entry if the request was published without the gateway, so that `follow` was not called."""
     entries: Sequence[NewEntry]
 
 
@@ -295,7 +287,7 @@ class Look:
 
     entries: Sequence[Entry] = ()
     last: int = 0
-    """The number of the last entry that is stored. `entries` may end before it; the next `look` returns the rest."""
+    """The number of the last entry that is stored."""
     ended: bool = False
     is_known: bool = True
     """False if the store does not know the request, or has already removed it."""
@@ -307,7 +299,6 @@ PauseKind = Literal["lane", "tenant", "app", "model", "provider", "schedule"]
 PAUSE_KINDS: tuple[PauseKind, ...] = get_args(PauseKind)
 PAUSES_AT_MOST = 200
 WEBHOOKS_KEPT = 10_000
-"""How many logs of webhooks the store keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,8 +384,7 @@ class Leases(Protocol):
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         """Take a lease, or renew it if `owner` has it already. Returns False if another owner has the lease."""
 
-    async def let_go(self, name: str, owner: str) -> None:
-        """Release a lease, if `owner` has it."""
+    async def let_go(self, name: str, owner: str) -> None: ...
 
 
 class StoredPauses(Protocol):
@@ -464,8 +454,7 @@ class Batching(Protocol):
         """Reserve room in the account's batch queue. Returns False if there is not enough; a ticket that is alone gets
         room whatever its size. What this ticket has reserved before is replaced."""
 
-    async def dequeue(self, ticket: str, account: str) -> None:
-        """Give back what the ticket has reserved."""
+    async def dequeue(self, ticket: str, account: str) -> None: ...
 
 
 class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol):
@@ -473,8 +462,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
     SQLite file or the Redis server cannot be used, every later call tries it again."""
 
     @property
-    def trouble(self) -> str | None:
-        """Why the last call failed, as text for operators; None if it succeeded."""
+    def trouble(self) -> str | None: ...
 
     @property
     def times(self) -> Timings: ...
@@ -511,7 +499,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         the caller was counted as dead; this is corrected now."""
 
     async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        """Store that an unclaimed request waits until `due_ms`, so that status questions can be answered.
+        """Store that an unclaimed request waits until `due_ms`.
 
         What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
         claimed or has ended. Returns False if the request has ended, so that it need not wait.
@@ -560,8 +548,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
 
     async def webhook(self, identity: Identity) -> bytes | None: ...
 
-    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
-        """The logs of webhooks, those that are kept longest first."""
+    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]: ...
 
     async def sweep(self) -> int:
         """Remove what need no longer be kept and, if the store is too large, the oldest rows of the tenants that have
@@ -589,8 +576,7 @@ class Following(Protocol):
     async def unfollow(self, identity: Identity) -> None:
         """Remove the submission of a request that could not be published, unless a worker has seen it."""
 
-    async def submission(self, identity: Identity) -> Submission | None:
-        """Returns None if the store does not know the request, or has already removed it."""
+    async def submission(self, identity: Identity) -> Submission | None: ...
 
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
         """Append entries to several requests; those of one part together or not at all. Returns for each part why its

@@ -19,7 +19,6 @@ CONNECT_S = 3.0
 CALL_S = 3.0
 CONNECTIONS = 32
 QUOTED_CHARS = 200
-"""How much of another program's error text our own error text quotes."""
 LOST = (exceptions.RedisError, OSError, TimeoutError, RuntimeError)
 """What redis-py raises if Redis cannot be used. RuntimeError: asyncio and uvloop raise it if the connection's transport
 or the event loop is closed."""

@@ -35,13 +35,11 @@ lose messages.)"""
 FORGOTTEN_AFTER_S: Final = 4 * LOOK_EVERY_S
 """Others no longer count the waiting requests of a process that has run no step for this long."""
 SETTLE_WITHIN_S: Final = 0.05
-"""The longest time until the unused budget of a call is sent: one step can send that of several calls."""
 RETRY_S: Final = 0.5
 AT_ONCE_S: Final = 1.0
 """How long `try_reserve` waits for the answer of Redis, because it takes budget only if that is possible at once."""
 JUMP_S: Final = 0.5
-"""If Redis's clock has moved against ours by more than this since the last step, one of them has jumped. A smaller
-change is due to the time that the answer took."""
+"""If Redis's clock has moved against ours by more than this since the last step, one of them has jumped."""
 TOGETHER: Final = 16
 log = logs.logger()
 
@@ -52,14 +50,12 @@ class Changes:
 
     back: list[dict[str, Any]] = field(default_factory=list)
     lower: list[float] = field(default_factory=lambda: [inf, inf, inf])
-    """For each bucket: the level to which it was lowered because the provider had less left than was assumed."""
     feedback: list[Feedback] = field(default_factory=list)
     """Responses that changed what was learned. If another process was first, its limits replace those of this process,
     which then learns from these responses again."""
 
     @property
     def must_be_sent(self) -> bool:
-        """Whether there are changes to send even if no request waits."""
         return bool(self.back or self.feedback)
 
     def give_back(self, lane: int, unused: Sequence[float], from_savings: Sequence[float]) -> None:

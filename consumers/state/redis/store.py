@@ -28,12 +28,10 @@ REQUESTS_IN_A_LOOK: Final = 200
 """How many requests one run of the script reads; it is small, because Redis does nothing else meanwhile."""
 KEYS_IN_A_LOOK: Final = 200
 SHARES_AT_ONCE: Final = 200
-"""Of how many shares (a tenant's rows of one kind) rows are chosen for removal in one scan."""
 FULL_AT: Final = 7 / 8
 """Redis refuses writes when its memory reaches `maxmemory`, and then no worker can work. So the store removes rows when
 this part of it is used."""
 ENTRIES_IN_A_LOOK: Final = 2000
-"""How many entries one run of the script returns for all its requests; the next call of `look` returns the rest."""
 log = logs.logger()
 
 

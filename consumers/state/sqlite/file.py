@@ -1,5 +1,4 @@
-"""The SQLite file: opens, creates or migrates it, and explains its errors. Functions that open it raise sqlite3.Error,
-OSError, StoreUnavailable.
+"""The SQLite file: opens, creates or migrates it, and explains its errors.
 
 The file has a write-ahead log, so that processes can read while another one writes, and `synchronous=FULL`, so that a
 commit survives a power cut. After `sync_commits(connection, False)` a commit does not wait for the disk: it survives
@@ -19,16 +18,14 @@ from consumers.state.base import StoreUnavailable
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VERSION = 8
 APPLICATION = 0x4C616E65
-"""The file's `application_id`: the letters "Lane" in ASCII."""
 BUSY_S = 3.0
-"""How long an operation waits for a transaction of another process. These take milliseconds, or their process hangs."""
+"""How long an operation waits for a transaction of another process."""
 LEASE_AT_MOST_MS = 3_600_000
 """If the system provides no boot id, a lease that ends later than this is from before the last start of the machine."""
 ROOM_BYTES = 1024 * 1024
 """If fewer bytes than this are free on the disk, the store counts as full, although `probe` can still write its small
 value: answers need more, and they are paid for when they are stored."""
 WAL_BYTES = 64 * 1024 * 1024
-"""The size to which the write-ahead log is cut after a checkpoint."""
 
 _REQUESTS = """
 CREATE TABLE request (

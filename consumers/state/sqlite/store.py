@@ -43,7 +43,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
 TOGETHER_AT_MOST = 500
-"""How many operations one transaction may have, so that none waits too long for the others."""
 REOPEN_S = 0.5
 CLOSE_S = 10.0
 """How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""

@@ -31,7 +31,6 @@ from lanekeeper.contract.names import ATTEMPT
 
 CANCELLED = "cancelled"
 DISPLACED_AT_MOST = 10
-"""How many unseen cancellations one more removes; more than one only after the limit was lowered."""
 as_json = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` would make an encoder for each call
 
 
@@ -514,7 +513,6 @@ class Tables:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
     def _used_now(self, at: Times, name: str, period_s: int) -> tuple[int, int, float]:
-        """The number of the allowance's current period (such as today), its end, and the amount used in it."""
         period = at.today // (period_s * 1000)
         found = self._execute(_USED_IN, (name, period_s, period)).fetchone()
         return period, (period + 1) * period_s * 1000, 0.0 if found is None else float(found[0])
@@ -666,7 +664,6 @@ class Tables:
         )
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
-        """Remove those of these rows that have not changed."""
         return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)
 
     def used_bytes(self) -> int:
