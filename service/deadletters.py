@@ -281,20 +281,12 @@ class DeadLetters:
         self._publisher = Publisher(connection, tracing=Tracing())
         self._names = settings.names()
         self._lanes = {lane.name: lane for lane in settings.lane_specs()}
+        self._settings = settings
         self._user = settings.credentials[0]
-        self._speaks = self._user in settings.speakers
-        self._binds_replies = settings.binds_replies
-        self._needs_user_id = settings.needs_user_id
-        self._checks: dict[str, Any] = {
-            "max_values": settings.json_values,
-            "handlers": settings.handlers.keys(),
-            "pipelines": settings.pipelines.keys(),
-        }
 
     async def overview(self, wanted: Filter, *, limit: int = PAGE, after: tuple[int, int] | None = None) -> Overview:
-        async with scanned(
-            self._connection, self._names.dead, lambda: Overview(wanted, limit=limit, after=after)
-        ) as scan:
+        reader = partial(Overview, wanted, limit=limit, after=after)
+        async with scanned(self._connection, self._names.dead, reader) as scan:
             return scan.reader
 
     async def find(self, wanted: Filter) -> DeadLetter | None:
@@ -395,7 +387,7 @@ class DeadLetters:
 
     def prepared(self, letter: DeadLetter, change: Change) -> Message:
         """The request, or an outcome for its webhook. Raises RequestProblem, ReplayRefused."""
-        message, patch = letter.message, change.of_body
+        message, patch, settings = letter.message, change.of_body, self._settings
         if letter.code == UNDELIVERED:
             if change != Change():
                 raise ReplayRefused("it is an outcome that could not be posted: it is posted again as it is")
@@ -404,21 +396,19 @@ class DeadLetters:
         lane = letter.lane if change.to_lane is None else change.to_lane
         if (spec := self._lanes.get(lane)) is None:
             raise ReplayRefused(f"there is no lane {lane[:40]!r}; choose one of {', '.join(self._lanes)}")
-        if letter.tenant not in ("", self._user) and not self._speaks:
+        if letter.tenant not in ("", self._user) and self._user not in settings.speakers:
             raise ReplayRefused(
                 f"it is a request of tenant {letter.tenant!r}: the broker's user {self._user!r} has to be in "
                 "LANEKEEPER_SPEAKERS, here and for the workers, to publish it again"
             )
         body, encoding = message.body, message.content_encoding
         if patch:
-            if change.model is not None and (
-                n.PIPELINE in message.headers or message.type not in (None, "", "messages")
-            ):
+            is_for_a_model = n.PIPELINE not in message.headers and message.type in (None, "", "messages")
+            if change.model is not None and not is_for_a_model:
                 raise ReplayRefused("its body is the input of a pipeline or a handler, and names no model")
             if body_address_in(message.headers) is not None:
-                raise ReplayRefused(
-                    f"its body is not in the message, but at the address in {n.BODY}: no field is edited"
-                )
+                text = f"its body is not in the message, but at the address in {n.BODY}: no field is edited"
+                raise ReplayRefused(text)
             body, encoding = _edited(unpacked(message), patch), None
         headers = {
             **carried(message.headers, of=self._names),
@@ -430,7 +420,7 @@ class DeadLetters:
             n.AT: None,
             n.DEBOUNCE: None,
         }
-        is_own_reply = not self._binds_replies or letter.user_id == self._user
+        is_own_reply = not settings.binds_replies or letter.user_id == self._user
         request = replace(
             message,
             body=body,
@@ -440,7 +430,7 @@ class DeadLetters:
             headers={name: value for name, value in headers.items() if value not in (None, "")},
             message_id=letter.id,
             reply_to=message.reply_to if is_own_reply else None,
-            user_id=self._user if letter.tenant or self._needs_user_id else None,
+            user_id=self._user if letter.tenant or settings.needs_user_id else None,
             expiration=None,
             persistent=True,
         )
@@ -449,7 +439,10 @@ class DeadLetters:
             for name, value in request.headers.items()
         }
         checked = replace(request, headers=readable)
-        decode(checked, lane=spec, request_id=letter.id, hop=None, now_ms=now_ms(), **self._checks)
+        decode(
+            checked, lane=spec, request_id=letter.id, hop=None, now_ms=now_ms(), max_values=settings.json_values,
+            handlers=settings.handlers.keys(), pipelines=settings.pipelines.keys(),
+        )  # fmt: skip
         return request
 
     async def _each(self, wanted: Filter, call: Callable[[DeadLetter], None]) -> None:

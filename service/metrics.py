@@ -16,17 +16,7 @@ from typing import Any, Final
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import (
-    AggregationTemporality,
-    HistogramDataPoint,
-    Metric,
-    MetricsData,
-    PeriodicExportingMetricReader,
-    ResourceMetrics,
-    ScopeMetrics,
-)
-from opentelemetry.sdk.metrics.export import Histogram as HistogramData
+from opentelemetry.sdk.metrics import MeterProvider, export
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
@@ -176,17 +166,17 @@ class Metrics:
     def close(self) -> None:
         self._provider.shutdown(timeout_millis=2000)
 
-    def with_histograms(self, data: MetricsData) -> MetricsData:
+    def with_histograms(self, data: export.MetricsData) -> export.MetricsData:
         """The SDK's data and the histograms, which it cannot read by callbacks."""
         at_ns = time_ns()
         own = [
-            Metric(
+            export.Metric(
                 name,
                 HISTOGRAMS[name],
                 UNITS[name],
-                HistogramData(
+                export.Histogram(
                     [
-                        HistogramDataPoint(
+                        export.HistogramDataPoint(
                             attributes=labels,
                             start_time_unix_nano=self._began_ns,
                             time_unix_nano=at_ns,
@@ -199,7 +189,7 @@ class Metrics:
                         )
                         for labels, (counts, total, bounds) in self._samples[name]
                     ],
-                    AggregationTemporality.CUMULATIVE,
+                    export.AggregationTemporality.CUMULATIVE,
                 ),
             )
             for name in HISTOGRAMS
@@ -207,8 +197,9 @@ class Metrics:
         ]
         found = data.resource_metrics[0]
         scope = found.scope_metrics[0]
-        scopes = [ScopeMetrics(scope.scope, [*scope.metrics, *own], scope.schema_url), *found.scope_metrics[1:]]
-        return MetricsData([ResourceMetrics(found.resource, scopes, found.schema_url), *data.resource_metrics[1:]])
+        scopes = [export.ScopeMetrics(scope.scope, [*scope.metrics, *own], scope.schema_url), *found.scope_metrics[1:]]
+        first = export.ResourceMetrics(found.resource, scopes, found.schema_url)
+        return export.MetricsData([first, *data.resource_metrics[1:]])
 
     async def _sample(self) -> None:
         samples: dict[str, list[tuple[Labels, Any]]] = {}
@@ -231,16 +222,16 @@ class _Scraped(PrometheusMetricReader):
         super().__init__(registry=registry, scope_info_enabled=False)
         self._own = metrics
 
-    def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
+    def _receive_metrics(self, metrics_data: export.MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
         super()._receive_metrics(self._own.with_histograms(metrics_data), timeout_millis, **more)
 
 
-class _Sent(PeriodicExportingMetricReader):
+class _Sent(export.PeriodicExportingMetricReader):
     def __init__(self, metrics: Metrics, exporter: OTLPMetricExporter) -> None:
         self._own = metrics
         super().__init__(exporter)
 
-    def _receive_metrics(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
+    def _receive_metrics(self, metrics_data: export.MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
         super()._receive_metrics(self._own.with_histograms(metrics_data), timeout_millis, **more)
 
 

@@ -17,26 +17,17 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(simulate.demo)
-app.command()(serve.serve)
-app.command()(serve.consume)
-app.command()(serve.gateway)
+for command in (
+    simulate.demo, serve.serve, serve.consume, serve.gateway, requests.send, requests.cancel, requests.result,
+    status.status, status.top, brake.pause, brake.resume, brake.pauses, status.check, status.settings,
+    simulate.simulate,
+):  # fmt: skip
+    app.command()(command)
 app.add_typer(serve.keys, name="key")
-app.command()(requests.send)
-app.command()(requests.cancel)
-app.command()(requests.result)
-app.command()(status.status)
-app.command()(status.top)
-app.command()(brake.pause)
-app.command()(brake.resume)
-app.command()(brake.pauses)
 app.add_typer(dead.app, name="dead")
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(schedules.app, name="schedules")
 app.add_typer(topology.app, name="topology")
-app.command()(status.check)
-app.command()(status.settings)
-app.command()(simulate.simulate)
 
 
 def _version(wanted: bool) -> None:

@@ -5,15 +5,15 @@ import asyncio
 import json as json_text
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from enum import StrEnum
+from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from lanekeeper import __version__
 from service.cli import options
-from service.cli.options import named
+from service.cli.options import instant, named
 from service.cli.process import run_with_telemetry, stop_signals
 
 if TYPE_CHECKING:
@@ -214,13 +214,6 @@ async def _gateway(settings: "Settings", new_keys: "ChangedKeys", traces: "Trace
         log.info(signals.SERVICE_STOPPED, orphaned=routes.calls)
 
 
-class OperatorRight(StrEnum):
-    """What the option `--operator` accepts."""
-
-    LOOK = "look"
-    ACT = "act"
-
-
 keys = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
 
 
@@ -235,10 +228,10 @@ def new_key(
         list[str] | None, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
     ] = None,
     expires: Annotated[
-        str | None, named("--expires", "TIME", "When the key expires, such as 2027-01-31T18:00:00Z.")
+        datetime | None, instant("--expires", "When the key expires, such as 2027-01-31T18:00:00Z.")
     ] = None,
     operator: Annotated[
-        OperatorRight | None,
+        Literal["look", "act"] | None,
         typer.Option(
             "--operator",
             help="Whether its caller may see (look), or also change (act), what all tenants' requests do, such as "
@@ -264,15 +257,9 @@ def new_key(
         ) from None
     key = access.new_key()
     hashed = access.hash_of(key)
-    allowed: dict[str, object] = {"tenant": tenant}
-    if lanes:
-        allowed["lanes"] = lanes
-    if models:
-        allowed["models"] = models
-    if expires is not None:
-        allowed["expires"] = options.moment(expires).isoformat()
-    if operator is not None:
-        allowed["operator"] = operator
+    until = None if expires is None else expires.isoformat()
+    given = {"tenant": tenant, "lanes": lanes, "models": models, "expires": until, "operator": operator}
+    allowed = {name: value for name, value in given.items() if value}
     if json:
         print(json_text.dumps({"key": key, "keys": {hashed: allowed}}))
         return

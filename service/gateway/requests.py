@@ -21,22 +21,8 @@ from consumers.background import Background
 from consumers.clock import moment_text, now_ms
 from consumers.flows import webhooks
 from consumers.slots import activity
-from consumers.state.base import (
-    QUEUED,
-    Allowances,
-    Completion,
-    Entry,
-    FollowedStore,
-    Following,
-    Found,
-    Identity,
-    Look,
-    NewEntry,
-    Pause,
-    StoreUnavailable,
-    Submission,
-    Submitted,
-)
+from consumers.state import base as state
+from consumers.state.base import FollowedStore, Identity, StoreUnavailable
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
@@ -223,14 +209,14 @@ class SubmittedRequests:
         webhook = None if row is None else webhooks.told(row)
         return status_of(known, now_ms=now_ms(), place=place, pause=pause, webhook=webhook)
 
-    async def _pause_of(self, lane: str, caller: GatewayKey) -> Pause | None:
+    async def _pause_of(self, lane: str, caller: GatewayKey) -> state.Pause | None:
         with suppress(StoreUnavailable):
             for pause in await self._store.pauses():
                 if (pause.kind, pause.name) in (("lane", lane), ("tenant", caller.tenant)):
                     return pause
         return None
 
-    async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[Entry | End, None]:
+    async def entries(self, id: str, caller: GatewayKey, *, after: int) -> AsyncGenerator[state.Entry | End, None]:
         identity = identity_of(id, caller)
         while (look := await self.poller.news(identity, after)) is not None:
             for entry in look.entries:
@@ -264,13 +250,13 @@ class SubmittedRequests:
             first["due_at"] = moment_text(request.due_ms)
         submitted = await self._store.follow(
             identity,
-            Submission.of(request, call.body_hash),
-            first_entry=NewEntry(QUEUED, json.dumps(first).encode()),
+            state.Submission.of(request, call.body_hash),
+            first_entry=state.NewEntry(state.QUEUED, json.dumps(first).encode()),
             keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
         )
-        if submitted is Submitted.CONFLICT:
+        if submitted is state.Submitted.CONFLICT:
             raise RequestProblem("idempotency_conflict", "Idempotency-Key: it was used with another body")
-        if submitted is Submitted.KNOWN and await self._is_seen(identity):
+        if submitted is state.Submitted.KNOWN and await self._is_seen(identity):
             return
         headers = {**call.options.get("headers", {}), n.SENT_MS: request.published.ms}
         if call.stream:
@@ -280,7 +266,7 @@ class SubmittedRequests:
             await self._client.publish(call.body, key=call.key, **call.options)
         except LanekeeperError as error:
             maybe_published = isinstance(error, BrokerError) and error.maybe_published
-            if submitted is Submitted.NEW and not maybe_published:
+            if submitted is state.Submitted.NEW and not maybe_published:
                 await self._store.unfollow(identity)
             raise
 
@@ -308,8 +294,8 @@ class Known:
     """What the workers' store knows about a request. `submission`: None if it was not submitted through a gateway."""
 
     id: str
-    found: Found
-    submission: Submission | None
+    found: state.Found
+    submission: state.Submission | None
 
     @property
     def due_ms(self) -> int | None:
@@ -337,7 +323,7 @@ def status_of(
     *,
     now_ms: int,
     place: Place | None = None,
-    pause: Pause | None = None,
+    pause: state.Pause | None = None,
     webhook: Mapping[str, Any] | None = None,
 ) -> bytes | LargeStatus:
     """As JSON; at its end with its result or problem, and its webhook's log."""
@@ -390,7 +376,7 @@ def word_of(known: Known, now_ms: int) -> str:
     return "delayed" if (known.due_ms or 0) > now_ms else "queued"
 
 
-def end_of(completion: Completion) -> str:
+def end_of(completion: state.Completion) -> str:
     """How a request ended: `completed`, `failed` or `cancelled`."""
     if completion.status == "ok":
         return "completed"
@@ -401,7 +387,7 @@ def end_of(completion: Completion) -> str:
 class _Waiter:
     identity: Identity
     after: int
-    news: asyncio.Future[Look | None]
+    news: asyncio.Future[state.Look | None]
 
 
 class Poller:
@@ -410,7 +396,7 @@ class Poller:
     A follower asks again when it has sent what it got, so that memory holds little for a slow client.
     """
 
-    def __init__(self, store: Following, access: Access, *, followers: int) -> None:
+    def __init__(self, store: state.Following, access: Access, *, followers: int) -> None:
         self._store = store
         self._access = access
         self._places = SharedLimit(followers, "calls that follow requests")
@@ -430,7 +416,7 @@ class Poller:
             async with self._access.while_valid(caller):
                 yield
 
-    async def news(self, identity: Identity, after: int) -> Look | None:
+    async def news(self, identity: Identity, after: int) -> state.Look | None:
         if self.closing.is_set():
             return None
         waiter = _Waiter(identity, after, asyncio.get_running_loop().create_future())
@@ -495,7 +481,7 @@ class Place:
 class Positions:
     """Estimates a lane's last position, as that of all its requests: broker and store are asked once a second."""
 
-    def __init__(self, client: Client, store: Allowances) -> None:
+    def __init__(self, client: Client, store: state.Allowances) -> None:
         self._client = client
         self._store = store
         self._places: dict[str, tuple[float, Place | None]] = {}

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
+from cachetools import FIFOCache
+
 from service.gateway.problems import refused, stopping
 
 T = TypeVar("T")
@@ -105,7 +107,7 @@ class UsedTime:
     """How much CPU time each tenant has used in the event loop lately."""
 
     def __init__(self) -> None:
-        self._used: dict[str, tuple[float, float]] = {}
+        self._used: FIFOCache[str, tuple[float, float]] = FIFOCache(TENANTS_KEPT)
 
     def of(self, tenant: str) -> float:
         used_s, at_s = self._used.get(tenant, (0.0, 0.0))
@@ -118,8 +120,6 @@ class UsedTime:
     def add(self, tenant: str, cpu_s: float) -> None:
         used_s = min(REMEMBERED_S, self.of(tenant) + cpu_s)
         self._used[tenant] = used_s, time.monotonic()
-        if len(self._used) > TENANTS_KEPT:
-            del self._used[next(iter(self._used))]
 
 
 class ParsingTime:

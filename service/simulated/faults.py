@@ -15,11 +15,12 @@ are `500ms`, `2s` or `1h`. A marker that cannot be read is answered with 400, so
 import json
 import random
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 from typing import Any, Final
+
+from cachetools import LRUCache
 
 ERROR_TYPES: Final[Mapping[int, str]] = {
     400: "invalid_request_error",
@@ -163,8 +164,7 @@ class Faults:
             raise ValueError(f"the shares of the faults must be 0 to 1, and 1 at most together: {dict(ratios)}")
         self._ratios = [(parse_fault(text), share) for text, share in ratios.items()]
         self._rng = random.Random(seed)
-        self._prompts_counted = prompts_counted
-        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._seen: LRUCache[bytes, int] = LRUCache(prompts_counted)
 
     def choose(self, script: Script, prompt: str) -> Fault | None:
         if script.faults:
@@ -184,10 +184,7 @@ class Faults:
 
     def _scripted(self, faults: tuple[Fault, ...], prompt: str) -> Fault | None:
         key = blake2b(prompt.encode(errors="replace"), digest_size=16).digest()
-        nth = self._seen.pop(key, 0) + 1
-        self._seen[key] = nth
-        if len(self._seen) > self._prompts_counted:
-            self._seen.popitem(last=False)
+        self._seen[key] = nth = self._seen.get(key, 0) + 1
         for fault in faults:
             if fault.times is None or nth <= fault.times:
                 return fault

@@ -8,6 +8,7 @@ from functools import partial
 
 from opentelemetry.trace import TracerProvider
 
+from consumers import gates
 from consumers.attempt import Attempts
 from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
@@ -24,18 +25,7 @@ from consumers.flows.pipelines import Pipelines
 from consumers.flows.schedules import Schedules
 from consumers.flows.webhooks import SLOTS as POSTS
 from consumers.flows.webhooks import Posting, Webhooks
-from consumers.gates import (
-    BatchGate,
-    BrakeGate,
-    BudgetGate,
-    CapsGate,
-    ClaimGate,
-    Gate,
-    await_route,
-    defer_until_due,
-    fetch_body,
-    refuse_if_late,
-)
+from consumers.gates import Gate
 from consumers.handler import Handler
 from consumers.housekeeping import DeadLetterLimits
 from consumers.job import Job, Route, source_of
@@ -270,8 +260,8 @@ class Budgeting:
     breakers: Breakers
     spending: Spending
     registry: Registry
-    caps_gate: CapsGate
-    budget_gate: BudgetGate
+    caps_gate: gates.CapsGate
+    budget_gate: gates.BudgetGate
 
     async def count_late(self, lane: str, route: Route, line: bytes) -> None:
         """Count what an answer in a batch has cost for whose request nobody waits any more."""
@@ -308,7 +298,7 @@ def open_budgeting(
     breakers = Breakers(store, pauses=pauses, brake=brake)
     spending = Spending(store, settings.caps.spec())
     stack.push_async_callback(spending.finish, within_s=FINISH_WITHIN_S)
-    budget_gate = BudgetGate(
+    budget_gate = gates.BudgetGate(
         budgets,
         breakers,
         Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
@@ -326,7 +316,7 @@ def open_budgeting(
         breakers=breakers,
         spending=spending,
         registry=registry,
-        caps_gate=CapsGate(
+        caps_gate=gates.CapsGate(
             spending,
             breakers,
             prices=prices,
@@ -798,24 +788,24 @@ def _handler(
         handlers=settings.handlers.keys(),
         pipelines=settings.pipelines.keys(),
     )
-    brake_gate = BrakeGate(brake, claiming, publish=lifecycle.publish)
-    claim_gate, caps_gate = ClaimGate(claiming), budgeting.caps_gate
+    brake_gate = gates.BrakeGate(brake, claiming, publish=lifecycle.publish)
+    claim_gate, caps_gate = gates.ClaimGate(claiming), budgeting.caps_gate
 
     def has_batches(provider: str) -> bool:
         batches = budgeting.registry.batches(provider)
         return batches is not None and not batches.is_missing
 
-    batch_gate = BatchGate(breakers, estimate=budgeting.budget_gate.amounts, has_batches=has_batches)
+    batch_gate = gates.BatchGate(breakers, estimate=budgeting.budget_gate.amounts, has_batches=has_batches)
     return Handler(
         gates=(
             Gate(caps_gate.come_back, caps_gate.end, is_for_models=True),
-            Gate(partial(refuse_if_late, breakers=breakers, now_ms=now_ms)),
-            Gate(partial(defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),
+            Gate(partial(gates.refuse_if_late, breakers=breakers, now_ms=now_ms)),
+            Gate(partial(gates.defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),
             Gate(brake_gate.enter),
             Gate(claim_gate.enter, claim_gate.leave),
-            Gate(partial(fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
+            Gate(partial(gates.fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
             Gate(pipelines.enter),
-            Gate(partial(await_route, breakers=breakers, now_ms=now_ms, rng=rng), is_for_models=True),
+            Gate(partial(gates.await_route, breakers=breakers, now_ms=now_ms, rng=rng), is_for_models=True),
             Gate(caps_gate.enter, caps_gate.leave, is_for_models=True),
             Gate(batch_gate.enter, is_for_models=True),
             Gate(budgeting.budget_gate.enter, budgeting.budget_gate.leave, is_for_models=True),
