@@ -20,19 +20,10 @@ Change = Literal["missing", "differs", "extra"]
 What = Literal["exchange", "queue", "binding"]
 
 CONTROL_POLICIES = frozenset({"max-length", "max-length-bytes", "overflow"})
-EFFECTIVE_POLICIES = frozenset(
-    {
-        "dead-letter-exchange",
-        "dead-letter-routing-key",
-        "dead-letter-strategy",
-        "delivery-limit",
-        "expires",
-        "max-length",
-        "max-length-bytes",
-        "message-ttl",
-        "overflow",
-    }
-)
+EFFECTIVE_POLICIES = CONTROL_POLICIES | {
+    "dead-letter-exchange", "dead-letter-routing-key", "dead-letter-strategy", "delivery-limit", "expires",
+    "message-ttl",
+}  # fmt: skip
 """The keys of policies that change what happens to a message. Others (such as for the placement of leaders) operators
 may set freely."""
 

@@ -174,21 +174,16 @@ class Tracing:
         self._tracer.start_span(name, parent, start_time=start_ns).end(end_ns)
 
     def settle(self, operation: str, message: Message, *, queue: str, delivery_tag: int) -> Scope:
-        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
-            return _NO_SPAN
-        span = self._tracer.start_span(f"{operation} {queue}", kind=SpanKind.CLIENT)
-        if span.is_recording():
+        def said() -> Attributes:
             attributes = self._attributes(message, operation, message.exchange, message.routing_key, queue)
             attributes[signals.MESSAGING_OPERATION_TYPE] = signals.SETTLE
             attributes[signals.MESSAGING_DELIVERY_TAG] = delivery_tag
-            span.set_attributes(attributes)
-        return Scope(span, None)
+            return attributes
+
+        return self._step(f"{operation} {queue}", said, is_current=False)
 
     def chat(self, *, model: str, provider: str, stream: bool, max_tokens: int | None = None) -> Scope:
-        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
-            return _NO_SPAN
-        span = self._tracer.start_span(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", kind=SpanKind.CLIENT)
-        if span.is_recording():
+        def said() -> Attributes:
             attributes: Attributes = {
                 signals.GEN_AI_OPERATION_NAME: signals.CHAT,
                 signals.GEN_AI_PROVIDER_NAME: provider,
@@ -198,22 +193,26 @@ class Tracing:
                 attributes[signals.GEN_AI_REQUEST_STREAM] = True
             if max_tokens is not None:
                 attributes[signals.GEN_AI_REQUEST_MAX_TOKENS] = max_tokens
-            span.set_attributes(attributes)
-        return Scope(span, trace.set_span_in_context(span))
+            return attributes
+
+        return self._step(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", said)
 
     def post(self, host: str) -> Scope:
-        if self._tracer is None or _is_sampled_out(trace.get_current_span()):
-            return _NO_SPAN
-        span = self._tracer.start_span(signals.POST, kind=SpanKind.CLIENT)
-        if span.is_recording():
-            span.set_attributes({signals.HTTP_METHOD: signals.POST, signals.SERVER_ADDRESS: host})
-        return Scope(span, trace.set_span_in_context(span))
+        return self._step(signals.POST, lambda: {signals.HTTP_METHOD: signals.POST, signals.SERVER_ADDRESS: host})
 
     def handler(self, name: str) -> Scope:
+        return self._step(f"{signals.HANDLER} {name}", dict, kind=SpanKind.INTERNAL)
+
+    def _step(
+        self, name: str, said: Callable[[], Attributes], *, kind: SpanKind = SpanKind.CLIENT, is_current: bool = True
+    ) -> Scope:
+        """A child of the current span. `said`: its attributes, if it is recorded."""
         if self._tracer is None or _is_sampled_out(trace.get_current_span()):
             return _NO_SPAN
-        span = self._tracer.start_span(f"{signals.HANDLER} {name}")
-        return Scope(span, trace.set_span_in_context(span))
+        span = self._tracer.start_span(name, kind=kind)
+        if span.is_recording():
+            span.set_attributes(said())
+        return Scope(span, trace.set_span_in_context(span) if is_current else None)
 
     def batch(self, operation: str, requests: Sequence[Message], *, model: str, provider: str) -> Scope:
         """The work on a provider's batch: a trace of its own, with links to those of the first `LINKS` requests. It is
