@@ -233,8 +233,6 @@ async def is_status(http: aiohttp.ClientSession, url: str, status: int) -> bool:
 
 SLOW = {"critical": {"slots": 2, "slots_max": 2}}
 REQUESTS = 20
-"""Forty seconds of work, so that the alarm begins before its end, although `rabbitmqctl` takes ten seconds on a busy
-machine. A broker tells of its alarm only those who publish."""
 
 
 async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_is_answered_once(
@@ -242,10 +240,12 @@ async def test_during_an_alarm_nothing_is_started_and_afterwards_every_request_i
 ) -> None:
     async with serving(own_broker, lanes=SLOW) as worker, requester(own_broker) as app:
         for n in range(REQUESTS):
-            await app.publish({"prompt": f"ask {n} [[latency: 4s]]"}, correlation_id=f"{n}")
-        await until(lambda: worker.api.calls)
+            await app.publish({"prompt": f"ask {n} [[held]]"}, correlation_id=f"{n}")
+        await until(lambda: worker.api.running == 2)
         async with memory_alarm(own_broker.amqp_url):
+            worker.api.release("ask 0")  # a broker tells of its alarm only those who publish
             await until(lambda: all(pool.is_paused for pool in worker.parts.pools))
+            worker.api.release()
             begun = len(worker.api.calls)
             await asyncio.sleep(2)
             assert len(worker.api.calls) == begun < REQUESTS, "a call was made whose answer could not be sent"
