@@ -163,7 +163,8 @@ class Attempts:
         until_s, timeout_s = clock() + left_s, min(request.call_s, left_s + SLACK_S)
         ends_s = limit.until_s
         failed: _FailedCall | None = None
-        for route in chain.routes if job.reserved is None else chain.starting_at(job.reserved.route):
+        first = 0 if job.reserved is None else chain.routes.index(job.reserved.route)
+        for route in chain.routes[first:]:
             if failed is not None and not _may_help(failed, route):
                 continue
             permit = await self._enter(job, decoded, route, None if failed is None else failed.error)

@@ -63,9 +63,6 @@ class Chain:
     routes: tuple[Route, ...] = ()
     forbidden: str = ""
 
-    def starting_at(self, route: Route) -> tuple[Route, ...]:
-        return self.routes[self.routes.index(route) :]
-
 
 @dataclass(frozen=True, slots=True)
 class Decoded:

@@ -76,15 +76,15 @@ class Lifecycle:
             case Refused(problem, is_repeat=True):
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
             case Refused(problem) | Buried(problem):
+                is_buried = isinstance(outcome, Buried)
+                event = signals.REQUEST_BURIED if is_buried else signals.REQUEST_REFUSED
+                log.info(event, code=problem.code, reason=problem.brief)
+                id, app = _ascii(job.id, ID_LENGTH), _ascii(job.app, APP_LENGTH)
+                where = {"id": id, "lane": job.lane_name, "code": problem.code, "app": app, "trace": job.trace_id}
+                self.failures.append({"at_ms": self._now_ms(), **where})
                 self.publish(job, "failed", code=problem.code, status=problem.status)
-                self.failures.append({"at_ms": self._now_ms(), "id": _ascii(job.id, ID_LENGTH), "lane": job.lane_name})
-                self.failures[-1] |= {"code": problem.code, "app": _ascii(job.app, APP_LENGTH)}
-                self.failures[-1]["trace"] = job.trace_id
-                if isinstance(outcome, Buried):
-                    log.info(signals.REQUEST_BURIED, code=problem.code, reason=problem.brief)
+                if is_buried:
                     self.publish(job, "dead", code=problem.code)
-                else:
-                    log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
             case Stepped(flow=flow, done=done, of=of):
                 log.debug(signals.REQUEST_STEPPED, step=flow.step, done=done, of=of)
                 self.publish(job, "step", next=flow.step, **({"done": done, "of": of} if of else {}))

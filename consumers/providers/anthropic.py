@@ -38,7 +38,7 @@ from consumers.decoding import Parsing
 from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, ProviderError, RejectedError, TransientError
 from consumers.limits.base import Underway
 from consumers.providers.batches import Batches
-from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, read_rate, refuse_html
+from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, read_rate, refuse_html, within
 from consumers.providers.registry import CONTENT, Answer, OnEvent
 from consumers.providers.streams import (
     EventSplitter,
@@ -177,11 +177,9 @@ class AnthropicProvider:
     async def probe(self, model: str, *, by_call: bool) -> None:
         if self.dialect.lists_models and not by_call:
             try:
-                async with asyncio.timeout(PROBE_WITHIN_S):
+                async with within(PROBE_WITHIN_S, why=f"no answer within {PROBE_WITHIN_S:g} s"):
                     await self._list_models()
                 return
-            except TimeoutError as error:
-                raise TransientError(f"no answer within {PROBE_WITHIN_S:g} s", type=TIMEOUT) from error
             except (AccountError, RejectedError) as error:
                 if error.status not in NO_SUCH_PATH:  # whatever answers like Anthropic's API need not list its models
                     raise
@@ -495,13 +493,8 @@ class Lookups:
         options: dict[str, Any] = {"params": dict(query)}
         if beta is not None:
             options["headers"] = {"anthropic-beta": beta}
-        try:
-            async with asyncio.timeout(WITHIN_S) as limit:
-                return await self._call(path, body, options)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise TransientError(f"no answer from the provider within {WITHIN_S:g} s", type=TIMEOUT) from error
+        async with within(WITHIN_S, why=f"no answer from the provider within {WITHIN_S:g} s"):
+            return await self._call(path, body, options)
 
     async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> Found:
         given: dict[str, Any] = {"cast_to": httpx2.Response, "options": options, "stream": True}

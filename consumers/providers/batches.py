@@ -7,8 +7,8 @@ A batch costs nothing but the answers in it. Which limits a batch has, and how i
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -19,8 +19,8 @@ import anthropic
 import httpx2
 
 from consumers.decoding import Parsing
-from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, RejectedError, TransientError
-from consumers.providers.errors import NETWORK_ERRORS, border, from_body, is_html, plain, refuse_html
+from consumers.failures import AccountError, AnswerTooLargeError, RejectedError, TransientError
+from consumers.providers.errors import NETWORK_ERRORS, border, from_body, is_html, plain, refuse_html, within
 from consumers.providers.registry import Answer
 from consumers.providers.streams import bounded, from_json, pieces, read_answer, to_json
 from topology.codec import bounds
@@ -210,18 +210,19 @@ class Batches:
             yield bytes(kept), size <= self._max_line_bytes
 
     async def _piece(self, body_pieces: AsyncIterator[bytes], until_s: float) -> bytes | None:
-        soon_s = asyncio.get_running_loop().time() + PIECE_WITHIN_S
-        with _timed("the batch's results stopped coming, or took too long"):
-            async with asyncio.timeout_at(min(soon_s, until_s)):
-                with border(secret=self.secret):
-                    return await anext(body_pieces, None)
+        left_s = until_s - asyncio.get_running_loop().time()
+        async with within(min(PIECE_WITHIN_S, left_s), why="the batch's results stopped coming, or took too long"):
+            with border(secret=self.secret):
+                return await anext(body_pieces, None)
 
     async def _object(self, method: str, path: str, *, within_s: float = WITHIN_S, **more: Any) -> dict[str, Any]:
-        with _timed(f"no answer from the provider within {within_s:g} s"):
-            async with asyncio.timeout(within_s), self._response(method, path, **more) as response:
-                with border(secret=self.secret):
-                    found = bounded(pieces(response, plain(response.headers)), _OBJECT_BYTES)
-                    body = b"".join([piece async for piece in found])
+        async with (
+            within(within_s, why=f"no answer from the provider within {within_s:g} s"),
+            self._response(method, path, **more) as response,
+        ):
+            with border(secret=self.secret):
+                found = bounded(pieces(response, plain(response.headers)), _OBJECT_BYTES)
+                body = b"".join([piece async for piece in found])
         return _parsed(body)
 
     @asynccontextmanager
@@ -256,14 +257,6 @@ class Batches:
         finally:
             with suppress(*NETWORK_ERRORS):
                 await response.aclose()
-
-
-@contextmanager
-def _timed(text: str) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise TransientError(text, type=TIMEOUT) from error
 
 
 def _path(id: str) -> str:

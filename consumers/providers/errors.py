@@ -6,11 +6,12 @@ HTTP 200 a stream can contain any error, and an HTTP 429 can mean a rate limit, 
 does not.
 """
 
+import asyncio
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final
@@ -99,6 +100,18 @@ def border(*, secret: str) -> Iterator[None]:
         raise TransientError("the provider's answer stopped coming", type=TIMEOUT) from error
     except NETWORK_ERRORS as error:
         raise TransientError(f"the provider's answer broke off: {_kind(error)}", type="connection") from error
+
+
+@asynccontextmanager
+async def within(seconds: float, *, why: str) -> AsyncIterator[None]:
+    """Raise a `TransientError` with the text `why` if the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        raise TransientError(why, type=TIMEOUT) from error
 
 
 def _from_network(error: BaseException | None) -> ProviderError:
@@ -273,14 +286,11 @@ def _redirected(response: httpx2.Response) -> ProviderError:
         host = urlsplit(response.headers.get("location", "")).hostname or "another path of it"
     except ValueError:
         host = "no address"
-    reason = f"its base URL redirects to {_line(host, '')} ({response.status_code}), which is not followed"
-    rejected = RejectedError(
-        f"the provider's address redirects to {_line(host, '')} ({response.status_code}), which is not followed: "
-        "the operator has to set the provider's base URL to where it is",
-        status=502,
-        type="redirected",
-    )
-    return AccountError(rejected.detail, reason=reason, otherwise=rejected, status=502, type="redirected")
+    fields: dict[str, Any] = {"status": 502, "type": "redirected"}
+    where = f"redirects to {_line(host, '')} ({response.status_code}), which is not followed"
+    detail = f"the provider's address {where}: the operator has to set the provider's base URL to where it is"
+    otherwise = RejectedError(detail, **fields)
+    return AccountError(detail, reason=f"its base URL {where}", otherwise=otherwise, **fields)
 
 
 def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderError:

@@ -394,7 +394,7 @@ class SideQueueAdmitter(QueueAdmitter):
 
     @override
     def unread(self, queue: str) -> None:
-        self._sides.head_unread(queue)
+        self._sides.heads.pass_on(queue)
 
     @override
     async def set_aside(self, job: Job) -> Outcome | None:
@@ -440,9 +440,6 @@ class SideQueues:
         if self._tenants.pop(number, None) is not None:
             self._places[job.identity.tenant] = number
         self.heads.pass_on(job.delivery.queue)
-
-    def head_unread(self, queue: str) -> None:
-        self.heads.pass_on(queue)
 
     async def put(self, job: Job) -> Outcome | None:
         number = self._place(job.identity.tenant)

@@ -98,8 +98,9 @@ class TwoProviders:
         deadline_ms: int = 60_000,
         call_timeout_s: float = NORMAL.call_timeout_s,
         long_call: bool = False,
+        reserved: Route | None = None,
     ) -> Outcome:
-        """Make one attempt; with both providers if no routes are given."""
+        """Make one attempt; with both providers if no routes are given. `reserved`: the first route, unless given."""
         content = [{"role": "user", "content": prompt}]
         job = self.bench.job(
             lane=replace(NORMAL, call_timeout_s=call_timeout_s),
@@ -109,7 +110,7 @@ class TwoProviders:
             headers={n.STREAM: stream, n.DEADLINE_MS: deadline_ms, n.LONG_CALL: long_call},
         )
         read(job, Chain(routes or BOTH), now_ms=self.now_ms())
-        self.job, job.reserved = job, reserve((routes or BOTH)[0])
+        self.job, job.reserved = job, reserve(reserved or (routes or BOTH)[0])
         return await self._attempts.make(job, decoded(job))
 
     def parts(self) -> list[str]:
@@ -146,6 +147,13 @@ async def providers() -> AsyncIterator[Open]:
 
 def failing(fault: str) -> SimulatedOptions:
     return SimulatedOptions(faults={fault: 1.0})
+
+
+async def test_the_first_call_is_that_of_the_route_whose_budget_is_reserved(providers: Open) -> None:
+    world = await providers()
+
+    assert isinstance(await world.ask(reserved=BOTH[1]), Answered)
+    assert world.calls == (0, 1)
 
 
 BOTH = (route("one"), route("two"))

@@ -531,10 +531,7 @@ class Tables:
             return WaitingLimit.REPEATED if is_repeated else WaitingLimit.TENANT
         if self._waiting(None) + weight > self._spec.waiting_in_all:
             return WaitingLimit.REPEATED if is_repeated else WaitingLimit.TOTAL
-        if self._execute(
-            _ADD_WAITING,
-            (tenant, member, until_ms, weight),
-        ).rowcount:
+        if self._execute(_ADD_WAITING, (tenant, member, until_ms, weight)).rowcount:
             self._count_waiting(tenant, weight)
         return WaitingLimit.WITHIN
 

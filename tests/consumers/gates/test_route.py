@@ -9,7 +9,7 @@ import pytest
 
 from consumers.failures import TransientError
 from consumers.gates import HOLD_S, await_route, later
-from consumers.job import Chain, Decoded, Job, Route
+from consumers.job import Decoded, Job, Route
 from consumers.outcomes import Deferred, Outcome, Refused
 from consumers.providers.breakers import FAILURES, Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
@@ -130,13 +130,6 @@ def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once()
         assert asyncio.get_running_loop().time() == began_s
 
     virtually(story())
-
-
-def test_the_rest_of_a_chain_begins_with_the_given_route() -> None:
-    one, two = Ground().all
-
-    assert Chain((one, two)).starting_at(two) == (two,)
-    assert Chain((one, two)).starting_at(one) == (one, two)
 
 
 async def test_a_request_is_deferred_for_at_most_half_of_the_time_until_its_deadline(

@@ -6,7 +6,7 @@ from typing import Any
 
 from consumers.job import Job
 from consumers.outcomes import Deferred, Refused
-from consumers.slots.admission import SideQueues, may_move
+from consumers.slots.admission import LaneSlots, SideQueueAdmitter, SideQueues, may_move
 from lanekeeper.contract.names import REPLY_TRY, SENT_MS
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench
@@ -94,7 +94,7 @@ async def test_a_head_that_cannot_be_read_does_not_block_its_side_queue() -> Non
     name = NAMES.side(LANE.name, 1)
     side.heads.fetched(name, left=3)
     assert side.heads.next() is None
-    side.aside.head_unread(name)
+    SideQueueAdmitter(LaneSlots().queue(1), side.aside).unread(name)
     assert side.heads.next() == name
 
 
