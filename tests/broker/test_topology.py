@@ -107,6 +107,20 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(
     assert message.body == b"kept"
 
 
+async def test_nothing_is_declared_if_one_queue_has_another_argument(
+    vhost: Vhost, declared: Topology, connection: AbstractConnection, management: Management
+) -> None:
+    last = declared.queues[-1]
+    other = replace(last, arguments={**last.arguments, "x-max-length": 9})
+    await apply(Topology(exchanges=declared.exchanges[:1], queues=(other,)), connection)
+    before = await management.topology()
+
+    with pytest.raises(TopologyMismatch, match=last.name):
+        await apply(declared, connection)
+
+    assert await management.topology() == before
+
+
 @pytest.mark.oldest_version
 @pytest.mark.parametrize(
     ("there", "text"),

@@ -28,7 +28,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnrea
 from lanekeeper.telemetry import logs, signals
 from topology.broker.management import Management, is_same_broker
 from topology.declaration import Exchange, Queue, Topology
-from topology.plan import Difference, compare
+from topology.plan import Difference, What, compare
 
 _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
@@ -41,21 +41,26 @@ _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 async def apply(topology: Topology, connection: AbstractConnection) -> None:
     """Declare a topology. It can be repeated, and several processes can do it at the same time. Success says nothing of
     additional bindings, policies, or arguments that the broker ignores; `verify` detects these. Raises TopologyMismatch
-    at the first object that exists with other properties, AccessRefused, BrokerUnreachable, BrokerError.
+    at the first object that exists with other properties, before it changes anything; AccessRefused, BrokerUnreachable,
+    BrokerError.
     """
+    absent = await _absent(topology, connection)
+    things: tuple[Exchange | Queue, ...] = (*topology.exchanges, *topology.queues)
     with broker_errors():
         channel = await connection.channel()
         try:
-            for exchange in topology.exchanges:
-                await channel.declare_exchange(
-                    exchange.name, exchange.type, durable=exchange.durable, auto_delete=exchange.auto_delete,
-                    internal=exchange.internal, arguments=dict(exchange.arguments), timeout=RPC_TIMEOUT_S,
-                )  # fmt: skip
-            for queue in topology.queues:
-                await channel.declare_queue(
-                    queue.name, durable=queue.durable, auto_delete=queue.auto_delete, arguments=dict(queue.arguments),
-                    timeout=RPC_TIMEOUT_S,
-                )  # fmt: skip
+            # First what exists: declaring it again changes nothing, and is refused if it has other properties.
+            for thing in sorted(things, key=lambda thing: _identity(thing) in absent):
+                if isinstance(thing, Exchange):
+                    await channel.declare_exchange(
+                        thing.name, thing.type, durable=thing.durable, auto_delete=thing.auto_delete,
+                        internal=thing.internal, arguments=dict(thing.arguments), timeout=RPC_TIMEOUT_S,
+                    )  # fmt: skip
+                else:
+                    await channel.declare_queue(
+                        thing.name, durable=thing.durable, auto_delete=thing.auto_delete,
+                        arguments=dict(thing.arguments), timeout=RPC_TIMEOUT_S,
+                    )  # fmt: skip
             for binding in topology.bindings:
                 find = channel.get_queue if binding.destination_kind == "queue" else channel.get_exchange
                 destination = await find(binding.destination, ensure=False)
@@ -65,6 +70,14 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
         finally:
             if not channel.is_closed:
                 await channel.close()
+
+
+async def _absent(topology: Topology, connection: AbstractConnection) -> set[tuple[What, str]]:
+    """What is missing in a namespace that exists. In a new one, where the first exchange is missing, nothing else is
+    looked for, because each refusal closes the channel."""
+    first, _ = await _check_existence(Topology(exchanges=topology.exchanges[:1]), connection)
+    missing, _ = ((), ()) if first else await _check_existence(topology, connection)
+    return {(each.what, each.name) for each in missing}
 
 
 @contextmanager
@@ -185,13 +198,18 @@ async def _check_existence(
                 look = channel.declare_queue if isinstance(thing, Queue) else channel.declare_exchange
                 await look(thing.name, passive=True, timeout=RPC_TIMEOUT_S)
             except ChannelNotFoundEntity:
-                missing.append(Difference("missing", "queue" if isinstance(thing, Queue) else "exchange", thing.name))
+                missing.append(Difference("missing", *_identity(thing)))
             except ChannelAccessRefused:
-                if thing.name not in hidden:  # an exchange and a queue may have the same name
+                if thing.name not in hidden:
                     hidden.append(thing.name)
         if not channel.is_closed:
             await channel.close()
     return tuple(missing), hidden
+
+
+def _identity(thing: Exchange | Queue) -> tuple[What, str]:
+    """An exchange and a queue may have the same name."""
+    return "queue" if isinstance(thing, Queue) else "exchange", thing.name
 
 
 # ---- the watch -------------------------------------------------------------------------------------------------------
