@@ -401,9 +401,8 @@ def gathered(job: Job, params: bytes, *, now_ms: int, names: Names) -> Message:
     past = HopHeaders(
         attempts=job.attempts, errors=job.hop.errors, due_ms=job.hop.due_ms, hop_ms=now_ms, back_ms=now_ms
     )
-    batch = batch_header(replace(job.batch or BatchHop(), params_bytes=len(tail)))
-    headers = {**_hop_headers(job, past), **batch, n.ROUTING_KEY: job.routing_key}
-    message = _copy(job, headers, names=names)
+    headers = _hop_headers(job, past, batch=replace(job.batch or BatchHop(), params_bytes=len(tail)))
+    message = _copy(job, {**headers, n.ROUTING_KEY: job.routing_key}, names=names)
     message.body = body + tail
     return message
 
@@ -456,7 +455,7 @@ def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names
     return letter
 
 
-def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
+def _hop_headers(job: Job, hop: HopHeaders, *, batch: BatchHop | None = None) -> dict[str, Any]:
     hop = replace(
         hop,
         first_seen_ms=job.hop.first_seen_ms or job.published.ms or job.taken_ms,
@@ -465,7 +464,7 @@ def _hop_headers(job: Job, hop: HopHeaders) -> dict[str, Any]:
         dead_at=job.hop.dead_at,
         flow=hop.flow or job.hop.flow,
         flow_unread=job.hop.flow_unread,
-        batch=job.batch,
+        batch=batch or job.batch,
         batch_unread=job.hop.batch_unread,
         replays=job.hop.replays,
         replayed_at=job.hop.replayed_at,

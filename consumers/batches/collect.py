@@ -38,7 +38,7 @@ from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import headers_with
 from topology.broker.consume import Deliveries, Delivery
-from topology.codec.headers import BatchHop, carried, hop_headers, read_hop
+from topology.codec.headers import BatchHop, carried, read_batch, with_batch
 from topology.delays import UNIT_MS, hop, wait_ms
 from topology.lanes import BatchSpec
 
@@ -494,21 +494,22 @@ class Collector:
                     publishing.create_task(self._publish(ticket, item, line), name=f"back {item.identity.id}")
 
     async def _publish(self, ticket: Ticket, item: Item, line: bytes | None) -> None:
-        names, before, result = self.settler.names, read_hop(item.message.headers), line or b""
+        names, before, result = self.settler.names, item.message.headers, line or b""
         batch = replace(
-            before.batch or BatchHop(),
+            read_batch(before) or BatchHop(),
             ticket=ticket.id,
             batch=ticket.batch_id,
             live=line is None,
             params_bytes=0,
             result_bytes=len(result),
         )
-        back, first_hop = replace(before, batch=batch, back_ms=self.settler.now_ms()), hop(0, names)
+        first_hop = hop(0, names)
+        headers = {**with_batch(before, batch, of=names), n.BACK_MS: self.settler.now_ms(), **first_hop.headers}
         message = replace(
             item.message,
             body=item.message.body + result,
             routing_key="",
-            headers={**carried(item.message.headers, of=names), **hop_headers(back), **first_hop.headers},
+            headers=headers,
             message_id=item.identity.id,
         )
         try:

@@ -27,7 +27,7 @@ from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 from topology.codec.decoding import app_of
-from topology.codec.headers import BatchHop, carried, hop_headers, read_hop, split_tail
+from topology.codec.headers import BatchHop, carried, read_batch, split_tail, with_batch
 from topology.delays import Hop, hop
 from topology.lanes import BatchSpec
 
@@ -81,9 +81,8 @@ class _Request:
 
     def message(self, batch: BatchHop, names: Names) -> Message:
         """As its lane gets it back."""
-        headers = self.delivery.message.headers
-        kept = {**carried(headers, of=names), **hop_headers(replace(read_hop(headers), batch=batch))}
-        return replace(self.delivery.message, body=self.body, exchange="", routing_key="", headers=kept)
+        headers = with_batch(self.delivery.message.headers, batch, of=names)
+        return replace(self.delivery.message, body=self.body, exchange="", routing_key="", headers=headers)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +141,7 @@ class Gatherer:
 
     async def _read(self, delivery: Delivery) -> _Request | None:
         message = delivery.message
-        batch, key = read_hop(message.headers).batch, message.headers.get(n.ROUTING_KEY)
+        batch, key = read_batch(message.headers), message.headers.get(n.ROUTING_KEY)
         if message.exchange == "" and batch is not None and isinstance(key, str) and message.message_id:
             body, tail = split_tail(message.body, batch.params_bytes)
             batch = replace(batch, params_bytes=0)
@@ -262,7 +261,7 @@ class Gatherer:
     def _again(self, request: _Request, spec: BatchSpec, now_ms: int) -> _Back:
         self.counts["repeated"] += 1
         batch = request.batch
-        if read_hop(request.delivery.message.headers).dead_at is not None:
+        if n.DEAD_AT in request.delivery.message.headers:
             # a dead letter that was published again: the mark is from the batch in which it failed
             return _Back(request, replace(batch, live=True), 0)
         left_ms = batch.deadline_ms - round(1000 * spec.promote_s) - now_ms

@@ -4,7 +4,7 @@ they publish the request again (a hop)."""
 import json
 import re
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from difflib import get_close_matches
 from functools import cache
@@ -177,6 +177,9 @@ _TEXTS = {
     "reply_error": names.REPLY_ERROR,
 }
 _FLAGS = {"redelivered": names.REDELIVERED, "is_fresh": names.FRESH}
+_SCALARS = {**_NUMBERS, **_TEXTS, **_FLAGS}
+_ONLY_ABOVE_0 = frozenset({names.REPLY_TRY, names.REPLAYS, names.DEATHS, *_FLAGS.values()})
+_OF_HOPS = (*_SCALARS.values(), names.ERRORS, names.FLOW)
 
 
 def read(headers: Mapping[str, Any]) -> RequestHeaders:
@@ -287,21 +290,36 @@ def read_batch(headers: Mapping[str, Any]) -> BatchHop | None:
 
 def batch_header(hop: BatchHop) -> dict[str, str]:
     """Encode `hop` for `read_batch`."""
-    return {names.BATCH: json.dumps({name: value for name, value in asdict(hop).items() if value})}
+    return {names.BATCH: _json(hop)}
+
+
+def with_batch(headers: Mapping[str, Any], batch: BatchHop, *, of: Names) -> dict[str, Any]:
+    """The headers of a message that a worker has published, for the next hop: those of `carried`, and of the last hop,
+    with this batch."""
+    hop = {name: headers[name] for name in _OF_HOPS if name in headers}
+    return {**carried(headers, of=of), **hop, **batch_header(batch)}
 
 
 def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     """Encode `hop` for `read_hop`."""
-    found = {name: getattr(hop, field) for field, name in (_NUMBERS | _TEXTS).items()}
-    found |= {name: getattr(hop, field) or None for field, name in _FLAGS.items()}
-    found |= {names.ERRORS: list(hop.errors) or None}
-    if hop.flow is None:
-        found[names.FLOW] = hop.flow_unread or None
-    else:
-        found[names.FLOW] = json.dumps({name: value for name, value in asdict(hop.flow).items() if value})
-    found |= {names.BATCH: hop.batch_unread or None} if hop.batch is None else batch_header(hop.batch)
-    found |= {name: found[name] or None for name in (names.REPLY_TRY, names.REPLAYS, names.DEATHS)}
-    return {name: value for name, value in found.items() if value is not None}
+    found: dict[str, Any] = {}
+    for field, name in _SCALARS.items():
+        if (value := getattr(hop, field)) is not None and (value or name not in _ONLY_ABOVE_0):
+            found[name] = value
+    if hop.errors:
+        found[names.ERRORS] = list(hop.errors)
+    if flow := hop.flow_unread if hop.flow is None else _json(hop.flow):
+        found[names.FLOW] = flow
+    if batch := hop.batch_unread if hop.batch is None else _json(hop.batch):
+        found[names.BATCH] = batch
+    return found
+
+
+_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (FlowHop, BatchHop)}
+
+
+def _json(hop: FlowHop | BatchHop) -> str:
+    return json.dumps({name: value for name in _FIELDS[type(hop)] if (value := getattr(hop, name))})
 
 
 def _wrong(key: str, found: object, allowed: str) -> RequestProblem:

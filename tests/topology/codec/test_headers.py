@@ -1,5 +1,6 @@
 """Headers: what a requester may send, what is refused by name, and what is passed on at a hop."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,18 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
-from topology.codec.headers import HopHeaders, RequestHeaders, carried, hop_headers, ms_or_none, read, read_hop
+from topology.codec.headers import (
+    BatchHop,
+    FlowHop,
+    HopHeaders,
+    RequestHeaders,
+    carried,
+    hop_headers,
+    ms_or_none,
+    read,
+    read_hop,
+    with_batch,
+)
 from topology.delays import MAX_DELAY_MS
 
 NOTHING = RequestHeaders(
@@ -149,6 +161,20 @@ def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
     assert read_hop(hop_headers(hop)) == hop
     assert read_hop(hop_headers(HopHeaders())) == HopHeaders()
     assert hop_headers(HopHeaders()) == {n.ATTEMPT: 0, n.RAN_MS: 0}
+
+
+def test_with_another_batch_the_headers_of_a_hop_stay_what_they_were() -> None:
+    flow, before = FlowHop(step="sum", deadline_ms=9, items=2), BatchHop(ticket="t", held=(1.0, 20.0, 0.5))
+    hop = HopHeaders(
+        attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000", dead_at="now",
+        replays=1, replayed_at="then", redelivered=True, hop_ms=7, back_ms=8, is_fresh=True, ran_ms=9, deaths=1,
+        reply_try=2, reply_error="{}", flow=flow, batch=before,
+    )  # fmt: skip
+    assert read_hop(hop_headers(hop)) == hop
+    headers = {"mine": 7, n.ROUTING_KEY: "batch.a", n.DELIVERY_COUNT: 2, **hop_headers(hop)}
+    again = with_batch(headers, after := BatchHop(ticket="u", live=True), of=Names())
+    assert read_hop(again) == replace(hop, batch=after)
+    assert again.keys() == headers.keys() - {n.ROUTING_KEY, n.DELIVERY_COUNT}
 
 
 @pytest.mark.parametrize(
