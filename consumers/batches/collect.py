@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
-from consumers.batches.ticket import Item, Stage, Ticket, items_in, message_of, pack, unpack
+from consumers.batches.ticket import Item, Stage, Ticket, UnreadTicket, items_in, message_of, pack, unpack
 from consumers.clock import moment_text
 from consumers.failures import ProviderError, RejectedError
 from consumers.job import Route
@@ -56,6 +56,7 @@ BEGIN_WITHIN_S: Final = FENCE_S - CREATE_WITHIN_S - SURE_AFTER_MS / 1000
 """A worker that took a ticket longer ago creates no batch: another one may have done it since."""
 SINCE_MS: Final = 60_000
 """The provider's clock may be behind ours by so much."""
+UNREAD_MS: Final = 60_000
 KEPT_MS: Final = 2 * 86_400_000
 """For how long the store keeps what it knows of a ticket: a batch lasts a day at most."""
 BACK_AT_ONCE: Final = 64
@@ -106,7 +107,8 @@ class Collector:
     count_late: CountLate = count_nothing
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
-    to wait; `unsubmitted`, `unread`: a call about one failed, and is made again), and of requests in them (`succeeded`,
+    to wait; `unsubmitted`, `unread`: a call about one failed, and is made again; `unread_ticket`: one of another
+    version waits), and of requests in them (`succeeded`,
     `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`; `answered_late`: the result of a request that had
     left)."""
     waiting: dict[str, tuple[str, int, int]] = field(default_factory=dict, init=False)
@@ -159,6 +161,11 @@ class Collector:
                 raise ValueError
             async with self._unpacking:  # one at a time is several times as large as it is packed
                 ticket = await asyncio.to_thread(unpack, message.body)
+        except UnreadTicket as error:  # its requests wait for a worker of the version that wrote it
+            self.counts["unread_ticket"] += 1
+            log.error(signals.HANDLER_FAILED, where="ticket", ticket=message.message_id, error=str(error))
+            await self._publish_again(replace(message, exchange="", routing_key="", headers={}), UNREAD_MS)
+            return
         except ValueError:
             await self._bury(message)
             return
@@ -181,12 +188,8 @@ class Collector:
             return
         packed = items_in(message.body) if len(found.ticket.items) == len(ticket.items) else None
         body = await asyncio.to_thread(pack, found.ticket, packed)
-        first_hop = hop(found.delay_ms, settler.names)
-        await self.publisher.publish_surely(
-            message_of(found.ticket, body, headers_with(first_hop.headers, span.get_span_context())),
-            exchange=first_hop.exchange,
-            routing_key=settler.names.ticket_key,
-        )
+        again = message_of(found.ticket, body, headers_with({}, span.get_span_context()))
+        await self._publish_again(again, found.delay_ms)
         self.waiting[ticket.id] = ticket.lane, len(found.ticket.items), settler.now_ms() + found.delay_ms
         settler.failpoints.reach("after_submitted")
 
@@ -204,6 +207,13 @@ class Collector:
                     assert_never(never)
         finally:
             del self._at_work[ticket.id]
+
+    async def _publish_again(self, message: Message, delay_ms: int) -> None:
+        first_hop = hop(delay_ms, self.settler.names)
+        message.headers = {**message.headers, **first_hop.headers}
+        await self.publisher.publish_surely(
+            message, exchange=first_hop.exchange, routing_key=self.settler.names.ticket_key
+        )
 
     def _is_trusted(self, message: Message) -> bool:
         """Whether a worker has published it: nobody else may write to these exchanges."""
@@ -520,12 +530,12 @@ class Collector:
             await self._publish(ticket, item, TOO_LARGE)
 
     async def _bury(self, message: Message) -> None:
-        """Keep a message that cannot be read, for people."""
+        """Keep what is no ticket, for people."""
         names = self.settler.names
         headers = {
             **carried(message.headers, of=names),
             n.DEAD_CODE: "internal",
-            n.DEAD_DETAIL: "a ticket that this version cannot read, or that no worker has published",
+            n.DEAD_DETAIL: "no ticket, or one that no worker has published",
             n.DEAD_AT: moment_text(self.settler.now_ms()),
         }
         letter = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)

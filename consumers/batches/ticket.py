@@ -128,11 +128,18 @@ def items_in(packed: bytes) -> bytes:
     return packed[_LENGTH.size + _LENGTH.unpack_from(packed)[0] :]
 
 
+class UnreadTicket(ValueError):
+    """It is a ticket: another version may be able to read it."""
+
+
 def unpack(packed: bytes) -> Ticket:
-    """Raises ValueError if these bytes are no ticket."""
+    """Raises ValueError if these bytes are no ticket, UnreadTicket if they are one that this version cannot read."""
     try:
         end = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
-        head: dict[str, Any] = json.loads(packed[_LENGTH.size : end])
+        head: dict[str, Any] = dict(json.loads(packed[_LENGTH.size : end]))
+    except (struct.error, TypeError, ValueError) as error:
+        raise ValueError(f"not a ticket: {type(error).__name__}") from error
+    try:
         unpacker = zlib.decompressobj(wbits=_GZIP)
         raw = unpacker.decompress(packed[end:], _UNPACKED_AT_MOST)
         if not unpacker.eof:
@@ -141,7 +148,7 @@ def unpack(packed: bytes) -> Ticket:
         head |= {"stage": Stage(head["stage"]), **lists}
         return Ticket(**head, items=tuple(_items(raw)))
     except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"not a ticket: {type(error).__name__}") from error
+        raise UnreadTicket(f"not a ticket that this version reads: {type(error).__name__}") from error
 
 
 def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Iterator[tuple[Item, ...]]:

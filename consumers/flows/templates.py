@@ -7,12 +7,12 @@ Every turn of a loop, also of one inside a filter, looks at the clock.
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Final
 
-from jinja2 import StrictUndefined, TemplateError, Undefined, meta, nodes, pass_context
+from jinja2 import Environment, StrictUndefined, TemplateError, Undefined, meta, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import SandboxedEnvironment
@@ -32,6 +32,9 @@ LOOPS: Final = frozenset({"map", "reject", "rejectattr", "select", "selectattr"}
 """Filters that call another filter or a test for each item."""
 STATEMENTS: Final = (nodes.Template, nodes.Output, nodes.For, nodes.If, nodes.Assign)
 """No other one: a block that is kept (`set` without `=`, `filter`, `macro`) grows where nothing is counted."""
+COMPARING: Final = ("max", "min", "sort", "unique")
+"""Filters that call Python for each item, and cannot look at the clock."""
+COMPARED_AT_MOST: Final = 100_000
 PRECISION_AT_MOST: Final = 20
 _END: Final = "the end"
 """In a template's values: until when it may take. No template can name what has a space in it."""
@@ -56,6 +59,7 @@ class _Sandbox(SandboxedEnvironment):
         own: dict[str, Any] = {
             "tojson": _as_json, "string": _text, "join": _join, "round": _round, "sum": _sum, _TIMED: _timed,
         }  # fmt: skip
+        own |= {name: _limited(self.filters[name]) for name in COMPARING}
         self.filters = {name: self.filters[name] for name in FILTERS | LOOPS} | own
 
     def is_safe_callable(self, obj: Any) -> bool:
@@ -112,6 +116,16 @@ def _timed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
 
 
 _LATE: Final = f"not rendered within {WITHIN_S:g} s"
+
+
+def _limited(compare: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(compare)
+    def limited(environment: Environment, items: Iterable[Any], *how: Any, **named: Any) -> Any:
+        if len(compared := list(items)) > COMPARED_AT_MOST:
+            raise Unrendered(f"it compares {len(compared)} values, {COMPARED_AT_MOST} are allowed")
+        return compare(environment, compared, *how, **named)
+
+    return limited
 
 
 def _join(items: Iterable[Any], between: str = "") -> str:

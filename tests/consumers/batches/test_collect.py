@@ -777,6 +777,16 @@ async def test_a_request_that_was_cancelled_when_its_batch_had_ended_is_paid_for
 # ---- what is no ticket ----------------------------------------------------------------------------------------------
 
 
+async def test_a_ticket_of_another_version_waits_for_a_worker_that_can_read_it(collecting: Collecting) -> None:
+    packed = pack(await collecting.gathered(*items(2)))
+    newer = packed.replace(b'"stage": "gathered"', b'"stage": "foreseen"')
+    (sent,) = await collecting.take(newer)
+    assert (sent.exchange, sent.routing_key, sent.message.body) == (NAMES.delay(9), NAMES.ticket_key, newer)
+    assert delay_ms(sent) == 60_000
+    assert collecting.bench.log[-1] == "ack"
+    assert collecting.collector.counts["unread_ticket"] == 1
+
+
 async def test_what_is_no_ticket_becomes_a_dead_letter(collecting: Collecting) -> None:
     (sent,) = await collecting.take(b"nonsense")
     assert (sent.exchange, sent.message.body) == (NAMES.dead, b"nonsense")

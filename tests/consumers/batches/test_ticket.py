@@ -6,7 +6,18 @@ from typing import Any
 
 import pytest
 
-from consumers.batches.ticket import AT_MOST_BYTES, Item, Packing, Stage, Ticket, items_in, pack, parts, unpack
+from consumers.batches.ticket import (
+    AT_MOST_BYTES,
+    Item,
+    Packing,
+    Stage,
+    Ticket,
+    UnreadTicket,
+    items_in,
+    pack,
+    parts,
+    unpack,
+)
 from consumers.state.base import Identity
 from lanekeeper.amqp.wire import encoded, message_from, write_table
 from lanekeeper.contract.messages import Headers, Message
@@ -147,8 +158,9 @@ def test_what_packs_very_well_is_divided_too_because_it_is_unpacked_in_memory() 
 @pytest.mark.parametrize("cut", [0, 3, 50, 300, -1])
 def test_what_is_no_ticket_is_an_error_of_one_kind(cut: int) -> None:
     packed = pack(ticket(item(0, body=random.Random(4).randbytes(5000))))
-    with pytest.raises(ValueError, match="not a ticket"):
+    with pytest.raises(ValueError, match="not a ticket") as error:
         unpack(packed[:cut])
+    assert isinstance(error.value, UnreadTicket) == (cut in (300, -1))  # else not even its head can be read
 
 
 def test_the_ids_of_a_batch_s_requests_fit_the_provider_s_rules() -> None:

@@ -4,7 +4,16 @@ from typing import Any
 
 import pytest
 
-from consumers.flows.templates import FILTERS, LOOPS, MOST_BYTES, Expression, Template, TooLong, Unrendered
+from consumers.flows.templates import (
+    COMPARED_AT_MOST,
+    FILTERS,
+    LOOPS,
+    MOST_BYTES,
+    Expression,
+    Template,
+    TooLong,
+    Unrendered,
+)
 
 KNOWN = FILTERS | LOOPS | {"join", "round", "string", "sum", "tojson"}
 VALUES: dict[str, Any] = {
@@ -96,6 +105,14 @@ def test_what_a_template_becomes_is_bounded() -> None:
         Template("{% for a in input.many %}{% if -1 in input.many %}{% endif %}{% endfor %}").render(VALUES)
     with pytest.raises(Unrendered, match="not rendered within 1 s"):
         Expression("input.many|reject('in', input.many)|list").value(VALUES)
+
+
+@pytest.mark.parametrize("compare", ["sort", "unique|list", "max", "min"])
+def test_what_a_filter_compares_is_bounded(compare: str) -> None:
+    many = Expression(f"input|{compare}")
+    assert many.value({"input": list(range(1, COMPARED_AT_MOST + 1))})
+    with pytest.raises(Unrendered, match=f"it compares {COMPARED_AT_MOST + 1} values, {COMPARED_AT_MOST} are allowed"):
+        many.value({"input": [1] * (COMPARED_AT_MOST + 1)})
 
 
 def test_an_error_names_nothing_that_was_put_in() -> None:
