@@ -11,7 +11,7 @@ import typer
 
 from lanekeeper.contract.names import ERRORS, STRIPPED_ON_REPUBLISH
 from service.cli import options
-from service.cli.options import named
+from service.cli.options import Texts, named
 from service.cli.process import FAILED, connected, print_json, printable, run, tell
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from service.deadletters import DeadLetters, Filter
 
 T = TypeVar("T")
-Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="Whose request it is.")]
+Tenants = Annotated[Texts, typer.Option("--tenant", help="Whose request it is.")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters, instead of a choice.")]
 SHOWN = 80
 
@@ -28,14 +28,12 @@ app = typer.Typer(no_args_is_help=True, help="Dead letters: failed requests that
 
 @options.taking
 def chosen(
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="The ids of requests.")] = None,
-    codes: Annotated[
-        list[str] | None, typer.Option("--code", help="The error's code, such as provider_rejected.")
-    ] = None,
-    lanes: Annotated[list[str] | None, typer.Option("--lane", help="The lane to which it was published.")] = None,
-    apps: Annotated[list[str] | None, typer.Option("--app", help="The application in its routing key.")] = None,
+    ids: Annotated[Texts, typer.Argument(metavar="[ID]...", help="The ids of requests.")] = None,
+    codes: Annotated[Texts, typer.Option("--code", help="The error's code, such as provider_rejected.")] = None,
+    lanes: Annotated[Texts, typer.Option("--lane", help="The lane to which it was published.")] = None,
+    apps: Annotated[Texts, typer.Option("--app", help="The application in its routing key.")] = None,
     tenants: Tenants = None,
-    causes: Annotated[list[str] | None, typer.Option("--cause", help="The cause, as `dead list` shows it.")] = None,
+    causes: Annotated[Texts, typer.Option("--cause", help="The cause, as `dead list` shows it.")] = None,
     since: Annotated[
         str | None, named("--since", "TIME", "Only later ones: a duration ago (2h) or a time (RFC 3339).")
     ] = None,

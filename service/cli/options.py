@@ -14,21 +14,31 @@ if TYPE_CHECKING:
     from service.config.settings import Settings
 
 
+def named(name: str, metavar: str, help: str) -> Any:
+    """Declares an option; `metavar` stands for its value in `--help`."""
+    return typer.Option(name, metavar=metavar, help=help)
+
+
+def duration(name: str, help: str) -> Any:
+    """Declares an option whose value is a duration, in seconds."""
+    return typer.Option(name, parser=seconds, metavar="DURATION", help=help)
+
+
+def instant(name: str, help: str) -> Any:
+    """Declares an option whose value is a time with its zone."""
+    return typer.Option(name, parser=moment, metavar="TIME", help=help)
+
+
+Texts = list[str] | None
 Config = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="TOML file with settings; default: lanekeeper.toml, if there."),
+    Path | None, named("--config", "FILE", "TOML file with settings; default: lanekeeper.toml, if there.")
 ]
 Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="Set one setting, such as lanes.batch.slots=12; overrides all other sources.",
-    ),
+    Texts,
+    named("--set", "NAME=VALUE", "Set one setting, such as lanes.batch.slots=12; overrides all other sources."),
 ]
 Tenant = Annotated[
-    str | None,
-    typer.Option("--tenant", metavar="TENANT", help="The request's tenant: yourself, or one that you may act for."),
+    str | None, named("--tenant", "TENANT", "The request's tenant: yourself, or one that you may act for.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Host = Annotated[str | None, typer.Option("--host", help="Where the HTTP server listens.")]
@@ -49,21 +59,6 @@ class Given(NamedTuple):
         from service.config.loading import load_settings
 
         return load_settings(self.config, for_calls=for_calls, **self.values)
-
-
-def named(name: str, metavar: str, help: str) -> Any:
-    """Declares an option; `metavar` stands for its value in `--help`."""
-    return typer.Option(name, metavar=metavar, help=help)
-
-
-def duration(name: str, help: str) -> Any:
-    """Declares an option whose value is a duration, in seconds."""
-    return typer.Option(name, parser=seconds, metavar="DURATION", help=help)
-
-
-def instant(name: str, help: str) -> Any:
-    """Declares an option whose value is a time with its zone."""
-    return typer.Option(name, parser=moment, metavar="TIME", help=help)
 
 
 def taking(make: Callable[..., object]) -> Callable[[Callable[..., None]], Callable[..., None]]:

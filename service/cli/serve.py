@@ -13,7 +13,7 @@ import typer
 
 from lanekeeper import __version__
 from service.cli import options
-from service.cli.options import instant, named
+from service.cli.options import Texts, instant, named
 from service.cli.process import run_with_telemetry, stop_signals
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ def serve(given: options.Given, simulate: Simulate = False) -> None:
 @options.with_server
 def consume(
     given: options.Given,
-    lanes: Annotated[
-        list[str] | None, named("--lane", "LANE", "Consume only this lane; can be repeated. Default: all.")
-    ] = None,
+    lanes: Annotated[Texts, named("--lane", "LANE", "Consume only this lane; can be repeated. Default: all.")] = None,
     simulate: Simulate = False,
 ) -> None:
     """Work lanes whose topology is declared already (`lanekeeper topology apply`).
@@ -221,11 +219,11 @@ keys = typer.Typer(no_args_is_help=True, help="Keys of the gateway.")
 def new_key(
     tenant: Annotated[str, typer.Argument(metavar="TENANT", help="The tenant of the requests made with the key.")],
     lanes: Annotated[
-        list[str] | None,
+        Texts,
         named("--lane", "LANE", "A lane that calls may name; can be repeated, the first is the default. Default: all."),
     ] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
+        Texts, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
     ] = None,
     expires: Annotated[
         datetime | None, instant("--expires", "When the key expires, such as 2027-01-31T18:00:00Z.")

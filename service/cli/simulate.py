@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli import options
-from service.cli.options import duration, named
+from service.cli.options import Texts, duration, named
 from service.cli.process import FAILED, listening, run
 
 if TYPE_CHECKING:
@@ -43,19 +43,18 @@ def simulate(
     ] = None,
     output_tokens: Annotated[int | None, typer.Option(min=1, help="Length of every answer; default: an echo.")] = None,
     api_key: Annotated[str | None, typer.Option(help="The only key accepted; default: any.")] = None,
-    model: Annotated[list[str] | None, typer.Option("--model", help="A further model's name; can be repeated.")] = None,
+    model: Annotated[Texts, typer.Option("--model", help="A further model's name; can be repeated.")] = None,
     requests_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = 1_000_000,
     input_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = NO_LIMIT,
     output_tokens_per_minute: Annotated[int, typer.Option(min=1, help="Limit of each model class.")] = NO_LIMIT,
     burst: Annotated[float, duration("--burst", "How much time's worth of a limit its bucket holds.")] = "60s",  # type: ignore[assignment]
     fault: Annotated[
-        list[str] | None, named("--fault", "NAME=SHARE", "A fault at random: overloaded=0.1; can be repeated.")
+        Texts, named("--fault", "NAME=SHARE", "A fault at random: overloaded=0.1; can be repeated.")
     ] = None,
     batch_time: Annotated[float, duration("--batch-time", "How long a batch takes.")] = "0",  # type: ignore[assignment]
     batch_item_time: Annotated[float, duration("--batch-item-time", "In addition, for each of its requests.")] = "0",  # type: ignore[assignment]
     batch_fault: Annotated[
-        list[str] | None,
-        named("--batch-fault", "ENDPOINT NAME=SHARE", "A fault of an endpoint of batches; can be repeated."),
+        Texts, named("--batch-fault", "ENDPOINT NAME=SHARE", "A fault of an endpoint of batches; can be repeated.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from service.cli import options
-from service.cli.options import named
+from service.cli.options import Texts, named
 from service.cli.process import FAILED, connected, print_json, run, tell
 
 if TYPE_CHECKING:
@@ -27,13 +27,9 @@ DEFAULT_USERS = ("worker:worker", "operator:operator", "deployer:deployer")
 """What `export` creates if no users are named. No application is among them: an operator must choose its name, which is
 the second word of its routing keys."""
 
-For = Annotated[
-    str | None,
-    named("--for", "VERSION", "RabbitMQ's version, such as 4.3; default: that of the broker."),
-]
+For = Annotated[str | None, named("--for", "VERSION", "RabbitMQ's version, such as 4.3; default: that of the broker.")]
 Users = Annotated[
-    list[str] | None,
-    named("--user", "NAME:ROLE[:LANES]", "application, client, worker, operator, deployer; repeatable."),
+    Texts, named("--user", "NAME:ROLE[:LANES]", "application, client, worker, operator, deployer; repeatable.")
 ]
 
 
@@ -88,7 +84,7 @@ def apply(
     users: Users = None,
     passwords: Annotated[Path | None, named("--passwords", "FILE", "Lines NAME:PASSWORD, one for each --user.")] = None,
     remove_lanes: Annotated[
-        list[str] | None, named("--remove-lane", "LANE", "Delete the queues of a lane that the settings do not have.")
+        Texts, named("--remove-lane", "LANE", "Delete the queues of a lane that the settings do not have.")
     ] = None,
 ) -> None:
     """Declare what is missing on the broker. Nothing that exists is changed or deleted, and the command can be
