@@ -27,17 +27,9 @@ from opentelemetry.trace import INVALID_SPAN
 from consumers.rate_limit import LogThrottle
 from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesFull
+from lanekeeper.contract import problems
 from lanekeeper.contract.names import BODY, CODE
-from lanekeeper.contract.problems import (
-    AccessRefused,
-    BrokerBlocked,
-    BrokerError,
-    LanekeeperError,
-    MessageTooLarge,
-    PublishRefused,
-    RequestProblem,
-    TopologyMismatch,
-)
+from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.replies import NoReply, Problem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
@@ -164,17 +156,17 @@ def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -
             return refused(str(error), status=429)
         case NoReply():
             return ApiError(504, str(error), headers={"x-should-retry": "false"})
-        case PublishRefused():
+        case problems.PublishRefused():
             return refused("the lane is full and takes no more requests; try again later", status=529)
-        case MessageTooLarge():
+        case problems.MessageTooLarge():
             return ApiError(413, f"body: {error.size} bytes, the service takes {error.limit}")
-        case AccessRefused():
+        case problems.AccessRefused():
             return ApiError(403, "the gateway itself has no right to submit this: its operator must grant it")
-        case BrokerBlocked():
+        case problems.BrokerBlocked():
             return refused("the service accepts no requests at present: its broker is low on memory or disk")
-        case TopologyMismatch():
+        case problems.TopologyMismatch():
             return refused("the service is not set up: its operator must run lanekeeper topology verify")
-        case BrokerError():
+        case problems.BrokerError():
             return refused("no connection to the service's broker at present; try again later")
         case _:
             return refused(str(error))

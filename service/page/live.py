@@ -58,7 +58,7 @@ class Live:
         self._seen_s = -UNSEEN_S
         self._woken = asyncio.Event()
         self._latest = b""
-        self._changed: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self._points: deque[Mapping[str, Any]] = deque(maxlen=POINTS)
         self._lanes: list[Any] = []
         self._is_closed = False
@@ -110,7 +110,7 @@ class Live:
             sent = b""
             while not self._is_closed:
                 if self._latest is sent:
-                    await self._change()
+                    await self._changed.wait()
                     continue
                 sent = self._latest
                 async with asyncio.timeout(TAKEN_WITHIN_S):
@@ -127,14 +127,8 @@ class Live:
         self._tell()
 
     def _tell(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-        self._changed = None
-
-    async def _change(self) -> None:
-        if self._changed is None:
-            self._changed = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._changed)  # others wait for it too
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _serves(name: str, content_type: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
