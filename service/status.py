@@ -91,6 +91,8 @@ class Status:
 
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
+    troubles: tuple[str, ...] = ()
+    """Why workers take no work."""
     accounts: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """For each account (a provider with a class of models) and each of its limits (`rpm`, `itpm`, `otpm`,
     `concurrency`): what it allows (`limit`), what is `left` of it, and what is `used`."""
@@ -196,6 +198,7 @@ def merge(
             for name in names_of_lanes  # workers may know further lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
+        troubles=tuple(sorted(_troubles(answers))),
         accounts=_accounts(answers),
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
@@ -229,6 +232,12 @@ def merge(
 def _last_failures(answers: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
     found = [failure for answer in answers for failure in answer.get("failures", ())]
     return tuple(sorted(found, key=lambda failure: -int(failure["at_ms"]))[:FAILURES])
+
+
+def _troubles(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for answer in answers:
+        for why in answer.get("troubles", ()):
+            yield f"{answer.get('worker', '?')} takes no work: {why}"
 
 
 def schedules_in(answers: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

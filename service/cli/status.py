@@ -126,6 +126,8 @@ def _show_status(found: "Status", console: "Console") -> None:
     console.print(table)
     console.print(_times(found))
     say = partial(console.print, highlight=False, soft_wrap=True)
+    for trouble in found.troubles:
+        say(trouble)
     for lane in found.lanes:
         if lane.slots_limit is not None:
             say(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
@@ -139,7 +141,10 @@ def _show_status(found: "Status", console: "Console") -> None:
         for reason, delayed in sorted((lane.delayed_for or {}).items()):
             say(f"{lane.lane}: {delayed['count']} wait for {reason}, the last until {_clock(delayed['last_in_s'])}")
     if (unknown := (found.in_delays or 0) - sum(lane.delayed or 0 for lane in found.lanes)) > 0:
-        say(f"{unknown} more wait in the delay queues, from before these workers began, or replies to be sent again")
+        say(
+            f"{unknown} more wait in the delay queues: from before these workers began, posts to webhooks to be made "
+            "again, or replies to be sent again"
+        )
     if found.in_batches:
         say(f"{found.in_batches} requests wait for a batch of a provider, or are in one")
     if found.dead:

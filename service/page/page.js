@@ -127,7 +127,7 @@ function show(found) {
 }
 
 function alarm(found) {
-  const wrong = [found.trouble, !found.trouble && !found.workers.length ? "No worker answers: nothing is being worked on." : null, ...(found.paused ?? [])].filter(Boolean);
+  const wrong = [found.trouble, !found.trouble && !found.workers.length ? "No worker answers: nothing is being worked on." : null, ...(found.troubles ?? []), ...(found.paused ?? [])].filter(Boolean);
   $("alarm").hidden = !wrong.length;
   text($("alarm"), wrong.join(" · "));
 }

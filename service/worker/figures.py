@@ -29,6 +29,7 @@ IDLE: Final = 2
 REFUSED_FOR_S: Final = 300.0
 """After the broker has refused to tell the length of a queue, it is asked again after this time."""
 CALL: Final = "chat"
+TROUBLES: Final = 3
 
 
 def side_of(intake: str) -> str:
@@ -123,6 +124,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
     budgeting, now_s = worker.budgeting, asyncio.get_running_loop().time()
     return {
         "worker": worker_name,
+        "troubles": _troubles(worker),
         "lanes": {activity.lane: _told(activity) for activity in worker.activities},
         "accounts": _accounts(worker),
         "waiting": {
@@ -308,6 +310,15 @@ def _of_tenants(lane: str, slots: LaneSlots, tenants: frozenset[str]) -> Iterato
     for tenant, figures in slots.snapshot(tenants).items():
         for what, value in figures.items():
             yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": lane}, value
+
+
+def _troubles(worker: "Worker") -> list[str]:
+    """The first reasons why `/readyz` says that it takes no work: of those that say the same, one."""
+    found: dict[str, str] = {}
+    for what, why in worker.reasons().items():
+        if why is not None:
+            found.setdefault(why, f"{what}: {why}")
+    return list(found.values())[:TROUBLES]
 
 
 def _removed(worker: "Worker") -> dict[str, int]:

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 from service.gateway.server import Server
+from tests.journeys.test_providers import status
 from tests.support.brokers import Vhost
 from tests.support.defaults import store_url
 from tests.support.requester import requester
@@ -76,8 +77,9 @@ async def test_a_worker_started_without_a_usable_store_waits_and_then_recovers(
         await until(lambda: worker.parts.store.trouble)
         asked = await app.publish({"prompt": "hello"}, message_id="m-1")
         await until(lambda: worker.parts.pausing.reasons())
-        status, reasons = await readiness(health)
-        assert status == 503
+        code, reasons = await readiness(health)
+        assert code == 503
+        assert word in (await status(worker)).troubles[0], "`lanekeeper status` says it too"
         assert word in reasons["store"], reasons
         assert str(path.name) in reasons["store"], "which file"
         assert not worker.api.calls
