@@ -61,6 +61,8 @@ class LaneStatus:
     lengths."""
     workers: int
     running: int | None
+    longest_s: int | None
+    """For how long a worker has had the one of them that began first."""
     slots: int | None
     """How many requests of the lane's intake queue (new requests) all workers together can work on at the same time.
     This includes slots that other lanes have lent, and slots that were added because requests waited too long."""
@@ -340,6 +342,7 @@ def _lane(
         depth=None if intake is None or due is None else intake.ready + due.ready + aside,
         consumers=None if intake is None else intake.consumers,
         workers=len(figures),
+        longest_s=max((int(of_worker.get("longest_s", 0)) for of_worker in figures), default=None),
         slots=total("slots", "extra_slots"),
         slots_limit=", ".join(sorted({limit for of_worker in figures if (limit := of_worker.get("slots_limit"))}))
         or None,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 WORDS = {True: "ok", False: "wrong", None: "-"}
 _DAY_S = 86_400
 TOP_EVERY_S = 2.0
+LONG_S = 30
 DEAD_LETTERS = {
     "exported": "dead letters exported",
     "dropped": "dead letters dropped",
@@ -129,6 +130,8 @@ def _show_status(found: "Status", console: "Console") -> None:
     for trouble in found.troubles:
         say(trouble)
     for lane in found.lanes:
+        if (lane.longest_s or 0) >= LONG_S:
+            say(f"{lane.lane}: a request has been worked on for {lane.longest_s} s")
         if lane.slots_limit is not None:
             say(f"{lane.lane} waits too long and gets no more slots: the limit is {lane.slots_limit}")
     for lane in found.lanes:

@@ -121,11 +121,18 @@ class QueueLengths:
 
 def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
     """The answer to a status question, as JSON values."""
-    budgeting, now_s = worker.budgeting, asyncio.get_running_loop().time()
+    budgeting, now_s, longest_s = worker.budgeting, asyncio.get_running_loop().time(), dict[str, int]()
+    for job in (job for pool in worker.pools for job in pool.jobs):
+        if job.lane is not None:
+            for_s = (time.time_ns() // 1_000_000 - job.taken_ms) // 1000
+            longest_s[job.lane.name] = max(for_s, longest_s.get(job.lane.name, 0))
     return {
         "worker": worker_name,
         "troubles": _troubles(worker),
-        "lanes": {activity.lane: _told(activity) for activity in worker.activities},
+        "lanes": {
+            activity.lane: {**_told(activity), "longest_s": longest_s.get(activity.lane, 0)}
+            for activity in worker.activities
+        },
         "accounts": _accounts(worker),
         "waiting": {
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}

@@ -38,7 +38,7 @@ def test_figures_of_several_workers_are_added_up() -> None:
         {
             "worker": "b:2",
             "lanes": {
-                "critical": figures(running=3, answered=10, throughput_per_min=5),
+                "critical": figures(running=3, longest_s=7, answered=10, throughput_per_min=5),
                 "batch": figures(extra_slots=14, slots_limit="itpm", deferred_for={"breaker": 2, "tenant": 1}),
             },
             "dead_letters": {"exported": 2, "dropped": 1},
@@ -49,7 +49,7 @@ def test_figures_of_several_workers_are_added_up() -> None:
         {
             "worker": "a:1",
             "lanes": {
-                "critical": figures(running=1, answered=1, failed=2, retried=4),
+                "critical": figures(running=1, longest_s=90, answered=1, failed=2, retried=4),
                 "batch": figures(extra_slots=2, slots_limit=None, deferred_for={"breaker": 3}, waits_since_delivery=7),
             },
             "dead_letters": {"exported": 1, "unparked": 5},
@@ -63,6 +63,7 @@ def test_figures_of_several_workers_are_added_up() -> None:
 
     critical, batch = status.lanes
     assert (critical.workers, critical.running, critical.slots, critical.due_slots) == (2, 4, 32, 8)
+    assert critical.longest_s == 90
     assert (critical.answered, critical.failed, critical.retried, critical.throughput_per_min) == (11, 2, 4, 5)
     assert (batch.slots, batch.extra_slots, batch.slots_limit, batch.waits_since_delivery) == (48, 16, "itpm", 7)
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
