@@ -109,4 +109,4 @@ async def test_a_schedule_is_listed_run_paused_and_let_go_by_command(vhost: Vhos
             assert not [each for each in worker.told("schedule.fired") if each["id"] > late]
             await command(environ, tmp_path, "resume", "--schedule", "tick")
             await until(lambda: [each for each in worker.told("schedule.fired", schedule="tick") if each["id"] > late])
-            assert worker.told("schedule.missed", schedule="tick")[0]["count"] >= 2
+            assert sum(each["count"] for each in worker.told("schedule.missed", schedule="tick")) >= 2
