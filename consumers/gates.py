@@ -220,7 +220,7 @@ class BrakeGate:
 DEATHS_AT_MOST = 4
 """After this many workers have died while they worked on a request (had its claim in the store), the request goes to
 the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
-that ended because the connection was lost while the worker lived on; such a worker releases the claim."""
+that ended because the connection was lost while the worker lived on."""
 SUSPECT_FROM = 2
 """A request is a suspect if at least this many workers have died while they worked on it. A worker runs only one
 suspect at a time, so that the request which kills workers is identified."""
@@ -294,8 +294,7 @@ AGAIN_MS = 2000
 async def fetch_body(
     job: Job, decoded: Decoded, *, fetching: Fetching, decoding: Decoding, now_ms: NowMs
 ) -> Outcome | None:
-    """The body gate: if the message has only the body's address, fetches the body and decodes it into `job.decoded`.
-    The body stays in memory until the attempt is over."""
+    """The body gate: if the message has only the body's address, fetches the body and decodes it into `job.decoded`."""
     kept = decoded.request.kept
     if kept is None:
         return None
@@ -382,8 +381,8 @@ Estimate = Callable[[Job, Request, Route], Amounts]
 
 @dataclass(slots=True, eq=False)
 class CapsGate:
-    """Lets a request pass if its lane and its tenant have enough left of their daily caps (limits of requests, tokens
-    and dollars, set by the operator). `estimate`: `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
+    """Lets a request pass if its lane and its tenant have enough left of their daily caps. `estimate`:
+    `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
 
     spending: Spending
     breakers: Breakers
@@ -502,8 +501,8 @@ LARGEST_PART = 32
 
 @dataclass(slots=True, eq=False)
 class BatchGate:
-    """Sends requests that can wait to be gathered for a provider's batch (`batches/gather.py`). `has_batches`: whether
-    the provider with this name has any. `estimate`: `BudgetGate.amounts`."""
+    """Sends requests that can wait to be gathered for a provider's batch (`batches/gather.py`). `estimate`:
+    `BudgetGate.amounts`."""
 
     breakers: Breakers
     _: KW_ONLY
@@ -565,8 +564,7 @@ class WaitingRoom:
         self._patience_s: dict[str, float] = {}
 
     def enter(self, lane: str, account: str, *, slots: int) -> float | None:
-        """Count a request that begins to wait. Return its patience; None: it need not let others pass. Call `leave`
-        when the wait has ended. `slots`: how many slots the lane has."""
+        """Count a request that begins to wait. Return its patience; None: it need not let others pass."""
         waiting = self._waiting[lane]
         waiting[account] += 1
         if len(waiting) > 1:

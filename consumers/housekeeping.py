@@ -33,8 +33,7 @@ log = logs.logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadSpec:
-    """The limits of `lane.dead`, the queue of dead letters: how many letters it may hold, how many bytes, and for how
-    long each is kept."""
+    """The limits of `lane.dead`, the queue of dead letters."""
 
     max_count: int = 100_000
     max_bytes: int = GIB
@@ -122,8 +121,7 @@ def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
 PROBE_EVERY_S = 5.0
 PROBE_AGAIN_S = 0.5
 SWEEP_EVERY_S = 60.0
-"""The seconds between two removals of expired results and bodies, on average. It is also the time limit, in seconds,
-for one removal of expired bodies."""
+"""The seconds between two removals of expired results and bodies, on average."""
 STEP_PAUSE_S = 0.05
 SWEEP_LEASE = "sweep"
 

@@ -136,8 +136,8 @@ class Settler:
         return stored
 
     async def reply_only(self, job: Job) -> Replayed | None:
-        """The outcome of a delivery whose request has ended, and of which only the reply is left to be sent (`_answer`
-        published it for that); None for any other. Raises StoreUnavailable."""
+        """The outcome of a delivery whose request has ended, and of which only the reply is left to be sent; None for
+        any other. Raises StoreUnavailable."""
         if not job.hop.reply_try:
             return None
         if (error := job.hop.reply_error) is None:
@@ -153,8 +153,7 @@ class Settler:
         return Replayed(completion=completion, is_reply_only=True)
 
     async def ack(self, delivery: Delivery) -> None:
-        """Acknowledge a delivery that has no outcome: the request was moved to a side queue, or the message is a
-        control message."""
+        """Acknowledge a delivery that has no outcome."""
         with suppress(ChannelLost):
             await delivery.ack()
 

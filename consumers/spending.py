@@ -51,8 +51,7 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """What a lane or a tenant may use in one day (UTC): how many requests, tokens and dollars. None: there is no such
-    limit."""
+    """What a lane or a tenant may use in one day (UTC)."""
 
     requests: float | None = None
     tokens: float | None = None
@@ -112,8 +111,7 @@ class Hold:
 
 
 class Spending:
-    """Counts what requests use against the daily caps of their lane and tenant: an estimate before the call, corrected
-    after it."""
+    """Counts what requests use against the daily caps of their lane and tenant."""
 
     def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
         self._allowances = allowances
@@ -275,8 +273,7 @@ BATCH_SHARE: Final = 0.5
 
 
 class Prices:
-    """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`. `batch`:
-    what an answer in a provider's batch costs, as a share of its price in a live call."""
+    """The prices of all models: those in `given`, and those in `DEFAULTS` for models that are not in `given`."""
 
     def __init__(
         self, given: Mapping[str, Price] | None = None, *, as_of: str = AS_OF, batch: float = BATCH_SHARE

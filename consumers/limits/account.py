@@ -71,8 +71,7 @@ class Waiter:
 
 
 class Account:
-    """The budget of one account at a provider. Lanes are numbered by urgency: 0 is the most urgent, which comes first
-    in `BudgetSpec.shares`."""
+    """The budget of one account at a provider."""
 
     def __init__(self, name: str, spec: BudgetSpec, *, now_s: float) -> None:
         self.name = name
@@ -132,7 +131,7 @@ class Account:
     def grant_next(self, now_s: float) -> tuple[Waiter | None, float]:
         """Grant the next waiting request, if the budget allows it: take it out of its line and give it a reservation.
         Returns the granted request and 0; or, if none may be granted now, None and the seconds after which to call this
-        again (infinite if time alone changes nothing)."""
+        again."""
         self.refill(now_s)
         if self.lines.is_empty:
             return None, inf
@@ -265,8 +264,7 @@ class Account:
         self._resize()
 
     def shift(self, jump_s: float) -> None:
-        """Add `jump_s` to all times that this account has recorded, because the clock has jumped by so many seconds,
-        and learned limits must get neither older nor younger."""
+        """Add `jump_s` to all times that this account has recorded, because the clock has jumped by so many seconds."""
         self.lines.shift(jump_s)
         self.load(self.learned().shifted(jump_s))
         self._running_calls.shift(jump_s)
@@ -389,15 +387,14 @@ class Bucket:
         self.resize(per_minute, size, fills=True)
 
     def resize(self, per_minute: float, size: Size, *, fills: bool) -> None:
-        """Change the limit and the size; call `refill` before. If the bucket becomes smaller, the amount that no longer
-        fits is lost. `fills`: if the bucket becomes larger, raise its level by the difference, because the provider's
-        bucket was that large from the beginning, and only our guess of the limit was too low."""
+        """Change the limit and the size; call `refill` before. `fills`: if the bucket becomes larger, raise its level
+        by the difference, because the provider's bucket was that large from the beginning, and only our guess of the
+        limit was too low."""
         self.per_s = per_minute / 60
         # at least one, because no call could take anything from a smaller bucket
         before, self.burst = self.burst, max(1.0, per_minute * size.burst_s / 60)
         self.most = (1 - size.lost_part) * self.burst
-        """The highest level from which a call can take its amount. A fuller bucket is lowered to it when a call begins
-        (see `Size.lost_part`)."""
+        """The highest level from which a call can take its amount."""
         self.reserves = [share * self.burst for share in self.shares]
         self._caps = [
             max(reserve, min(wanted, self.burst)) for reserve, wanted in zip(self.reserves, self._wants, strict=True)
@@ -459,8 +456,7 @@ class Bucket:
         return from_savings
 
     def give_back(self, lane: int, amount: float, *, from_savings: float) -> None:
-        """Give back an amount that was taken and not used. `from_savings`: how much of what was taken came from the
-        lane's savings; no more than that returns to them."""
+        """Give back an amount that was taken and not used."""
         self.level = min(self.burst, self.level + amount)
         saved = self.savings[lane]
         self.savings[lane] = max(saved, min(self._caps[lane], saved + min(amount, from_savings)))
@@ -528,9 +524,8 @@ class Bucket:
 
 
 def flows_in_s(missing: float, per_s: float, filling: Sequence[tuple[float, float]]) -> float:
-    """Seconds until the amount `missing` has flowed into a bucket for a request. The rate `per_s` rises whenever
-    another lane has saved enough and no longer takes its share. `filling`: for each of these lanes, after how many
-    seconds the rate rises, and by how much per second."""
+    """Seconds until the amount `missing` has flowed into a bucket for a request. `filling`: for each lane
+    that will have saved enough, after how many seconds the rate rises, and by how much per second."""
     passed_s = 0.0
     for in_s, more_per_s in sorted(filling):
         reached = missing - per_s * (in_s - passed_s)
@@ -629,8 +624,8 @@ class RunningCalls:
     """The reservations of an account's running calls, which may explain why the provider refuses a further call (429).
 
     A provider estimates a request's input tokens when its call begins, and corrects the estimate when the call ends.
-    Until then it may count more tokens for the call than we have reserved. So an unexpected refusal may be caused by
-    the estimate for one large request, or by the sum of the estimates for many running calls."""
+    Until then it may count more tokens for the call than we have reserved.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, Reservation] = {}

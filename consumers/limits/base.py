@@ -12,8 +12,7 @@ from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES, NORMAL, LaneSpec, nea
 
 
 class Amounts(NamedTuple):
-    """What a call to a provider uses, or what an account's limits allow per minute: three numbers, always in this
-    order."""
+    """What a call to a provider uses, or what an account's limits allow per minute."""
 
     requests: float = 0.0
     input_tokens: float = 0.0
@@ -76,7 +75,7 @@ class BudgetSpec:
 
     shares: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SHARES)
     """Each lane's share of every token bucket, above 0 and up to 1, the most urgent lane first: this part of what flows
-    into the bucket is saved for the lane alone, so that it always gets some budget."""
+    into the bucket is saved for the lane alone."""
     ranks: Mapping[str, int] = field(default_factory=lambda: {lane.name: lane.rank for lane in DEFAULT_LANES})
     burst_s: float = 60.0
     """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, the size is what the
@@ -165,8 +164,7 @@ LEAST_LIMITS: Final = (1.0, 1000.0, 1000.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketHeaders:
-    """What a response's headers say about one limit: the limit per minute, and how much is left of it. A value is None
-    if its header is missing or impossible."""
+    """What a response's headers say about one limit: the limit per minute, and how much is left of it."""
 
     limit: float | None = None
     remaining: float | None = None
@@ -191,8 +189,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """What one response of the provider says about its account: its limits, what is left of them, and when to call
-    again."""
+    """What one response of the provider says about its account."""
 
     kind: Kind
     request: str = ""

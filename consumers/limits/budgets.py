@@ -51,8 +51,7 @@ class Turns(Protocol):
         is decided which requests are granted; `decided` waits for the decision."""
 
     async def decided(self, waiter: Waiter) -> None:
-        """Wait until it is decided whether this request, which has just begun to wait, gets the account's budget at
-        once."""
+        """Wait until it is decided whether this request gets the account's budget at once."""
 
     def settle(self, reservation: Reservation, used: Amounts | None) -> None:
         """After a call, settle its reservation, which must not be settled yet. `used`: None if it used nothing."""
@@ -60,13 +59,12 @@ class Turns(Protocol):
     def learn(self, feedback: Feedback) -> None: ...
 
     async def aclose(self) -> None:
-        """Stop the timer, and send Redis the changes of the budget that it does not know yet. Call it when no request
-        waits for the budget any more."""
+        """Stop the timer, and send Redis the changes of the budget that it does not know yet."""
 
 
 class Budgets:
     """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` object
-    of an account. Times are those of the event loop's clock."""
+    of an account."""
 
     def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], Turns]) -> None:
         self._open_turns = open_turns
@@ -98,8 +96,7 @@ class Budgets:
         arrived: float | None = None,
         on_wait: Callable[[Wait], None] | None = None,
     ) -> Reservation:
-        """Wait until budget of an account is reserved for a call. `amounts`: the requests and tokens that the call is
-        expected to use. `until`: the latest time at which the call may begin. `request`: the id of the request.
+        """Wait until budget of an account is reserved for a call. `until`: the latest time at which the call may begin.
         `arrived`: if the request was deferred and comes back, the time when it first began to wait, so that it gets its
         old place in the line. If the request has to wait, `on_wait` is called with the forecast of its wait.
 
@@ -272,8 +269,7 @@ class OwnTurns:
 
 
 def learn(account: Account, feedback: Feedback, now_s: float) -> bool:
-    """Learn the account's limits from a response, and log how they have changed. Returns True if earlier forecasts of
-    waits are too short now."""
+    """Learn the account's limits from a response. Returns True if earlier forecasts of waits are too short now."""
     before = account.per_minute()
     is_less = account.learn(feedback, now_s)
     if (after := account.per_minute()) != before:
@@ -337,8 +333,7 @@ class _Average:
 
 
 class Estimates:
-    """Estimates how many tokens a request will use and how long its call will take, from earlier answers to requests of
-    the same lane, task and model."""
+    """Estimates how many tokens a request will use and how long its call will take."""
 
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
@@ -362,7 +357,7 @@ class Estimates:
 
     def learn_run(self, kind: UsageClass, run_s: float, *, was_cut: bool) -> None:
         """Learn from a call how long it took. `was_cut`: True if the deadline ended the call, which would have taken
-        longer. Its duration then counts only if it is longer than the estimate."""
+        longer."""
         if not was_cut or run_s > self.run_s(kind):
             _learn_value(self._runs, kind, run_s)
 

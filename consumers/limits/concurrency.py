@@ -31,8 +31,7 @@ ROUND_S = 1.0
 time. If a refusal (529) takes about as long or longer, a round is two, four, eight … times as long."""
 ROUND_MOST_S = 16.0
 AGEING = 0.9
-"""By this factor the counts of calls that began and that were refused (529) get smaller every second, so that those of
-the last ten seconds count."""
+"""By this factor the counts of calls that began and that were refused (529) get smaller every second."""
 REFUSED_FROM = 8
 SHARE_FROM = 0.1
 """A trial begins if at least this many, and this part, of the counted calls were refused."""
@@ -114,8 +113,7 @@ def _few(calls: float, refused: float) -> tuple[int, int]:
 
 
 class Concurrency:
-    """How many calls of one account may run at a time, how many run, and which lanes are due for a call. `ceiling`: the
-    limit of the settings; None: no limit."""
+    """How many calls of one account may run at a time, how many run, and which lanes are due for a call."""
 
     def __init__(self, ceiling: int | None, shares: Sequence[float]) -> None:
         self._ceiling: float = inf if ceiling is None else ceiling

@@ -139,8 +139,7 @@ class _Line:
 
     def wait_s(self, ahead: float, amount: float, *, earliest: bool = False) -> float:
         """Seconds until a request that needs `amount` may take it, after the requests before it, which together need
-        `ahead`. It takes the amount from the lane's savings, or from what other lanes leave, whichever is possible
-        sooner. `earliest`: compute the shortest possible wait and not the expected one."""
+        `ahead`. `earliest`: compute the shortest possible wait and not the expected one."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level

@@ -125,8 +125,7 @@ class Adaptive:
 
     def refused(self, now_s: float, is_spent: Sequence[bool] = NONE_SPENT) -> None:
         """Lower the assumed limits after a refusal: those of which almost nothing is left (`is_spent`) by `LESS`; if
-        there is no such limit, all are halved. If the account was assumed to have no limits, the first guesses are
-        assumed instead."""
+        there is no such limit, all are halved."""
         known = self.learned._replace(moved_s=now_s)
         if known.is_silent:
             known = known._replace(is_silent=False, halved_s=now_s)
@@ -173,8 +172,7 @@ class Size(NamedTuple):
     lost_part: float
     """The part of a full bucket that counts as lost when a call begins, in addition to what the call takes. Without it,
     our bucket could become fuller than the provider's. If the provider's bucket is not larger than ours, it is full as
-    well, and begins to refill only when the call arrives at the provider, but ours begins when the call begins. The
-    time between these differs from call to call."""
+    well, and begins to refill only when the call arrives at the provider, but ours begins when the call begins."""
 
 
 UNKNOWN_S = 5.0
@@ -284,8 +282,7 @@ class Bursts:
         self.margin = min(MARGIN_MOST, self.margin + MARGIN_STEP)
 
     def answered(self, now_s: float) -> bool:
-        """After an answer: undo one step of what refusals have changed, but at most every `RECOVERY_EVERY_S`. Returns
-        True if this was done."""
+        """After an answer: undo one step of what refusals have changed, but at most every `RECOVERY_EVERY_S`."""
         self._refusals -= WEIGHT * self._refusals
         known = self.learned
         if 0 <= now_s - known.moved_s < RECOVERY_EVERY_S or (min(known.cut) == 1 and not self.margin):
@@ -311,8 +308,7 @@ Known = TypeVar("Known", LearnedLimits, LearnedBursts)
 
 
 class UnreadableError(ValueError):
-    """The text cannot be used, because another version of Lanekeeper has written it, or because it is damaged. The
-    process that reads it then keeps what it has learned itself."""
+    """The text cannot be used, because another version of Lanekeeper has written it, or because it is damaged."""
 
 
 class Learned(NamedTuple):

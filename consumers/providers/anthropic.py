@@ -97,9 +97,8 @@ class Reading(TypedDict, total=False):
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
-    `client`: one of the SDK's asynchronous clients. `secret`: the API key, which is removed from error texts.
-    `max_values`: how many JSON keys and values an answer may have at most. `http`: the HTTP client that `client` uses,
-    given only if the API key does not change.
+    `client`: one of the SDK's asynchronous clients. `secret`: the API key, which is removed from error texts. `http`:
+    the HTTP client that `client` uses, given only if the API key does not change.
     """
 
     client: Any
@@ -337,8 +336,7 @@ async def _drain(chunks: AsyncIterator[bytes]) -> None:
 
 def set_stream(body: bytes, streamed: bool, *, is_stated: bool = True) -> bytes:
     """The request's body with the field `stream` set to `streamed`, because the worker decides whether the answer is
-    streamed. Unchanged if the field has that value, or is missing and `streamed` is false. `is_stated`: False if the
-    body certainly does not have the field."""
+    streamed. Unchanged if the field has that value, or is missing and `streamed` is false."""
     if is_stated and (b'"stream"' in body or b"\\u" in body):  # a key may be written with \u escapes
         found = jiter.from_json(body, cache_mode="none")  # for large bodies four times as fast as json
         if "stream" in found:
@@ -469,8 +467,7 @@ ANSWER_BYTES: Final = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A response to a call other than Messages: an answer, or an error in Anthropic's format. The body is unchanged;
-    headers are by name in lower case."""
+    """A response to a call other than Messages: an answer, or an error in Anthropic's format."""
 
     status: int
     headers: Mapping[str, str]

@@ -74,8 +74,7 @@ class BatchInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLine:
-    """One line of a batch's results. `custom_id`: empty if the line has none. `line`: its bytes, which `Batches.answer`
-    reads. `kind`: `broken` if it is no result."""
+    """One line of a batch's results. `custom_id`: empty if the line has none. `kind`: `broken` if it is no result."""
 
     custom_id: str
     kind: Kind
@@ -84,10 +83,7 @@ class ResultLine:
 
 @dataclass(slots=True, eq=False)
 class Batches:
-    """The batches of one provider's account. All methods raise `ProviderError`, of the same classes as live calls.
-
-    `client`: one of Anthropic's asynchronous clients. `secret`: the API key, which is removed from error texts.
-    """
+    """The batches of one provider's account. All methods raise `ProviderError`, of the same classes as live calls."""
 
     client: Any
     _: KW_ONLY
@@ -104,8 +100,7 @@ class Batches:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the provider has answered within the last hour that it has no batches, as APIs do that are like
-        Anthropic's in part."""
+        """Whether the provider has answered within the last hour that it has no batches."""
         return asyncio.get_running_loop().time() < self._missing_until_s
 
     async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:

@@ -70,7 +70,7 @@ REMEMBERED = 1000
 """There is a limit of circuit breakers, because requests can name any number of models."""
 FIRST_PROBE_S = 1.0
 """The seconds from the pause of a provider to the first probe. Each further time between two probes is twice as long,
-up to `PROBE_EVERY_S`, so that a short outage of a proxy or of DNS is over soon."""
+up to `PROBE_EVERY_S`."""
 PROBE_EVERY_S = 60.0
 AGAIN_S = 120.0
 """A provider that is paused again within this many seconds after a pause goes on with that pause: the probe has not
@@ -81,8 +81,7 @@ log = logs.logger()
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A breaker's new state (event `breaker`) or a provider's pause (`paused`), published as this event of the life
-    cycle of the request whose call caused it."""
+    """A breaker's new state (event `breaker`) or a provider's pause (`paused`)."""
 
     event: str
     fields: Mapping[str, Any]

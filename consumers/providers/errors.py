@@ -142,8 +142,8 @@ def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
 
 
 def from_body(body: Mapping[str, Any], *, secret: str, where: str = "") -> ProviderError:
-    """The exception for an error in Anthropic's format that came without an HTTP status, from an account that is well.
-    `where`: begins the error's text."""
+    """The exception for an error in Anthropic's format that came without an HTTP status, from an account that is
+    well."""
     error = body.get("error")
     fields = error if isinstance(error, dict) else {}
     kind = _short(fields.get("type"), secret)
@@ -238,7 +238,7 @@ def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None
     """Read the limits from a response's headers, `anthropic-ratelimit-{requests,input-tokens,output-tokens}-` followed
     by `limit` (per minute), `remaining` or `reset` (docs/facts.md, section 10). Impossible values are ignored. Returns
     None if the headers say nothing about limits. `headers`: the values by name in lower case, in a dict, because a
-    look-up in httpx2's own type searches all headers; `now_s`: seconds since 1970."""
+    look-up in httpx2's own type searches all headers."""
     found = RateHeaders(*(_bucket_headers(headers, index, now_s) for index in range(3)))
     return found if any(header.limit or header.remaining is not None for header in found) else None
 

@@ -96,7 +96,7 @@ class Provider(Protocol):
         traceparent: str | None = None,
     ) -> Answer:
         """Make one call. The answer is streamed if `parts` is given, or if it may take longer than ten minutes. What a
-        streamed call has used so far is reported in `underway`. `traceparent`: sent as the header of this name.
+        streamed call has used so far is reported in `underway`.
 
         `timeout_s` is the time limit of the whole call or, if the answer is streamed, of the time to the first token;
         `request.call_s` bounds every pause after it. Raises `ProviderError`; cancelling the call closes its socket.
@@ -187,8 +187,8 @@ class Registry:
         return None if found is None else found.batches
 
     async def from_batch(self, route: Route, line: bytes) -> Answer:
-        """The answer in one line of a batch's results, with its cost; no call is made. `route`: what the batch was
-        created for. Raises the `ProviderError` that the line tells instead."""
+        """The answer in one line of a batch's results, with its cost; no call is made. Raises the `ProviderError` that
+        the line tells instead."""
         batches = self._providers[route.provider].batches if route.provider in self._providers else None
         if batches is None:
             raise TransientError(f"the provider {route.provider[:80]!r} of its batch is gone", type="no_batches")

@@ -1,4 +1,4 @@
-"""Makes the chain of a request: the providers and models that may be called for it, in order. This file has no I/O.
+"""Makes the chain of a request: the providers and models that may be called for it, in order.
 
 The chain has first the providers of the lane that have the requested model; then those that have the model's fallback
 (the model that the settings name in its place); then those that have the fallback of that fallback, and so on. Models

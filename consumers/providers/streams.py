@@ -27,8 +27,7 @@ _NAME_CHARACTERS: Final = 256
 
 def pieces(response: httpx2.Response, headers: Mapping[str, str]) -> AsyncIterable[bytes]:
     """Yield the body of a provider's HTTP answer in pieces, decompressed. A body that is not compressed is read
-    directly from the transport's stream, which takes 40 % of the CPU time of httpx2's own method. `headers`: the
-    response's, by name in lower case."""
+    directly from the transport's stream, which takes 40 % of the CPU time of httpx2's own method."""
     if "content-encoding" not in headers and isinstance(response.stream, httpx2.AsyncByteStream):
         return response.stream
     return response.aiter_bytes()
@@ -288,9 +287,7 @@ class StreamedMessage:
 
     def add(self, event: dict[str, Any], data: bytes = b"") -> bool:
         """Add an event, of which `data` is the JSON. Returns True if it was the last one, `message_stop`. Raises
-        `TransientError` if it is malformed or cannot follow the events before it, `AnswerTooLargeError` if all together
-        are too large.
-        """
+        `TransientError` if it is malformed or cannot follow the events before it."""
         try:
             self._count(event, data)
             return self._add(event)

@@ -1,5 +1,5 @@
 """Counts a lane's running requests and the outcomes of its deliveries, and keeps its waits and run times of the last
-hour, for `lanekeeper status`, metrics and the log."""
+hour."""
 
 import asyncio
 import math
@@ -152,7 +152,7 @@ class LaneActivity:
 
     def _delay(self, reason: str, delay_ms: int) -> None:
         """Count a request that waits in the delay queues. Its due time is rounded up by at most a 16th of the delay, or
-        a second, so that the counts of any number of requests need little memory."""
+        a second."""
         step_s = 1 << max(0, (delay_ms // 32_000).bit_length())
         due_s = time.monotonic() + delay_ms / 1000
         delayed = self._delayed.setdefault(reason, Counter())

@@ -159,8 +159,7 @@ class QueueSlots:
         self._running: dict[str, int] = {}
         self._passes: dict[str, float] = {}
         """The pass (a term of stride scheduling) of each tenant that has running or waiting requests: each slot that
-        the tenant is granted adds 1/weight to it. Of tenants that hold equally many slots in proportion to their
-        weights, the one with the lowest pass gets the next slot."""
+        the tenant is granted adds 1/weight to it."""
         self._floor = 0.0
         self._waiting: list[_Waiting] = []
         self.running = 0
@@ -189,8 +188,7 @@ class QueueSlots:
 
     def set_surplus_aside(self, is_on: bool) -> None:
         """Decide whether requests that exceed their tenant's share of the slots are set aside. Such requests that wait
-        here already are set aside at once; of each tenant's requests, the first ones stay, as many as are within its
-        share."""
+        here already are set aside at once."""
         self.sets_surplus_aside = is_on
         if is_on:
             staying = Counter(self._running)
@@ -319,8 +317,7 @@ class QueueAdmitter:
         self._names = names
 
     async def admit(self, job: Job) -> Admission:
-        """Wait until the request holds a slot, or must leave this process, because its tenant exceeds its share or the
-        wait takes too long."""
+        """Wait until the request holds a slot, or must leave this process."""
         tenant = job.identity.tenant
         if self._slots.begin(tenant):
             return Admission.BEGIN
@@ -374,8 +371,7 @@ class PausedAdmitter(QueueAdmitter):
 
 
 class SideQueueAdmitter(QueueAdmitter):
-    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue,
-    because side queues have no slots of their own."""
+    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue."""
 
     def __init__(self, slots: QueueSlots, side_queues: "SideQueues") -> None:
         super().__init__(slots)
@@ -468,8 +464,7 @@ class SideQueues:
 
     def _place(self, tenant: str) -> int:
         """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
-        free queue (it has no requests and is assigned to no tenant), in an order that is computed from the tenant's
-        name; else the shortest queue."""
+        free queue, in an order that is computed from the tenant's name; else the shortest queue."""
         if (known := self._number_of(tenant)) is not None:
             return known
         assigned = set(self._places.values())

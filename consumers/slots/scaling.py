@@ -143,14 +143,14 @@ checks in a row."""
 CALLED_BACK_AFTER_LOOKS: Final = 8
 SCOUT_PREFETCH: Final = 64
 """A scout moves at most this many requests in the time that the broker takes to confirm a publish, which is long on a
-busy machine; but each takes CPU time from requests of other lanes, and may have 1 MiB."""
+busy machine."""
 WaitingFor = Callable[[], Mapping[str, str]]
 
 
 @dataclass(slots=True, kw_only=True)
 class ScaledQueue:
-    """A queue whose number of slots changes: the pools that consume it, of which `pool` always does, and its load so
-    far. `new_scout`: None if the lane has no side queues."""
+    """A queue whose number of slots changes: the pools that consume it and its load so far. `new_scout`: None if the
+    lane has no side queues."""
 
     lane: str
     pool: SlotPool

@@ -45,7 +45,7 @@ class StoreSpec:
     are removed (`shedding.py`)."""
     cancelled_s: float = DAY_S + SEEN_LATE_S
     """How long the cancellation of a request that no worker has seen is kept: a little longer than the longest deadline
-    of a lane, because the request can wait that long in its queue."""
+    of a lane."""
     unseen_per_tenant: int = 10_000
     waiting_per_tenant: int = 10_000
     waiting_in_all: int = 100_000
@@ -473,7 +473,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
     async def probe(self) -> None: ...
 
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
-        """Ask for the claim of a request, before its provider is called.
+        """Ask for the claim of a request.
 
         It is granted if no worker holds it, if its lease has expired, or if it is held for this same message (with the
         same mark, and the same first byte of the nonce), which was redelivered. A dead letter that is published again
@@ -502,7 +502,8 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         """Store that an unclaimed request waits until `due_ms`.
 
         What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
-        claimed or has ended. Returns False if the request has ended, so that it need not wait.
+        claimed or has ended. Returns False if the request has
+        ended, so that it need not wait.
         """
 
     async def complete(
@@ -536,7 +537,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
         requests allow it. It counts until then even if the request ends earlier, because the broker still holds the
         message. A message that is redelivered is counted only once, but each further message of the same request is
-        counted as well. `weight` is above 1 if the message has a large body."""
+        counted as well."""
 
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
         """Record that a request updates its tenant's `key`. Returns whether no later update is recorded; of two that
@@ -552,7 +553,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
 
     async def sweep(self) -> int:
         """Remove what need no longer be kept and, if the store is too large, the oldest rows of the tenants that have
-        most. Returns the number of rows. It does a limited amount of work: call it again until it returns 0."""
+        most. It does a limited amount of work: call it again until it returns 0."""
 
     async def __aenter__(self) -> Self: ...
 

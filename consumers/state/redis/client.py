@@ -71,8 +71,7 @@ BUDGET: Final = Script(_read("budget.lua"))
 
 
 class RedisClient:
-    """Runs Lua scripts on one Redis. It connects at the first call, and again after an error. `trouble` says why the
-    last call failed; None if it succeeded."""
+    """Runs Lua scripts on one Redis. It connects at the first call, and again after an error."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -108,8 +107,7 @@ class RedisClient:
         return value
 
     async def risks(self) -> list[str]:
-        """Returns the reasons why Redis, with its settings, could lose acknowledged writes. The list is empty if there
-        are none, or if the settings cannot be read."""
+        """Returns the reasons why Redis, with its settings, could lose acknowledged writes."""
         if (info := await self._info()) is None:
             return []
         found = []

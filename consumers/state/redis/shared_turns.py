@@ -330,8 +330,7 @@ class SharedTurns:
         return float(reply["look_in"]) if reply["look_in"] >= 0 else LOOK_EVERY_S
 
     def _refuse_late_firsts(self, now_s: float) -> None:
-        """Refuse each lane's first request if it will get its budget too late: the forecast that was made when it began
-        to wait may not have counted the requests of other processes."""
+        """Refuse each lane's first request if it will get its budget too late."""
         for lane, head in enumerate(self.account.lines.heads):
             if head is not None and head.future is not None and head.until_s is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)

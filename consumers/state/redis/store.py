@@ -248,8 +248,7 @@ class RedisStore:
         return used
 
     async def _oldest(self, shares: Sequence[Share]) -> dict[Share, list[Surplus]]:
-        """The rows of these shares that expire first, in this order. One scan finds them all, because a scan looks at
-        all keys."""
+        """The rows of these shares that expire first."""
         rows: dict[tuple[str, str], tuple[int, Share, Surplus]] = {}
         wanted = [f"{quote(tenant, safe='')} {kind}" for tenant, kind in shares]
         async for owner, id, size, left_ms in self._owned(*wanted):

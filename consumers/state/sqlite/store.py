@@ -226,8 +226,7 @@ def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
 
 class Reader:
     """Implements `Following.look` and `StoredPauses.pauses`, over its own connection and in its own thread. So readers
-    do not delay claims, and commits that wait for the disk do not delay readers. It opens the file at the first read,
-    and again after an error, or when the file was replaced."""
+    do not delay claims, and commits that wait for the disk do not delay readers."""
 
     def __init__(self, path: Path, spec: StoreSpec) -> None:
         self._path = path

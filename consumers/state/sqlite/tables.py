@@ -1,7 +1,6 @@
 """What the store keeps, as rows of a SQLite file: claims and results, the progress of requests that clients follow,
 allowances, leases, messages that wait in the broker, and pauses. Each method works within a transaction that its caller
-opened; its argument `at` is the time of the transaction.
-"""
+opened."""
 
 import json
 import sqlite3
