@@ -31,7 +31,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import partial
 from logging import INFO, WARNING
@@ -296,26 +296,22 @@ class Pauses:
         return True
 
 
+@dataclass(eq=False)
 class Breakers:
     """Says which providers may be called: the circuit breakers of this process, and its paused providers. A change is
     logged, and returned to the caller, who publishes it."""
 
-    def __init__(
-        self,
-        leases: Leases | None = None,
-        *,
-        pauses: Pauses | None = None,
-        brake: Brake | None = None,
-        rng: random.Random | None = None,
-    ) -> None:
-        self._leases = leases
-        self.pauses = pauses or Pauses()
-        self.brake = brake or Brake()
-        self._rng = rng or random.Random()
+    leases: Leases | None = None
+    _: KW_ONLY
+    pauses: Pauses = field(default_factory=Pauses)
+    brake: Brake = field(default_factory=Brake)
+    rng: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
         self._owner = uuid.uuid4().hex
         self._background = Background()
         self._all: dict[tuple[str, str], Breaker] = {}
-        self._closed = Breaker(self._rng)
+        self._closed = Breaker(self.rng)
         """The breaker of all other providers and models, which never changes."""
 
     def wait_s(self, route: Route, now_s: float) -> float:
@@ -437,7 +433,7 @@ class Breakers:
             if len(self._all) >= REMEMBERED:
                 closed = (key for key, breaker in self._all.items() if breaker.state is State.CLOSED)
                 del self._all[next(closed, next(iter(self._all)))]
-            found = self._all[_key(route)] = Breaker(self._rng)
+            found = self._all[_key(route)] = Breaker(self.rng)
         return found
 
     def _give_back(self, route: Route, leasing: "asyncio.Task[bool]") -> None:
@@ -449,19 +445,19 @@ class Breakers:
 
     async def _lease(self, route: Route, *, for_s: float) -> bool:
         """Take or renew the lease. Returns False if another process has it; True if the store is unavailable."""
-        if self._leases is None:
+        if self.leases is None:
             return True
         try:
             async with asyncio.timeout(STORE_WITHIN_S):
-                return await self._leases.hold(_name(route), self._owner, for_s=for_s)
+                return await self.leases.hold(_name(route), self._owner, for_s=for_s)
         except (StoreUnavailable, TimeoutError):
             return True
 
     async def _let_go(self, route: Route) -> None:
-        if self._leases is not None:
+        if self.leases is not None:
             with suppress(StoreUnavailable, TimeoutError):
                 async with asyncio.timeout(STORE_WITHIN_S):
-                    await self._leases.let_go(_name(route), self._owner)
+                    await self.leases.let_go(_name(route), self._owner)
 
 
 def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> Change:
