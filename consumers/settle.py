@@ -157,6 +157,19 @@ class Settler:
         with suppress(ChannelLost):
             await delivery.ack()
 
+    async def send_around(self, message: Message, delay_ms: int, *, routing_key: str) -> None:
+        """Publish a message that is no request to the delay exchanges. Raises BrokerError."""
+        first_hop = hop(delay_ms, self.names)
+        message.headers = {**message.headers, **first_hop.headers}
+        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=routing_key)
+
+    async def fall(self, message: Message) -> None:
+        """Publish a message of another queue that is not what belongs there to `lane.fallen`, where it is answered or
+        kept. Raises BrokerError."""
+        fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=self.names))
+        fallen.user_id = fallen.expiration = None
+        await self.publisher.publish_surely(fallen, exchange=self.names.fallen, routing_key="")
+
     async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
         """Acknowledge several deliveries of one channel. `in_hand`: the delivery tags of the channel's other
         deliveries, which are still worked on and must stay unacknowledged."""

@@ -24,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from consumers.batches.ticket import Item, Stage, Ticket, UnreadTicket, items_in, message_of, pack, unpack
-from consumers.clock import moment_text
 from consumers.failures import ProviderError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
@@ -38,7 +37,7 @@ from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import headers_with
 from topology.broker.consume import Deliveries, Delivery
-from topology.codec.headers import BatchHop, carried, read_batch, with_batch
+from topology.codec.headers import BatchHop, read_batch, with_batch
 from topology.delays import UNIT_MS, hop, wait_ms
 from topology.lanes import BatchSpec
 
@@ -71,13 +70,6 @@ ASKED_AT_ONCE: Final = 100
 log = logs.logger()
 
 
-CountLate = Callable[[str, Route, bytes], Awaitable[None]]
-
-
-async def count_nothing(_lane: str, _route: Route, _line: bytes) -> None:
-    """The default `count_late` of a collector: does nothing."""
-
-
 Returning = tuple[Item, bytes | None]
 """A request that goes back to its lane, with its line of the results; None: to be run live."""
 
@@ -104,7 +96,7 @@ class Collector:
     publisher: Publisher
     settler: "Settler"
     store: Store
-    count_late: CountLate = count_nothing
+    count_late: Callable[[str, Route, bytes], Awaitable[None]]
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
     to wait; `unsubmitted`, `unread`: a call about one failed, and is made again; `unread_ticket`: one of another
@@ -164,10 +156,11 @@ class Collector:
         except UnreadTicket as error:  # its requests wait for a worker of the version that wrote it
             self.counts["unread_ticket"] += 1
             log.error(signals.HANDLER_FAILED, where="ticket", ticket=message.message_id, error=str(error))
-            await self._publish_again(replace(message, exchange="", routing_key="", headers={}), UNREAD_MS)
+            again = replace(message, exchange="", routing_key="", headers={})
+            await settler.send_around(again, UNREAD_MS, routing_key=settler.names.ticket_key)
             return
         except ValueError:
-            await self._bury(message)
+            await self.settler.fall(message)
             return
         operation = "collect" if ticket.stage is Stage.SUBMITTED else "submit"
         requests = [item.message for item in ticket.items]
@@ -189,7 +182,7 @@ class Collector:
         packed = items_in(message.body) if len(found.ticket.items) == len(ticket.items) else None
         body = await asyncio.to_thread(pack, found.ticket, packed)
         again = message_of(found.ticket, body, headers_with({}, span.get_span_context()))
-        await self._publish_again(again, found.delay_ms)
+        await settler.send_around(again, found.delay_ms, routing_key=settler.names.ticket_key)
         self.waiting[ticket.id] = ticket.lane, len(found.ticket.items), settler.now_ms() + found.delay_ms
         settler.failpoints.reach("after_submitted")
 
@@ -207,13 +200,6 @@ class Collector:
                     assert_never(never)
         finally:
             del self._at_work[ticket.id]
-
-    async def _publish_again(self, message: Message, delay_ms: int) -> None:
-        first_hop = hop(delay_ms, self.settler.names)
-        message.headers = {**message.headers, **first_hop.headers}
-        await self.publisher.publish_surely(
-            message, exchange=first_hop.exchange, routing_key=self.settler.names.ticket_key
-        )
 
     def _is_trusted(self, message: Message) -> bool:
         """Whether a worker has published it: nobody else may write to these exchanges."""
@@ -528,18 +514,6 @@ class Collector:
             if line in (None, TOO_LARGE):
                 raise
             await self._publish(ticket, item, TOO_LARGE)
-
-    async def _bury(self, message: Message) -> None:
-        """Keep what is no ticket, for people."""
-        names = self.settler.names
-        headers = {
-            **carried(message.headers, of=names),
-            n.DEAD_CODE: "internal",
-            n.DEAD_DETAIL: "no ticket, or one that no worker has published",
-            n.DEAD_AT: moment_text(self.settler.now_ms()),
-        }
-        letter = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
-        await self.publisher.publish_surely(letter, exchange=names.dead, routing_key=names.ticket_key)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 

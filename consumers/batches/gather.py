@@ -27,8 +27,8 @@ from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 from topology.codec.decoding import app_of
-from topology.codec.headers import BatchHop, carried, read_batch, split_tail, with_batch
-from topology.delays import Hop, hop
+from topology.codec.headers import BatchHop, read_batch, split_tail, with_batch
+from topology.delays import hop
 from topology.lanes import BatchSpec
 
 if TYPE_CHECKING:
@@ -147,17 +147,11 @@ class Gatherer:
             batch = replace(batch, params_bytes=0)
             return _Request(delivery=delivery, routing_key=key, batch=batch, body=body, params=tail or body)
         try:  # no worker has published it
-            await self._fall(delivery)
+            await self.settler.fall(message)
             await self.settler.ack(delivery)
         except BrokerError:
             await self.settler.nack_later(delivery)
         return None
-
-    async def _fall(self, delivery: Delivery) -> None:
-        message, names = delivery.message, self.settler.names
-        fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=names))
-        fallen.user_id = fallen.expiration = None
-        await self.publisher.publish_surely(fallen, exchange=names.fallen, routing_key="")
 
     def _take(self, request: _Request, session: Session, gathering: asyncio.TaskGroup) -> None:
         batch, spec = request.batch, self.specs.get(request.lane, BatchSpec())
@@ -246,7 +240,7 @@ class Gatherer:
                     raise
                 except Exception:
                     log.exception(signals.HANDLER_FAILED, where="gather")
-                    await self._fall(request.delivery)
+                    await self.settler.fall(request.delivery.message)
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
             return False
@@ -312,18 +306,11 @@ class Gatherer:
 
     async def _send_one_back(self, back: _Back) -> None:
         names = self.settler.names
-        message = back.request.message(back.batch, names)
-        first_hop = returning(message, back.delay_ms, now_ms=self.settler.now_ms(), names=names)
+        message, first_hop = back.request.message(back.batch, names), hop(back.delay_ms, names)
+        now_ms = self.settler.now_ms()
+        times = {n.HOP_MS: now_ms, n.BACK_MS: now_ms + first_hop.delay_ms}
+        message.headers = {**message.headers, **times, **first_hop.headers}
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=back.request.routing_key)
-
-
-def returning(message: Message, delay_ms: int, *, now_ms: int, names: Names) -> Hop:
-    """Give the message of a request the headers with which it comes back to its lane after this delay. Returns where to
-    publish it."""
-    first_hop = hop(delay_ms, names)
-    times = {n.HOP_MS: now_ms, n.BACK_MS: now_ms + first_hop.delay_ms}
-    message.headers = {**message.headers, **times, **first_hop.headers}
-    return first_hop
 
 
 def prefetch_of(specs: Iterable[BatchSpec]) -> int:

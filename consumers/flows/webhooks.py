@@ -46,7 +46,6 @@ from lanekeeper.contract.problems import (
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import record_status
 from topology.broker.consume import Deliveries, Delivery
-from topology.delays import hop
 
 if TYPE_CHECKING:
     from consumers.job import Job
@@ -486,13 +485,9 @@ class Posting:
             await self.store.note_webhook(identity, json.dumps(asdict(row)).encode(), until_ms=until_ms)
 
     async def _publish_again(self, post: Post, message: Message, delay_ms: int) -> None:
-        names = self.settler.names
-        first_hop = hop(delay_ms, names)
         again = post.message(message.body)
-        again.headers = {**_trace_in(message), **again.headers, **first_hop.headers}
-        await self.publisher.publish_surely(
-            again, exchange=first_hop.exchange, routing_key=names.webhook_key(post.lane)
-        )
+        again.headers = {**_trace_in(message), **again.headers}
+        await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.webhook_key(post.lane))
 
     async def _bury(self, message: Message, code: str, detail: str) -> None:
         headers = {

@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 from urllib.parse import quote
 
 import anthropic
@@ -50,12 +50,7 @@ _HEAD: Final = re.compile(
 to cut out the Message. An answer cannot contain it, because it would not be at the begin."""
 
 Kind = Literal["succeeded", "errored", "canceled", "expired", "broken"]
-_KINDS: Final[Mapping[str, Kind]] = {
-    "succeeded": "succeeded",
-    "errored": "errored",
-    "canceled": "canceled",
-    "expired": "expired",
-}
+_KINDS: Final[Mapping[str, Kind]] = {kind: kind for kind in get_args(Kind)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -787,9 +787,8 @@ async def test_a_ticket_of_another_version_waits_for_a_worker_that_can_read_it(c
     assert collecting.collector.counts["unread_ticket"] == 1
 
 
-async def test_what_is_no_ticket_becomes_a_dead_letter(collecting: Collecting) -> None:
+async def test_what_is_no_ticket_falls(collecting: Collecting) -> None:
     (sent,) = await collecting.take(b"nonsense")
-    assert (sent.exchange, sent.message.body) == (NAMES.dead, b"nonsense")
-    assert sent.message.headers[n.DEAD_CODE] == "internal"
+    assert (sent.exchange, sent.message.body) == (NAMES.fallen, b"nonsense")
     (sent,) = await collecting.take(pack(await collecting.gathered(*items(1))), exchange="someone.elses")
-    assert sent.exchange == NAMES.dead
+    assert sent.exchange == NAMES.fallen
