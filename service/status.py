@@ -200,7 +200,7 @@ def merge(
             for name in names_of_lanes  # workers may know further lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
-        troubles=tuple(sorted(_troubles(answers))),
+        troubles=tuple(_troubles(answers)),
         accounts=_accounts(answers),
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
