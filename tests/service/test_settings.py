@@ -367,8 +367,14 @@ def test_batches_in_which_no_request_would_be_put_are_wrong(given: dict[str, str
     told = wrong(env={f"LANEKEEPER_LANES__{name}": value for name, value in given.items()})
     assert all(f"LANEKEEPER_LANES__{name}" in told for name in given)
     assert f"batches.least_s {values}" in told
-    off = {"LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "false", "LANEKEEPER_LANES__BATCH__DEADLINE_MAX_S": "60"}
-    load(env={**off, "LANEKEEPER_LANES__BATCH__DEADLINE_S": "60"})
+
+
+def test_the_default_lane_has_no_batches_if_its_deadlines_leave_no_time_for_them() -> None:
+    short = {"LANEKEEPER_LANES__BATCH__DEADLINE_MAX_S": "60", "LANEKEEPER_LANES__BATCH__DEADLINE_S": "60"}
+    assert not load(env=short).lanes["batch"].batches.enabled
+    assert "no request would be put into a batch" in wrong(
+        env={**short, "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "true"}
+    )
 
 
 def test_reply_patterns_must_match_the_whole_name() -> None:
