@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -202,11 +202,12 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage() -> AsyncIterator[Stage]:
+async def stage(amqp_url: str | None = None) -> AsyncIterator[Stage]:
+    """`amqp_url`: another broker than that of `broker()`."""
     with tempfile.TemporaryDirectory(prefix="lanekeeper-bench-") as name:
         folder = Path(name)
         async with (
-            broker() as url,
+            nullcontext(amqp_url) if amqp_url else broker() as url,
             redis(folder) as redis_url,
             Connection(url, name="benchmark") as connection,
             provider(folder, most=MOST) as (base_url, call_log),

@@ -1,6 +1,7 @@
+import re
 from pathlib import Path
 
-from benchmarks import bench, gateway
+from benchmarks import bench, gateway, scale
 from benchmarks.harness import report
 from benchmarks.harness.provider import CallLog
 from benchmarks.harness.report import marks
@@ -62,6 +63,27 @@ def test_what_the_gateway_adds_is_the_difference_to_the_direct_call_of_the_same_
     found = results(took("direct", 0, 1), took("lanekeeper", 0, 6), took("direct", 1, 10), took("lanekeeper", 1, 16))
 
     assert "| first token: added p50 | ≤ 5 ms | 5.5 ms (5 to 6) | **no** |" in gateway.tables(found)
+
+
+def test_limits_and_sizes_follow_from_the_measured_costs() -> None:
+    def ran(scenario: str, contestant: str, **figures: float) -> Run:
+        return Run(scenario=scenario, contestant=contestant, round=0, figures=figures)
+
+    cost = {"worker_ms": 0.8, "redis_ms": 0.1, "node_ms": 0.3, "nodes_ms": 0.9, "kept_bytes": 2000.0, "scripts": 2.0}
+    found = results(
+        *(ran("costs", name, per_s=900, **cost) for name in (scale.ONE, scale.THREE)),
+        ran("bare held", "queue", queue_us=25),
+        *(ran("held", name, share=0.05, per_s=490) for name in ("queue", "Redis", "two cells")),
+        ran("gateway", "gateway", gateway_ms=1.0),
+        ran("memory", "worker", idle_mib=120, flight_mib=0.05),
+    )
+
+    told = re.sub(" +", " ", scale.tables(found))
+
+    assert "| queue | 0.050 | 2,000 | 490 | 40,000 |" in told
+    assert "| Redis | 0.050 | 500 | 490 | 10,000 |" in told
+    assert "| cells | 1 | 1 | 17 |" in told
+    assert "| cores of all broker nodes | 0.009 | 0.9 | 90 |" in told
 
 
 def test_the_books_count_requests_that_were_called_twice(tmp_path: Path) -> None:
