@@ -28,7 +28,7 @@ NAVIGATION = {
     "Begin": ["README.md", "docs/README.md", "docs/install.md"],
     "How to": """clients gateway webhooks lanes batches pipelines schedules providers brake dead-letters page runbook
         production kubernetes scale simulated""",
-    "Reference": "contract http amqp settings metrics logs tracing",
+    "Reference": "contract http amqp sdks settings metrics logs tracing",
     "Explanation": """architecture reliability budget fairness security content-at-rest broker facts performance
         comparison""",
 }

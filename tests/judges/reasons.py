@@ -1,0 +1,43 @@
+"""Why what the SDKs get through the gateway differs from what they get from the API itself."""
+
+_ATTEMPTS = (
+    "Lanekeeper has retried already: if all attempts failed, and the last neither with 429 nor with 529, the error is"
+    " 502, with the provider's error in its message"
+)
+_BROKEN = "An answer that is no whole Message is not passed on; Lanekeeper retries, then answers 502"
+_BEGUN = "A stream that has begun cannot be retried unnoticed: it ends with an `error` event of type `overloaded_error`"
+_FEWER = "Lanekeeper itself decides which errors it retries, not the provider's `x-should-retry`"
+
+REASONS: tuple[tuple[str, str], ...] = (
+    ("api_resources.*test_batches*", "The gateway has no Message Batches: the lane `batch` puts requests into batches"),
+    ("recorded unknown_events_response, *", "The answer ends with `message_stop`; later events are not passed on"),
+    ("*test_unknown_events_are_passed_through*", "The answer ends with `message_stop`; later events are not passed on"),
+    ("*test_context_manager", "`request-id` is the request's id in Lanekeeper, not the provider's"),
+    ("error 409, *", _ATTEMPTS),
+    ("error 50?, *", _ATTEMPTS),
+    ("error page of a proxy, *", _ATTEMPTS),
+    ("error connection reset, create", _ATTEMPTS),
+    ("error connection closed in the middle, create", _ATTEMPTS),
+    ("error transfer ends in the middle, create", _BROKEN),
+    ("error broken JSON, *", _BROKEN),
+    ("error not a message, *", _BROKEN),
+    ("error unfinished, create", _BROKEN),
+    ("error connection reset, events", _BEGUN),
+    ("error connection closed in the middle, events", _BEGUN),
+    ("error transfer ends in the middle, events", _BEGUN),
+    ("error error in the middle, events", _BEGUN),
+    ("error unfinished, events", _BEGUN),
+    ("error 529, *", "The gateway adds a `retry-after` to an overload, which the API lacks"),
+    ("error error in the middle, create", "The gateway adds a `retry-after` to an overload, which the API lacks"),
+    ("retry 529 for ever, *", "The gateway adds a `retry-after` to an overload, which the API lacks"),
+    ("error parameter, *", "The gateway checks the body itself; its message also has the value that was found"),
+    ("*retry 500 with x-should-retry: false, *", _FEWER),
+    ("*retry 400 with x-should-retry: true, *", _FEWER),
+    (
+        "calls of: retry 529 for ever, *",
+        "Each of the SDK's three calls is retried by Lanekeeper too (here: two attempts)",
+    ),
+    ("calls of: retry the same Idempotency-Key, *", "Calls with the same `Idempotency-Key` are one request, paid once"),
+    ("error 40[12], *", "That the provider refuses the service's key or account is 503, never the caller's 401 or 402"),
+)
+"""(pattern of names, reason): the first that fits counts."""

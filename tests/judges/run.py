@@ -1,0 +1,562 @@
+"""`./dev judges`: Anthropic's SDKs, unmodified, at the simulated API and at a gateway before it, must get the same.
+
+What is called: the Python SDK's own tests (`upstream.py`), its examples and that of the TypeScript SDK's README, and
+calls with both SDKs (`calls.py`, `calls.js`): messages, the streams that the Python SDK's tests have recorded, errors,
+timeouts and retries. A difference without a reason in `reasons.py`, or a reason without a difference, is a failure.
+
+The tests and examples come from the source package of the locked version. The package of the TypeScript SDK (locked in
+tests/support/typescript) has neither."""
+
+import argparse
+import asyncio
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from asyncio.subprocess import DEVNULL, PIPE
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from typing_extensions import override
+
+from benchmarks.harness.report import between
+from service.simulated import messages
+from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.faults import Fault
+from tests.judges.reasons import REASONS
+from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
+from tests.support.defaults import stores
+from tests.support.processes import environment, lanekeeper
+
+HOUSE = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+KEPT = HOUSE / ".cache" / "judges"
+PYTHON = KEPT / "bin" / "python"
+PAGE = HOUSE / "docs" / "sdks.md"
+PARTS = ("calls", "examples", "tests")
+WITHIN_S = 600
+PATIENCE_S = 10
+"""How long a call that meets an error may take: what the gateway waits out until then is a difference."""
+MODELS = ("model_id", "claude-1.3", "claude")
+"""Models that the SDK's tests name."""
+TESTS = (
+    "tests/api_resources/test_messages.py",
+    "tests/api_resources/messages",
+    "tests/api_resources/test_models.py",
+    "tests/api_resources/beta/test_messages.py",
+    "tests/api_resources/beta/messages",
+    "tests/api_resources/beta/test_models.py",
+    "tests/lib/streaming/test_messages.py",
+    "tests/lib/streaming/test_beta_messages.py",
+)
+EXAMPLES = (
+    "images",
+    "messages",
+    "messages_stream",
+    "structured_outputs",
+    "structured_outputs_streaming",
+    "thinking",
+    "thinking_stream",
+    "tools",
+    "tools_runner",
+    "tools_runner_search_tool",
+    "tools_stream",
+    "web_search",
+    "web_search_stream",
+    "fallbacks",
+)
+"""The others need Files, Agents, Skills, Threads, MCP, a terminal, or another vendor's platform."""
+
+
+# ---- what is called --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call, by each client. CLIENT in the body becomes the client's name."""
+
+    name: str
+    how: str = "create"
+    body: Mapping[str, Any]
+    retries: int = 0
+    timeout_s: float = 60
+    headers: Mapping[str, str] = field(default_factory=dict)
+    times: int = 1
+
+    def document(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def asked(name: str, prompt: str, **extra: Any) -> dict[str, Any]:
+    # A model of its own, because circuit breakers are by model.
+    said = [{"role": "user", "content": f"{prompt} «{name} CLIENT»"}]
+    return {"model": f"{name} CLIENT", "max_tokens": 1024, "messages": said, **extra}
+
+
+TOOL = {
+    "name": "look",
+    "input_schema": {"type": "object", "required": ["at"], "properties": {"at": {"type": "string"}}},
+}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+BODIES: Mapping[str, Mapping[str, Any]] = {
+    "text": {},
+    "system": {"system": [{"type": "text", "text": "Be brief."}], "metadata": {"user_id": "u-1"}},
+    "thinking": {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "tools": {"tools": [TOOL]},
+    "image": {"messages": [{"role": "user", "content": [PICTURE, {"type": "text", "text": "What “is” it? 🦊"}]}]},
+    "tool result": {
+        "tools": [TOOL],
+        "messages": [
+            {"role": "user", "content": "Where is it?"},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "🦊"}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "\u2028 there"}]},
+        ],
+    },
+    "cut at max_tokens": {"max_tokens": 2},
+}
+REFUSED = {"401": "[[fault: authentication]]", "402": "[[fault: billing]]"}
+"""The gateway then stops calling the provider for a while, so these come after all others."""
+FAULTS = {
+    "400": "[[fault: invalid]]",
+    "403": "[[fault: permission]]",
+    "404": "[[fault: not_found]]",
+    "409": "[[status: 409]]",
+    "413": "[[fault: too_large]]",
+    "422": "[[status: 422]]",
+    "429": "[[fault: rate_limited retry_after=1]]",
+    "500": "[[fault: server_error]]",
+    "503": "[[fault: unavailable]]",
+    "504": "[[status: 504]]",
+    "529": "[[fault: overloaded]]",
+    "page of a proxy": "[[fault: html]]",
+    "connection reset": "[[fault: reset]]",
+    "connection closed in the middle": "[[fault: truncated]]",
+    "transfer ends in the middle": "[[fault: cut]]",
+    "error in the middle": "[[fault: error_mid_stream]]",
+    "broken JSON": "[[fault: broken_json]]",
+    "not a message": "[[fault: not_a_message]]",
+    "unfinished": "[[fault: unfinished]]",
+}
+ONCE = {
+    "429 with retry-after": "[[fault: rate_limited retry_after=1 x1]]",
+    "429 with retry-after-ms": "[[status: 429 retry-after-ms=100 x1]]",
+    "500": "[[fault: server_error x1]]",
+    "500 with x-should-retry: false": "[[status: 500 x-should-retry=false x1]]",
+    "400 with x-should-retry: true": "[[status: 400 x-should-retry=true x1]]",
+    "409": "[[status: 409 x1]]",
+    "529": "[[fault: overloaded x1]]",
+    "connection reset": "[[fault: reset at=start x1]]",
+}
+
+
+def calls(recorded: Sequence[str]) -> list[Call]:
+    found = []
+    for name, extra in BODIES.items():
+        for how in ("create", "events", "final"):
+            title = f"{name}, {how}"
+            found.append(Call(name=title, how=how, body=asked(title, "tell me a “story” 🦊", **extra)))
+    for name in recorded:
+        for how in ("events", "final"):
+            title = f"recorded {name}, {how}"
+            found.append(Call(name=title, how=how, body=asked(title, f"[[replay: {name}]]")))
+    for name, fault in FAULTS.items():
+        for how in ("create", "events"):
+            title = f"error {name}, {how}"
+            found.append(Call(name=title, how=how, body=asked(title, fault), timeout_s=PATIENCE_S))
+    unknown = {**asked("error", ""), "model": "claude-nobody"}
+    found += [Call(name=f"error unknown model, {how}", how=how, body=unknown) for how in ("create", "events")]
+    found.append(Call(name="error parameter, create", body=asked("error parameter, create", "", max_tokens=-1)))
+    for how in ("create", "events"):
+        title = f"error timeout, {how}"
+        # By default the gateway's deadline is the SDK's timeout, so that either may be first.
+        headers = {"x-lane-deadline-ms": "20000"}
+        found.append(Call(name=title, how=how, body=asked(title, "[[fault: hang]]"), timeout_s=2, headers=headers))
+    for name, fault in ONCE.items():
+        for how in ("create", "events"):
+            title = f"retry {name}, {how}"
+            found.append(Call(name=title, how=how, body=asked(title, fault), retries=2))
+    title = "retry 529 for ever, create"
+    found.append(Call(name=title, body=asked(title, "[[fault: overloaded]]"), retries=2))
+    title = "retry the same Idempotency-Key, create"
+    found.append(Call(name=title, body=asked(title, "once"), times=2, headers={"Idempotency-Key": "CLIENT-1"}))
+    said = {"model": "claude-opus-5-5", "messages": [{"role": "user", "content": "How many? 🦊"}]}
+    found.append(Call(name="count_tokens", how="count", body=said))
+    found.append(Call(name="models", how="models", body={}))
+    found.append(Call(name="model", how="model", body={"model_id": "claude-opus-5-5"}))
+    found.append(Call(name="unknown model", how="model", body={"model_id": "claude-nobody"}))
+    return found
+
+
+def refused_calls() -> list[Call]:
+    titles = {f"error {name}, create": fault for name, fault in REFUSED.items()}
+    return [Call(name=title, body=asked(title, fault), timeout_s=PATIENCE_S) for title, fault in titles.items()]
+
+
+CLIENTS = ("sync", "async", "typescript")
+_STATUS = re.compile(r"\[\[status: (\d+)((?: [a-z-]+=\S+)*)( x1)?\]\]")
+_REPLAY = re.compile(r"\[\[replay: (\S+)\]\]")
+_TYPES = {409: "conflict_error", 422: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
+
+
+class Judged(SimulatedAPI):
+    """It also sends recorded streams, and errors with any status and headers."""
+
+    def __init__(self, made: Sequence[Call], recorded: Mapping[str, bytes]) -> None:
+        models = {
+            call.body["model"].replace("CLIENT", each) for call in made for each in CLIENTS if "model" in call.body
+        }
+        super().__init__(SimulatedOptions(models=frozenset({*models, *MODELS} - {"claude-nobody"}), keep_calls=20_000))
+        self._recorded = recorded
+        self._seen: Counter[str] = Counter()
+
+    def start_over(self) -> None:
+        """Forget which prompts have been seen."""
+        self.configure(self.options)
+        self._seen.clear()
+        self.calls.clear()  # type: ignore[attr-defined]  # a deque
+
+    @override
+    async def _answer(
+        self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
+    ) -> web.StreamResponse:
+        headers = {"request-id": request_id}
+        if (found := _REPLAY.search(asked.prompt)) is not None:
+            headers["content-type"] = "text/event-stream; charset=utf-8"
+            return web.Response(body=self._recorded[found[1]], headers=headers)
+        if (found := _STATUS.search(asked.prompt)) is not None:
+            self._seen[asked.prompt] += 1
+            if found[3] is None or self._seen[asked.prompt] == 1:
+                status = int(found[1])
+                headers |= dict(pair.split("=") for pair in found[2].split())
+                kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+                error = {
+                    "type": "error",
+                    "error": {"type": kind, "message": f"status {status}"},
+                    "request_id": request_id,
+                }
+                return web.json_response(error, status=status, headers=headers)
+        return await super()._answer(request, asked, fault, request_id)
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+class NotJudged(Exception):
+    """Something that the judges need is missing, or has failed by itself."""
+
+
+async def output(
+    *command: str | Path,
+    folder: Path,
+    given: bytes = b"",
+    fails: bool = False,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """The exit code and standard output of a program. Raises NotJudged if it fails, unless it may."""
+    process = await asyncio.create_subprocess_exec(
+        "nice",
+        *map(str, command),
+        cwd=folder,
+        env={**_ENVIRON, **(environ or {})},
+        stdin=PIPE if given else DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
+    )
+    try:
+        out, said = await asyncio.wait_for(process.communicate(given or None), WITHIN_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise NotJudged(f"{command[0]}: not within {WITHIN_S} s") from None
+    if process.returncode != 0 and not fails:
+        raise NotJudged(f"{' '.join(map(str, command))}: {(out + said).decode(errors='replace')[-2000:]}")
+    last = said.decode(errors="replace").strip().splitlines()[-1:] if process.returncode else []
+    return process.returncode or 0, "\n".join([out.decode(), *last])
+
+
+_ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("ANTHROPIC_", "LANEKEEPER_"))}
+
+
+async def python_sdk() -> Path:
+    """The folder with the source package of the locked version, unpacked."""
+    lock = (HOUSE / "requirements-judges.lock").read_text()
+    locked = re.search(r"^anthropic==(\S+) \\\n(?:    --hash=.*\n)+", lock, re.MULTILINE)
+    assert locked is not None
+    folder = KEPT / f"anthropic-{locked[1]}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=KEPT) as name:
+            wanted = Path(name, "wanted.txt")
+            wanted.write_text(locked[0].rstrip().rstrip("\\"))
+            fetch = [
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary",
+                ":all:",
+                "--no-build-isolation",
+                "--require-hashes",
+            ]
+            await output(PYTHON, "-m", "pip", *fetch, "-r", wanted, "-d", name, folder=KEPT)
+            (package,) = Path(name).glob("*.tar.gz")
+            shutil.unpack_archive(package, name, filter="data")
+            Path(name, folder.name).rename(folder)
+    return folder
+
+
+async def typescript_sdk(folder: Path) -> Path:
+    """A folder with the locked SDK, and with what is run."""
+    shutil.copytree(HOUSE / "tests" / "support" / "typescript", folder)
+    shutil.copy(HERE / "calls.js", folder / "judge.js")
+    await output("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", folder=folder)
+    readme = (folder / "node_modules" / "@anthropic-ai" / "sdk" / "README.md").read_text()
+    for number, text in enumerate(re.findall(r"```js\n(.*?)```", readme, re.DOTALL)):
+        (folder / f"readme-{number}.js").write_text(text)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One of the two ways to the API."""
+
+    name: str
+    url: str
+
+
+@asynccontextmanager
+async def gateway(vhost: Vhost, upstream: str, folder: Path) -> AsyncIterator[str]:
+    @dataclass
+    class Provider:
+        base_url: str
+
+    environ = environment(vhost, Provider(upstream), LANEKEEPER_LANES__NORMAL__MAX_ATTEMPTS="2")
+    async with lanekeeper("serve", environ=environ, folder=folder) as running:
+        yield await running.ready()
+
+
+@dataclass
+class Verdict:
+    """What was found the same, and what was not: (kind, name, direct, through)."""
+
+    same: Counter[str] = field(default_factory=Counter)
+    differ: list[tuple[str, str, str, str]] = field(default_factory=list)
+
+    def compare(self, kind: str, name: str, direct: object, through: object) -> None:
+        one, other = _plain(direct), _plain(through)
+        if one == other:
+            self.same[kind] += 1
+        else:
+            self.differ.append((kind, name, one, other))
+
+
+_IDS = re.compile(r"\b(msg|req)_\d{24}\b|\b[0-9a-f]{32}\b|\bmsgbatch_\w+|0x[0-9a-f]+")
+
+
+def _plain(found: object) -> str:
+    """Without what differs from call to call."""
+    text = found if isinstance(found, str) else json.dumps(found, sort_keys=True, ensure_ascii=False)
+    return _IDS.sub("ID", text)
+
+
+async def judge_tests(verdict: Verdict, vhost: Vhost, sdk: Path, folder: Path, api: Judged) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    upstream = f"http://127.0.0.1:{port}"
+    found = []
+    async with gateway(vhost, upstream, folder) as url:
+        for way in (Way("direct", upstream), Way("through", url)):
+            report = folder / f"{way.name}.xml"
+            options = [
+                "-o",
+                "addopts=",
+                "-o",
+                "filterwarnings=",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "no:respx",
+                "--timeout=60",
+            ]
+            plugins = ["-p", "tests._alias_httpx", "-p", "upstream", f"--junitxml={report}", "-q", "--tb=line"]
+            environ = {
+                "PYTHONPATH": str(HERE),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TEST_API_BASE_URL": way.url,
+                "JUDGES_API": api.base_url,
+                "JUDGES_PORT": str(port),
+            }
+            run: list[str | Path] = [PYTHON, "-m", "pytest", *options, *plugins, *TESTS]
+            await output(*run, folder=sdk, fails=True, environ=environ)
+            found.append(results(report))
+    direct, through = found
+    for name, (calls, result) in direct.items():
+        calls_through, result_through = through.get(name, (0, "not run"))
+        if calls or calls_through:
+            verdict.compare("its tests", name, result, result_through)
+    if not verdict.same["its tests"]:
+        raise NotJudged("none of the SDK's tests made a call")
+
+
+def results(report: Path) -> dict[str, tuple[int, str]]:
+    """By test: how many calls it made, and how it ended."""
+    if not report.exists():
+        raise NotJudged("the SDK's tests wrote no report")
+    found = {}
+    for case in ET.parse(report).iter("testcase"):
+        called = next((int(each.get("value", "0")) for each in case.iter("property")), 0)
+        bad = next((each for each in case if each.tag in ("failure", "error", "skipped")), None)
+        said = "passed" if bad is None else f"{bad.tag}: {(bad.get('message') or '').splitlines()[:1]}"
+        name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+        found[name] = called, said
+    return found
+
+
+async def judge_examples(verdict: Verdict, sdk: Path, typescript: Path, ways: Sequence[Way]) -> None:
+    files = [sdk / "examples" / f"{name}.py" for name in EXAMPLES]
+    readme = sorted(typescript.glob("readme-*.js"))
+    found: list[dict[str, str]] = []
+    for way in ways:
+        environ = {"ANTHROPIC_BASE_URL": way.url, "ANTHROPIC_API_KEY": "sk-ant-any", "COLUMNS": "200"}
+        _, out = await output(PYTHON, "-W", "ignore", HERE / "examples.py", *files, folder=typescript, environ=environ)
+        printed = json.loads(out)
+        for each in readme:
+            _, printed[each.name] = await output("node", each, folder=typescript, environ=environ)
+        found.append(printed)
+    direct, through = found
+    for name, printed_directly in direct.items():
+        if not printed_directly.strip():
+            raise NotJudged(f"{name} printed nothing")
+        verdict.compare("its examples", name, printed_directly, through[name])
+
+
+async def judge_calls(
+    verdict: Verdict, typescript: Path, ways: Sequence[Way], made: Sequence[Call], api: Judged
+) -> None:
+    given = json.dumps([call.document() for call in made]).encode()
+    found: list[dict[str, Any]] = []
+    arrived: dict[str, Counter[str]] = {}
+    for way in ways:
+        api.start_over()
+        both = await asyncio.gather(
+            output(PYTHON, "-W", "ignore", HERE / "calls.py", way.url, folder=typescript, given=given),
+            output("node", "judge.js", way.url, folder=typescript, given=given),
+        )
+        found.append({client: got for _, out in both for client, got in json.loads(out).items()})
+        arrived[way.name] = Counter(call.model for call in api.calls)
+    direct, through = found
+    for client in CLIENTS:
+        kind = "TypeScript" if client == "typescript" else f"Python, {client}"
+        for call in made:
+            verdict.compare(kind, call.name, direct[client][call.name], through[client][call.name])
+            if call.name.startswith("retry"):
+                counts = [arrived[way.name][f"{call.name} {client}"] for way in ways]
+                verdict.compare(kind, f"calls of: {call.name}", *counts)
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "its tests": "Python SDK's own tests that make a call",
+    "its examples": "examples of both SDKs",
+    "Python, sync": "calls, Python",
+    "Python, async": "calls, Python async",
+    "TypeScript": "calls, TypeScript",
+}
+
+
+def explained(verdict: Verdict) -> tuple[dict[str, list[tuple[str, str, str, str]]], list[tuple[str, str, str, str]]]:
+    """The differences by their reasons, and those without one."""
+    known: dict[str, list[tuple[str, str, str, str]]] = defaultdict(list)
+    unknown = []
+    for each in verdict.differ:
+        name = each[1]
+        why = next((why for pattern, why in REASONS if fnmatchcase(name, pattern)), None)
+        if why is None:
+            unknown.append(each)
+        else:
+            known[why].append(each)
+    return known, unknown
+
+
+def table(verdict: Verdict, known: Mapping[str, Sequence[tuple[str, str, str, str]]]) -> str:
+    lines = ["| what | the same | different |", "|---|---|---|"]
+    for kind, title in KINDS.items():
+        different = sum(each[0] == kind for each in verdict.differ)
+        lines.append(f"| {title} | {verdict.same[kind]} | {different} |")
+    lines += ["", "| why they differ | how many |", "|---|---|"]
+    lines += [f"| {why} | {len(known[why])} |" for why in dict.fromkeys(why for _, why in REASONS)]
+    return "\n".join(lines)
+
+
+async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
+    verdict, began = Verdict(), time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"{time.monotonic() - began:4.0f} s  {what}", flush=True)
+
+    sdk = await python_sdk()
+    fixtures = sorted((sdk / "tests/lib/streaming/fixtures").glob("*.txt"))
+    # They lack the empty line that ends the last event, `message_stop`; the gateway would take the stream for cut off.
+    recorded = {each.stem: each.read_bytes().rstrip() + b"\n\n" for each in fixtures}
+    made, refused = calls(list(recorded)), refused_calls()
+    with (
+        fresh_vhost(broker) as vhost,
+        fresh_vhost(broker) as other,
+        tempfile.TemporaryDirectory() as name,
+        stores(),
+    ):
+        folder = Path(name)
+        for each in ("calls", "tests"):
+            (folder / each).mkdir()
+        typescript = await typescript_sdk(folder / "typescript")
+        tell("the SDKs are here")
+        async with Judged([*made, *refused], recorded) as api:
+            async with gateway(vhost, api.base_url, folder / "calls") as url:
+                ways = (Way("direct", api.base_url), Way("through", url))
+                if "calls" in parts:
+                    await judge_calls(verdict, typescript, ways, made, api)
+                    tell(f"{len(made)} calls by {len(CLIENTS)} clients")
+                if "examples" in parts:
+                    await judge_examples(verdict, sdk, typescript, ways)
+                    tell("examples")
+                if "calls" in parts:
+                    await judge_calls(verdict, typescript, ways, refused, api)
+            if "tests" in parts:
+                await judge_tests(verdict, other, sdk, folder / "tests", api)
+                tell("the Python SDK's tests")
+    return verdict
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="./dev judges", description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; without, all")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/sdks.md")
+    parser.add_argument("--differences", action="store_true", help="print all differences, also those with a reason")
+    options = parser.parse_args()
+    if absent := [each for each in ("node", "npm") if shutil.which(each) is None]:
+        print(f"judges SKIPPED: {', '.join(absent)} is missing")
+        sys.exit(1 if os.environ.get("CI") == "true" else 0)
+    at = RunningBroker.at(os.environ["LANEKEEPER_AMQP_URL"], os.environ.get("LANEKEEPER_MANAGEMENT_URL"))
+    judged = asyncio.run(main(at, options.parts or PARTS))
+    with_reason, without = explained(judged)
+    for kind, name, direct, through in judged.differ if options.differences else without:
+        print(f"DIFFERENT: {kind}: {name}\n    direct:  {direct[:600]}\n    through: {through[:600]}")
+    stale = [why for why in dict.fromkeys(why for _, why in REASONS) if why not in with_reason]
+    for why in stale:
+        print(f"NOTHING DIFFERS because: {why}")
+    print(table(judged, {**dict.fromkeys(stale, ()), **with_reason}))
+    print(f"{judged.same.total()} the same, {len(judged.differ)} different, of which {len(without)} without a reason")
+    if options.write and not without and not stale:
+        between(PAGE, table(judged, with_reason), command="./dev judges")
+    sys.exit(1 if without or stale else 0)
