@@ -93,7 +93,7 @@ class Reading(TypedDict, total=False):
     parsing: Parsing
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # it knows the key
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 

@@ -76,7 +76,7 @@ class ResultLine:
     line: bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # it knows the key
 class Batches:
     """The batches of one provider's account. All methods raise `ProviderError`, of the same classes as live calls."""
 

@@ -175,12 +175,13 @@ def _lane(name: str, given: Any) -> Any:
     # a lane whose slots are set gets no more of them, unless `slots_max` is set as well
     most = {"slots_max": given["slots"]} if "slots" in given else {}
     batches = given.get("batches", {})
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # a wrong value is told with the others
-        # a lane whose deadlines leave no time for a batch has none, unless they are asked for
-        if float(given["deadline_max_s"]) <= defaults["batches"]["least_s"]:
-            batches = {"enabled": False, **batches}
     if isinstance(batches, Mapping):
-        batches = {**defaults["batches"], **batches}
+        merged = {**defaults["batches"], **batches}
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # a wrong value is told with the others
+            # a lane whose deadlines leave no time for a batch has none, unless they are asked for
+            if float(given["deadline_max_s"]) <= float(merged["least_s"]):
+                merged = {**merged, "enabled": False, **batches}
+        batches = merged
     return {**defaults, **most, **given, "batches": batches}
 
 

@@ -18,6 +18,8 @@ LONG_S = 240
 """For a start, a broker and the first requests, or the whole demo, on a busy machine."""
 QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
 """The flood takes two seconds instead of twelve; everything else is the same."""
+ENDLESS = {"LANEKEEPER_LANES__BATCH__SLOTS": "1"}
+"""The flood takes minutes: its middle is not over before the test has seen it."""
 
 
 def left_on(vhost: Vhost) -> list[str]:
@@ -79,7 +81,7 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) 
 async def test_an_interrupted_demo_leaves_nothing_on_the_broker(
     vhost: Vhost, tmp_path: Path, number: signal.Signals, moment: str
 ) -> None:
-    environ = environment(vhost)
+    environ = environment(vhost, **ENDLESS)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         if moment == "in the middle":
             await until(lambda: [line for line in demo.lines if "answered" in line] or demo.has_ended, within_s=LONG_S)
@@ -93,7 +95,7 @@ async def test_an_interrupted_demo_leaves_nothing_on_the_broker(
 async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path: Path, moment: str) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    environ = environment(None, TMPDIR=str(temporary), **QUICK)
+    environ = environment(None, TMPDIR=str(temporary), **ENDLESS)
     async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
         word = "starting a broker" if moment.startswith("while") else "answered"
         await until(lambda: [line for line in demo.lines if word in line] or demo.has_ended, within_s=LONG_S)

@@ -375,6 +375,9 @@ def test_the_default_lane_has_no_batches_if_its_deadlines_leave_no_time_for_them
     assert "no request would be put into a batch" in wrong(
         env={**short, "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "true"}
     )
+    soon = {"LEAST_S": "50", "PROMOTE_S": "20"}
+    given = {f"LANEKEEPER_LANES__BATCH__BATCHES__{name}": value for name, value in soon.items()}
+    assert load(env={**short, **given}).lanes["batch"].batches.enabled, "these leave time"
 
 
 def test_reply_patterns_must_match_the_whole_name() -> None:

@@ -196,6 +196,12 @@ async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) 
     assert caught.value.spent(RESERVED) == NOTHING
 
 
+async def test_what_python_shows_of_a_provider_has_no_key(provider: AnthropicProvider, asked: AskedFor) -> None:
+    await provider.stream(asked(), timeout_s=60, parts=None)  # now it also has the headers of a call
+
+    assert KEY not in f"{provider!r} {provider.batches!r} {provider.stream!r}"
+
+
 async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
