@@ -199,6 +199,10 @@ function fill(made, lane, most, pause) {
 
 let plot = null;
 let plotted = "";
+const lastHour = () => {
+  const now = history.at(-1).at_ms / 1000; // uPlot's own limits of a single point are years apart
+  return [Math.max(now - 3600, Math.min(history[0].at_ms / 1000, now - 600)), now];
+};
 function chart(found) {
   const last = history.at(-1);
   const waits = Object.fromEntries(found.lanes.map((lane) => [lane.lane, lane.wait_ms?.["5m"]?.p95 ?? null]));
@@ -217,8 +221,8 @@ function chart(found) {
     plot?.destroy();
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: `12px ${look.fontFamily}` };
     plot = new uPlot({
-      width, height: 210, cursor: { y: false }, scales: { y: { distr: 3, range: (_, low, high) => [Math.min(0.001, low ?? 0.001), Math.max(10, (high ?? 10) * 2)] } },
-      axes: [axis, { ...axis, size: 60, filter: (_, at) => at, splits: (_, n, low, high) => [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000].filter((s) => s >= low && s <= high), values: (_, at) => at.map((s) => ms(1000 * s)) }],
+      width, height: 210, cursor: { y: false }, scales: { x: { range: lastHour }, y: { distr: 3, range: (_, low, high) => [Math.min(0.001, low ?? 0.001), Math.max(10, (high ?? 10) * 2)] } },
+      axes: [{ ...axis, space: 80, incrs: [60, 120, 300, 600, 900], values: (_, at) => at.map((s) => new Date(1000 * s).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) }, { ...axis, size: 60, filter: (_, at) => at, splits: (_, n, low, high) => [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000].filter((s) => s >= low && s <= high), values: (_, at) => at.map((s) => ms(1000 * s)) }],
       series: [{}, ...names.map((name, n) => ({ label: name, stroke: colour(`--lane${n % 6}`), width: 2, dash: DASHES[n % DASHES.length], spanGaps: true, points: { show: false } }))],
     }, data, $("plot"));
     $("legend").replaceChildren("95 of 100 waited less than: ", ...names.map((name, n) => { const b = el("b", {}, `${["━", "╌", "┈", "╍"][n % 4]} ${name}`); b.style.color = `var(--lane${n % 6})`; return b; }));
