@@ -345,8 +345,7 @@ def decide(
 
 def _step_s(first_s: float, *, failures: int, pauses: int, left_s: float, policy: RetryPolicy) -> float:
     factor = _factor(policy.span_s / first_s, pauses)
-    exponent = min(failures - 1, 1000 / math.log2(factor))  # beyond this a float overflows
-    step_s = first_s * math.pow(factor, exponent)
+    step_s = first_s * math.pow(factor, failures - 1)
     return max(policy.floor_s, min(step_s, policy.cap_s, left_s * STEP_PART_OF_TIME_LEFT))
 
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -18,6 +19,7 @@ from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.budgets import Estimates
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.progress import Progress
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.registry import Registry
@@ -56,6 +58,17 @@ class Moves(BudgetGate):
         if self.has_room:
             job.reserved = reserve(to)
         return self.has_room
+
+
+class Told(Progress):
+    """Records what is told of a request's steps."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    @override
+    def tell(self, kind: str, **detail: Any) -> None:
+        self.told.append((kind, detail))
 
 
 class TwoProviders:
@@ -99,6 +112,7 @@ class TwoProviders:
         call_timeout_s: float = NORMAL.call_timeout_s,
         long_call: bool = False,
         reserved: Route | None = None,
+        progress: Progress | None = None,
     ) -> Outcome:
         """Make one attempt; with both providers if no routes are given. `reserved`: the first route, unless given."""
         content = [{"role": "user", "content": prompt}]
@@ -110,6 +124,7 @@ class TwoProviders:
             headers={n.STREAM: stream, n.DEADLINE_MS: deadline_ms, n.LONG_CALL: long_call},
         )
         read(job, Chain(routes or BOTH), now_ms=self.now_ms())
+        job.progress = progress
         self.job, job.reserved = job, reserve(reserved or (routes or BOTH)[0])
         return await self._attempts.make(job, decoded(job))
 
@@ -147,6 +162,13 @@ async def providers() -> AsyncIterator[Open]:
 
 def failing(fault: str) -> SimulatedOptions:
     return SimulatedOptions(faults={fault: 1.0})
+
+
+async def test_who_follows_a_request_learns_that_its_call_has_begun(providers: Open) -> None:
+    world, progress = await providers(), Told()
+
+    assert isinstance(await world.ask(progress=progress), Answered)
+    assert progress.told == [("started", {"attempt": 1, "wait_ms": world.job.wait_ms})]
 
 
 async def test_the_first_call_is_that_of_the_route_whose_budget_is_reserved(providers: Open) -> None:

@@ -90,6 +90,8 @@ def test_a_schedule_keeps_its_local_time_through_changes_of_summer_time() -> Non
 def test_what_falls_into_the_skipped_hour_runs_after_it_and_what_falls_into_the_repeated_one_runs_once() -> None:
     assert texts(NIGHTLY, "2026-03-28T12:00Z", 2) == ["03-29 01:00", "03-30 00:30"]
     assert texts(NIGHTLY, "2026-10-24T12:00Z", 3) == ["10-25 00:30", "10-26 01:30", "10-27 01:30"]
+    often = replace(NIGHTLY, cron="*/20 * * * *")
+    assert texts(often, "2026-10-25T00:10Z", 3) == ["10-25 00:20", "10-25 00:40", "10-25 01:00"], "it is the first 2:10"
     assert texts(NIGHTLY, "2026-10-25T01:10Z", 2) == ["10-26 01:30", "10-27 01:30"], "it is the second 2:10"
 
 

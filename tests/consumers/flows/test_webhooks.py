@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from consumers.flows.webhooks import (
     AT_ONCE,
     FAULTS_AT_MOST,
     SLOTS,
+    SPREAD,
     Post,
     PostFailed,
     Posting,
@@ -109,6 +111,7 @@ def test_what_is_no_host_in_the_settings(entry: str) -> None:
 
 
 SPEC = WebhookSpec(hosts=("a.example",), secrets=("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",))
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 HOOKED = {n.WEBHOOK: "https://a.example/h"}
 
 
@@ -225,3 +228,26 @@ async def test_an_endpoint_gets_more_posts_at_once_while_it_answers_quickly() ->
             await posting._attempt(POST, POST.message(b"{}"), POST.endpoint)
     assert found == [False, True, False]
     assert not posting.running
+
+
+@pytest.mark.parametrize(("attempts", "least_s"), [(0, 5), (1, 10), (3, 40)])
+async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts: int, least_s: float) -> None:
+    bench = Bench(spec=SPEC)
+    posting = Answering(
+        FakeDeliveries(FakeSession(bench.log, [])),
+        spec=SPEC,
+        publisher=bench.publisher,
+        settler=bench.settler,
+        store=bench.store,
+    )
+    posting.statuses = [500]
+    post = replace(POST, first_ms=NOW_MS, due_ms=NOW_MS, attempts=attempts)
+    headers = {**post.headers(), n.TRACEPARENT: TRACE, "x-other": "left out"}
+
+    await posting._take(bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=headers))
+
+    (again,) = (each.message for each in bench.publisher.sent)
+    found = Post.of(again, now_ms=NOW_MS)
+    assert found.attempts == attempts + 1
+    assert least_s <= (found.due_ms - NOW_MS) / 1000 <= least_s * (1 + SPREAD)
+    assert (again.headers[n.TRACEPARENT], "x-other" in again.headers) == (TRACE, False)
