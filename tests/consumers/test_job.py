@@ -23,6 +23,7 @@ from consumers.settle import set_aside
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench, read
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
 
 
@@ -126,6 +127,16 @@ def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_mess
     assert ours.redelivered
     assert not theirs.redelivered, "the copy is delivered for the first time"
     assert moved.redelivered, "so its outcome may be stored already"
+
+
+def test_the_steps_of_a_pipeline_are_one_request_but_not_one_message() -> None:
+    def step(name: str) -> Job:
+        flow = FlowHop(step=name, deadline_ms=NOW_MS, input_bytes=2, body_hash="ab")
+        return Bench().job(headers={n.FLOW: hop_headers(HopHeaders(flow=flow))[n.FLOW]}, exchange="lane.due")
+
+    first, again, second = (step(name).fingerprint for name in ("a", "a", "b"))
+    assert first.body_hash == second.body_hash == b"\xab"
+    assert first.mark == again.mark != second.mark
 
 
 @pytest.mark.parametrize(("waited_ms", "left"), [(0, "5000"), (700, "4300"), (5001, "0")])

@@ -107,6 +107,22 @@ async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_
     assert len(ids) == len(set(ids)) == AT_ONCE
 
 
+async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_so_far_until_an_item_has_ended() -> None:
+    bench = Bench()
+    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
+    job, found = given(bench, b"[1,2]")
+    bench.store.now_ms = 0
+    published = await steps.enter(job, found)
+    assert isinstance(published, Stepped)
+    job.hop = replace(job.hop, flow=replace(published.flow, since_ms=NOW_MS - 8000))
+    job.decoded = replace(found, request=replace(found.request, body=published.state))
+
+    outcome = await steps.enter(job, job.decoded)
+
+    assert isinstance(outcome, Stepped)
+    assert outcome.delay_ms == 2000
+
+
 async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_end() -> None:
     bench = Bench()
     flow = FlowHop(step="t", deadline_ms=NOW_MS + 1000, input_bytes=2)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from consumers.limits.account import Account, Demand, RunningCalls, Waiter
+from consumers.limits.account import Account, Demand, Lines, RunningCalls, Waiter
 from consumers.limits.base import (
     DEFAULT_SHARES,
     NO_FEEDBACK,
@@ -150,6 +150,24 @@ def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict
     account.learn(heard(Kind.RATE_LIMITED, **cause), 100)
 
     assert account.per_minute().input_tokens == 6000
+
+
+def test_an_answer_lets_a_bucket_that_a_refusal_has_cut_hold_more_again() -> None:
+    account = proven()
+    whole = account.buckets[1].burst
+    account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=0)), 100)
+    cut = account.buckets[1].burst
+    account.learn(Feedback(kind=Kind.ANSWERED), 111)
+    assert cut < account.buckets[1].burst < whole
+
+
+def test_nothing_is_before_a_request_whose_line_was_empty() -> None:
+    lines = Lines(1)
+    for at_s in range(2):
+        waiter = Waiter(0, Amounts(1, 10, 20), arrived_s=at_s)
+        lines.join(waiter)
+        assert lines.before(waiter) == ([0, 0, 0], 0)
+        lines.leave(waiter)
 
 
 def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one_stays() -> None:
