@@ -284,7 +284,7 @@ def _is_sampled_out(span: Span) -> bool:
 
 
 def record_request(
-    span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool = False, step: str = ""
+    span: Span, *, lane: str, app: str, attempt: int, wait_ms: int, redelivered: bool, step: str
 ) -> None:
     """`attempt` counts from 1."""
     if not span.is_recording():

@@ -218,6 +218,7 @@ async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_ar
     working.deliver(bench.delivery())
     await asyncio.wait_for(settling.wait(), 30)
     await working.pool.stop()
+    assert working.pool.trouble == "stopping"
     working.pool.give_back_waiting()
     await asyncio.sleep(0.01)
     assert not working.running.done()

@@ -25,8 +25,9 @@ def pdf(pages: int, *, packed: bool = False, filling: int = 0, raw: bytes | None
     """A document of so many pages, whose tree of pages is at its end; without one, if `pages` is 0."""
     if raw is None:
         kids = b" ".join(b"%d 0 R" % number for number in range(min(pages, 600)))
-        tree = b"<< /Type /Pages /Kids [%s] /Count %d >>\n" % (kids, pages) if pages else b""
-        tree += b"<< /Type /Outlines /Count 900 >> << /Type /Pages /Parent 1 0 R /Count 1 >>" if pages else b""
+        outline, part = b"<< /Type /Outlines /Count 900 >>", b"<< /Type /Pages /Parent 1 0 R /Count 1 >>"
+        tree = b"%s << /Type /Pages /Kids [%s] /Count %d >>\n%s %s" % (outline, kids, pages, outline, part)
+        tree = tree if pages else b""
         if packed:
             tree = b"<< /Type /ObjStm /N 2 /Filter /FlateDecode >>\nstream\r\n" + zlib.compress(tree) + b"\nendstream"
         raw = b"%PDF-1.7\n" + bytes(filling) + tree + b"\ntrailer"

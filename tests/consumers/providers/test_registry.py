@@ -81,3 +81,9 @@ async def test_limits_are_learned_also_from_a_failure_in_the_middle_of_a_stream(
         await registry.call(HERE, asked("a story [[fault: error_mid_stream]]"), timeout_s=60, parts=keep_nothing)
 
     assert caught.value.rate is not None
+
+
+async def test_the_time_to_the_first_token_is_counted_once_for_each_stream(registry: Registry, asked: AskedFor) -> None:
+    await registry.call(HERE, asked("a story"), timeout_s=60, parts=keep_nothing)
+
+    assert sum(registry.calls["anthropic", "anthropic/haiku", MODEL].first_tokens.counts) == 1

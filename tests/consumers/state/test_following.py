@@ -159,6 +159,8 @@ async def test_a_restart_removes_the_events_before_it(store: FollowedStore) -> N
     numbers = [each.number for each in found.entries]
     assert numbers == sorted(set(numbers))
     assert numbers[-1] == found.last
+    await store.append([part(holder, ("restart", b"{}"), ("event", b"d"))])
+    assert [each.body for each in (await look(store)).entries if each.kind == "event"] == [b"d"]
 
 
 async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: Opened) -> None:

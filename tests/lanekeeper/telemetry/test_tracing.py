@@ -176,7 +176,7 @@ def hop(tracing: Tracing, headers: dict[str, Any]) -> dict[str, Any]:
     """The headers of a message that is published while a message with `headers` is processed."""
     out = Message(body=b"", headers={"traceparent": "junk", "x-lane-attempt": 1})
     with tracing.process(request(headers), queue="lane.critical") as span:
-        record_request(span, lane="critical", app="a", attempt=1, wait_ms=1)
+        record_request(span, lane="critical", app="a", attempt=1, wait_ms=1, redelivered=False, step="")
         with tracing.chat(model="m", provider="p", stream=False), tracing.send(out, exchange="e", routing_key="k"):
             pass
         with tracing.settle(signals.ACK, out, queue="lane.critical", delivery_tag=1):

@@ -42,6 +42,12 @@ def test_keys_and_values_are_counted_alike_in_pieces_of_any_size(value: Any, siz
             assert not any(found)
 
 
+@pytest.mark.parametrize("text", [b"[1,2,3]", b'{"a":[1]}', b'[[],"a,b"]', b"[1,[2]]"])
+def test_as_many_values_as_the_limit_are_allowed_and_one_more_is_not(text: bytes) -> None:
+    assert Measure(3).add(text) is None
+    assert "more than 2 keys and values" in (Measure(2).add(text) or "")
+
+
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,", b'"",', b'{"a":1},', b'"a,b",'])
 def test_too_many_values_are_refused_with_the_limit(piece: bytes) -> None:
     raw = b"[" + piece * 100_000 + b"0]"
