@@ -2,13 +2,14 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from service.status import look
 from tests.support import forks
@@ -186,6 +187,24 @@ async def test_check_tells_what_waits_in_queues_of_a_lane_that_was_switched_off(
             await app.publish({"prompt": "nobody reads it"}, key="batch.tests.x")
         _, told = await command(environ, tmp_path, "check")
         assert "3 in lane.batch;" in " ".join(told.split())
+
+        with a_user(vhost, sees="^(?!lane\\.batch).*$") as amqp_url:  # as the exported worker of the other lanes
+            management = str(URL(vhost.management_url).with_user(vhost.user).with_password(vhost.password))
+            theirs = {**environ, "LANEKEEPER_AMQP_URL": amqp_url, "LANEKEEPER_MANAGEMENT_URL": management}
+            _, told = await command(theirs, tmp_path, "check")
+            assert "run: lanekeeper topology" in " ".join(told.split()), told
+
+
+@contextmanager
+def a_user(vhost: Vhost, *, sees: str) -> Iterator[str]:
+    name = f"w-{vhost.name}"
+    rights = {"configure": "^amq\\.gen.*$", "write": sees, "read": sees}
+    vhost.api("PUT", f"users/{name}", {"password": "secret", "tags": ""})
+    try:
+        vhost.api("PUT", f"permissions/{vhost.quoted}/{name}", rights)
+        yield str(URL(vhost.amqp_url).with_user(name).with_password("secret"))
+    finally:
+        vhost.api("DELETE", f"users/{name}")
 
 
 async def test_a_call_over_http_without_a_lane_goes_to_the_nearest_to_normal(vhost: Vhost, tmp_path: Path) -> None:

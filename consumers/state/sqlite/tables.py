@@ -181,6 +181,9 @@ _LEFT: Final = "UPDATE batched SET until_ms = min(until_ms, ?) WHERE (tenant, id
 _EXPIRED_BATCHED: Final = (
     f"DELETE FROM batched WHERE (tenant, id) IN (SELECT tenant, id FROM batched WHERE until_ms <= ? LIMIT {STEP_ROWS})"
 )
+_EXPIRED_LEASES: Final = (
+    f"DELETE FROM lease WHERE name IN (SELECT name FROM lease WHERE lease_ms <= ? LIMIT {STEP_ROWS})"
+)
 _ENQUEUED: Final = (
     "SELECT count(*), total(requests), total(tokens) FROM enqueued WHERE account = ? AND ticket <> ? AND until_ms > ?"
 )
@@ -654,6 +657,7 @@ class Tables:
         kept = self._execute(_EXPIRED_KEPT, (at.today,)).rowcount
         kept += self._execute(_SURPLUS_WEBHOOKS, (base.WEBHOOKS_KEPT,)).rowcount
         kept += self._execute(_EXPIRED_BATCHED, (at.today,)).rowcount
+        kept += self._execute(_EXPIRED_LEASES, (at.now,)).rowcount
         kept += self._execute("DELETE FROM enqueued WHERE until_ms <= ?", (at.today,)).rowcount
         return (
             self.remove(at, next_step(deque(map(Surplus._make, found)))) + allowances + self._expire_waiting(at) + kept

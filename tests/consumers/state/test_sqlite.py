@@ -151,3 +151,15 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
     async with a_store(tmp_path, clock) as store:
         assert isinstance(await store.claim(ME, fingerprint(mark="other")), Granted)
         assert await store.hold("sweep", "b", for_s=60) is not None
+
+
+async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
+    clock = Calendar()
+    async with a_store(tmp_path, clock) as store:
+        for number in range(20):
+            assert await store.hold(f"create {number}", "a", for_s=1)
+        assert await store.hold("sweep", "a", for_s=60)
+        clock.uptime_ms += 2_000
+        assert await store.sweep() == 20
+        assert await store.sweep() == 0
+        assert not await store.hold("sweep", "b", for_s=60), "it has not ended"
