@@ -157,7 +157,7 @@ class Schedules:
         self._firings = await self._store.firings()
         self._leads = is_leader
         if not is_leader:
-            for known in (self._troubles, self._missed, self._followed, self._ended):
+            for known in (self._troubles, self._missed, self._followed, self._ended, self._paused):
                 known.clear()
             return
         for spec in self.specs:
@@ -248,6 +248,8 @@ class Schedules:
     def _late_since_ms(self, spec: ScheduleSpec, now_ms: int) -> int | None:
         last = self._firings.get(spec.name)
         if last is None or not self._leads or self._brake.of("schedule", spec.name) is not None:
+            return None
+        if spec.name in self._paused:  # the pause has just ended: what fell due in it is missed at the next look
             return None
         missed_ms = self._missed.get(spec.name)
         if missed_ms is not None and now_ms - missed_ms < TOLD_MS:

@@ -215,8 +215,24 @@ async def test_a_paused_schedule_and_a_process_without_its_store_tell_of_no_late
     assert process.late() == {"nightly": 0.0}
     await world.pauses.resume(pause.id)
     await world.brake.read()
+    assert process.late() == {"nightly": 0.0}, "nor before the next look"
     await world.at("2026-11-26T01:41Z", process)
     assert process.late() == {"nightly": 0.0}, "it was paused on purpose"
+
+
+async def test_a_pause_that_ended_while_another_process_published_costs_no_later_time() -> None:
+    world = World(NIGHTLY, "2026-11-25T20:00Z")
+    one, two = world.process(), world.process()
+    await one.look(owner="one")
+    pause = a_pause("schedule", "nightly")
+    await world.pauses.pause(pause)
+    await world.brake.read()
+    await world.at("2026-11-26T01:30:01Z", one, owner="one")
+    await world.pauses.resume(pause.id)
+    await world.brake.read()
+    await world.at("2026-11-26T09:00Z", two, owner="two")
+    await world.at("2026-11-26T09:00:01Z", one, owner="one")  # it is not the one that publishes
+    assert await world.at("2026-11-27T01:30:01Z", one, owner="one") == ["schedule-nightly-20261127T013000Z"]
 
 
 async def test_a_schedule_whose_last_request_failed_is_told_until_one_succeeds() -> None:
