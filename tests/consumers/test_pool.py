@@ -311,3 +311,23 @@ async def test_of_a_paused_lane_only_what_is_late_is_worked_on_and_what_was_retu
     assert bench.log.count("nack") == 2 + pool.FRONT
     assert working.deliveries.looks == 2, "none of them can be late yet"
     await working.stop()
+
+
+async def test_a_look_at_the_front_of_a_paused_lane_holds_a_few_large_messages() -> None:
+    bench = Bench()
+
+    async def nothing(_: Job) -> Outcome:
+        raise AssertionError
+
+    def job_of(delivery: Delivery) -> Job:
+        return Job(delivery, lane=CRITICAL, source=Source.REQUESTER, taken_ms=time.time_ns() // 1_000_000)
+
+    working = Working(bench, nothing, admitter=QueueAdmitter(LaneSlots().queue(0)), job_of=job_of)
+    working.pause = a_pause()
+    await working.pool.pause("paused")
+    body = bytes(pool.FRONT_BYTES // 2 + 1)
+    sent = {n.SENT_MS: time.time_ns() // 1_000_000}
+    working.deliveries.waiting = [bench.delivery(body=body, headers=sent) for _ in range(3)]
+    await working.pool.end_late()
+    assert bench.log.count("nack") == 2
+    await working.stop()

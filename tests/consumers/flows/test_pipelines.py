@@ -7,16 +7,18 @@ import pytest
 from typing_extensions import override
 
 from consumers.decoding import Parsing
-from consumers.flows.pipelines import AT_ONCE, Pipelines, PipelineSpec, StepSpec, output_of
+from consumers.flows.pipelines import AT_ONCE, Pipelines, PipelineSpec, StepSpec, output_of, with_output
 from consumers.job import Chain, Decoded, Job, Route
 from consumers.outcomes import Buried, Deferred, Refused, Stepped
 from consumers.providers.registry import Registry
+from consumers.state.base import Granted, Identity
 from lanekeeper import __version__
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import PublishRefused
 from lanekeeper.telemetry.tracing import Tracing
 from tests.consumers.test_handler import FakeProvider
+from tests.support.completions import answered, failed, fingerprint
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakePublisher, attempts, decoded, handler, read
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
@@ -121,6 +123,55 @@ async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_so_far_until_an
 
     assert isinstance(outcome, Stepped)
     assert outcome.delay_ms == 2000
+
+
+async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_that_failed_is_skipped() -> None:
+    bench = Bench()
+    each = StepSpec(name="s", handler="h", each="input", on_failure="skip")
+    steps = pipelines(bench, each, StepSpec(name="t", handler="h"))
+    job, found = given(bench, b"[1,2,3]")
+    bench.store.now_ms = 0
+    outcome = await steps.enter(job, found)
+    items = [each.message.message_id or "" for each in bench.publisher.sent]
+
+    for count, end in enumerate((answered("1"), failed(), answered('{"a":2}')), start=1):
+        assert isinstance(outcome, Stepped)
+        assert outcome.flow.step == "s"
+        item = Identity(job.identity.tenant, items[count - 1])
+        claim = await bench.store.claim(item, fingerprint())
+        assert isinstance(claim, Granted)
+        await bench.store.complete(item, fingerprint(), end, token=claim.token)
+        job.hop = replace(job.hop, flow=outcome.flow)
+        job.decoded = replace(found, request=replace(found.request, body=outcome.state))
+        outcome = await steps.enter(job, job.decoded)
+        assert isinstance(outcome, Stepped)
+        assert (outcome.done, outcome.of) == ((count, 3) if count < len(items) else (0, 0))
+
+    assert isinstance(outcome, Stepped)
+    assert len(bench.publisher.sent) == 3, "no item is published again"
+    assert outcome.flow.step == "t"
+    assert outcome.state.endswith(b':{"s":[1,{"a":2}]}}')
+    assert with_output(outcome.state, "t", b"3").endswith(b':{"s":[1,{"a":2}],"t":3}}')
+
+
+@pytest.mark.parametrize(("code", "runs_again"), [("attempts_exhausted", False), ("cancelled", True)])
+async def test_of_the_items_of_a_lost_delivery_only_those_that_were_cancelled_are_published_again(
+    code: str, runs_again: bool
+) -> None:
+    bench = Bench()
+    bench.store.now_ms = 0
+    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
+    job, found = given(bench, b"[1]")
+    await steps.enter(job, found)
+    (item,) = (Identity(job.identity.tenant, each.message.message_id or "") for each in bench.publisher.sent)
+    claim = await bench.store.claim(item, fingerprint())
+    assert isinstance(claim, Granted)
+    await bench.store.complete(item, fingerprint(), failed(code), token=claim.token)
+
+    job.delivery.redelivered = True
+    await steps.enter(job, found)
+
+    assert [each.message.message_id for each in bench.publisher.sent] == [item.id] * (1 + runs_again)
 
 
 async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_end() -> None:

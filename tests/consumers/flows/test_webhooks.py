@@ -251,3 +251,5 @@ async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts
     assert found.attempts == attempts + 1
     assert least_s <= (found.due_ms - NOW_MS) / 1000 <= least_s * (1 + SPREAD)
     assert (again.headers[n.TRACEPARENT], "x-other" in again.headers) == (TRACE, False)
+    (told,) = (await bench.settler.webhooks.carry_out(n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1"}))["webhooks"]
+    assert (told["id"], told["state"], told["attempts"]) == ("m-1", "retrying", attempts + 1)

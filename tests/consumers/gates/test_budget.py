@@ -88,6 +88,7 @@ def test_a_request_that_is_told_to_stop_ends_its_wait_for_the_budget(why: Stop, 
         assert isinstance(await entering, outcome)
         assert on.loop.time() - began_s == pytest.approx(3)
         assert on.budgets.waiting() == {}
+        assert [id for id, _ in on.told] == [job.id], "its wait of seconds was told"
 
     story(tell)
 

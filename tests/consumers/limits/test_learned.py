@@ -62,6 +62,13 @@ def test_text_that_is_not_learned_values_is_refused(text: str | bytes) -> None:
         learned.from_json(text)
 
 
+def test_a_limit_that_is_announced_again_is_news_only_after_a_while() -> None:
+    account, _ = account_that([(HEARD[0], 0)])
+    for now_s, told_s in ((learned.NEWS_S - 1, 0), (learned.NEWS_S + 1, learned.NEWS_S + 1)):
+        account.learn(HEARD[0], now_s)
+        assert account.learned().limits.told_s[0] == told_s
+
+
 @pytest.mark.parametrize("version", [0, 1, 99, "2", None, [2]])
 def test_learned_values_of_another_version_are_refused_although_every_field_is_there(version: object) -> None:
     with pytest.raises(learned.UnreadableError, match="version"):
