@@ -31,9 +31,10 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.loading import variable
 from service.config.settings import FIRST, Settings
 from service.config.value_types import mask_url
+from service.connections import connection_for, management_of
 from service.gateway.access import is_loopback
 from service.status import gather
-from service.worker.assembly import connection_for, key_setting, management_of, open_provider
+from service.worker.assembly import key_setting, open_provider
 from topology.broker.admin import check_write_rights, verify
 from topology.broker.consume import Inbox
 from topology.codec.decoding import unpublished

@@ -64,8 +64,8 @@ def run_with_telemetry(
 @asynccontextmanager
 async def connected(settings: "Settings", purpose: str) -> "AsyncIterator[Connection]":
     """A connection for a short command, named by its `purpose`. Raises BrokerUnreachable, AccessRefused."""
+    from service.connections import connection_for
     from service.telemetry import logs
-    from service.worker.assembly import connection_for
 
     with logs.configured(service=SERVICE_NAME, level="error"):
         async with connection_for(purpose, settings) as connection:

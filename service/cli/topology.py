@@ -190,7 +190,7 @@ async def _ask_version(settings: "Settings") -> str:
 
 
 async def _verify(settings: "Settings") -> "Verification":
-    from service.worker.assembly import management_of
+    from service.connections import management_of
     from topology.broker.admin import verify
     from topology.declaration import declare
 
@@ -200,7 +200,7 @@ async def _verify(settings: "Settings") -> "Verification":
 
 
 async def _apply(settings: "Settings", users: "list[User]") -> None:
-    from service.worker.assembly import management_of
+    from service.connections import management_of
     from topology.broker.admin import apply
     from topology.declaration import declare
     from topology.export import definitions
@@ -222,7 +222,7 @@ async def _apply(settings: "Settings", users: "list[User]") -> None:
 
 
 async def _remove(settings: "Settings", lanes: Sequence[str]) -> None:
-    from service.worker.assembly import management_of
+    from service.connections import management_of
     from topology.broker.admin import remove_lane
 
     async with connected(settings, "topology") as connection:

@@ -63,31 +63,16 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.loading import variable
 from service.config.settings import FIRST, WEB, Settings
+from service.connections import connection_for, management_of
 from service.side_tasks import beside
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
 from topology.broker.consume import Deliveries, Delivery, Heads, OldestMessages
-from topology.broker.management import Management, discover
 from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, Topology, declare, is_before
 from topology.lanes import LaneSpec
 
 log = logs.logger()
-
-
-def connection_for(purpose: str, settings: Settings) -> Connection:
-    """A connection that is not opened yet; the broker lists it with its `purpose`."""
-    return Connection(settings.broker_url, name=f"lanekeeper {purpose}", ssl_context=settings.ssl_context())
-
-
-async def management_of(settings: Settings, connection: Connection) -> Management | None:
-    """Find the management API of the broker to which `connection` is open; None if none is found."""
-    return await discover(
-        settings.broker_url,
-        settings.management,
-        connection=await connection.underlying(),
-        ssl_context=settings.tls.given_context(),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

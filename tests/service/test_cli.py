@@ -68,6 +68,15 @@ def test_help_imports_no_slow_package() -> None:
     assert not imported & {"anthropic", "aiohttp", "aiormq", "opentelemetry.sdk", "pydantic", "uvloop", "rich.live"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [["status"], ["pauses"], ["dead", "list"], ["result", "x"]])
+def test_a_short_command_imports_no_client_of_a_provider(line: list[str]) -> None:
+    imported = imported_by(f"from service.cli import main; assert main.run({line}) == 1")
+
+    assert "lanekeeper.amqp.connection" in imported
+    assert not imported & {"anthropic", "service.worker.assembly"}
+
+
 @pytest.mark.parametrize(
     "line",
     [
