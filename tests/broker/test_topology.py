@@ -107,15 +107,16 @@ async def test_a_queue_with_another_argument_is_named_and_not_changed(
     assert message.body == b"kept"
 
 
+@pytest.mark.parametrize(("exchanges", "number"), [(1, -1), (0, 0)])
 async def test_nothing_is_declared_if_one_queue_has_another_argument(
-    vhost: Vhost, declared: Topology, connection: AbstractConnection, management: Management
+    declared: Topology, connection: AbstractConnection, management: Management, exchanges: int, number: int
 ) -> None:
-    last = declared.queues[-1]
-    other = replace(last, arguments={**last.arguments, "x-max-length": 9})
-    await apply(Topology(exchanges=declared.exchanges[:1], queues=(other,)), connection)
+    one = declared.queues[number]
+    other = replace(one, arguments={**one.arguments, "x-max-length": 9})
+    await apply(Topology(exchanges=declared.exchanges[:exchanges], queues=(other,)), connection)
     before = await management.topology()
 
-    with pytest.raises(TopologyMismatch, match=last.name):
+    with pytest.raises(TopologyMismatch, match=one.name):
         await apply(declared, connection)
 
     assert await management.topology() == before

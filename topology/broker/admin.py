@@ -73,10 +73,12 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
 
 
 async def _absent(topology: Topology, connection: AbstractConnection) -> set[tuple[What, str]]:
-    """What is missing in a namespace that exists. In a new one, where the first exchange is missing, nothing else is
-    looked for, because each refusal closes the channel."""
-    first, _ = await _check_existence(Topology(exchanges=topology.exchanges[:1]), connection)
-    missing, _ = ((), ()) if first else await _check_existence(topology, connection)
+    """What is missing in a namespace that exists. In a new one, where the first exchange and the first queue are
+    missing, nothing else is looked for, because each refusal closes the channel."""
+    first = Topology(exchanges=topology.exchanges[:1], queues=topology.queues[:1])
+    if len((await _check_existence(first, connection))[0]) == 2:
+        return set()
+    missing, _ = await _check_existence(topology, connection)
     return {(each.what, each.name) for each in missing}
 
 
