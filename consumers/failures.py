@@ -11,7 +11,7 @@ ProviderError
 │   └── HandlerDied         its process died under it
 └── AnswerTooLargeError     the answer is larger than a worker reads, or than a reply may be
 
-BreakerOpen no call was made: all providers that may be called are paused, or their breakers are open
+BreakerOpen                 no call was made: all providers that may be called are paused, or their breakers are open
 
 The attribute `means` of each class is its row of the table.
 """

@@ -100,9 +100,8 @@ class Collector:
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
     to wait; `unsubmitted`, `unread`: a call about one failed, and is made again; `unread_ticket`: one of another
-    version waits), and of requests in them (`succeeded`,
-    `errored`, `expired`, `canceled`, `broken`, `missing`, `promoted`; `answered_late`: the result of a request that had
-    left)."""
+    version waits), and of requests in them (`succeeded`, `errored`, `expired`, `canceled`, `broken`, `missing`,
+    `promoted`; `answered_late`: the result of a request that had left)."""
     waiting: dict[str, tuple[str, int, int]] = field(default_factory=dict, init=False)
     """For each ticket that this process saw last: its lane, how many requests it has, and when it comes back (ms since
     1970)."""
@@ -262,8 +261,9 @@ class Collector:
 
     async def _may_create(self, ticket: Ticket) -> bool:
         """Whether no other worker creates its batch now, or may have just created it, or will while this one does."""
-        is_late = asyncio.get_running_loop().time() - self._at_work[ticket.id] > BEGIN_WITHIN_S
-        return not is_late and await self.store.hold(f"create {ticket.id}", self._owner, for_s=FENCE_S)
+        holds = await self.store.hold(f"create {ticket.id}", self._owner, for_s=FENCE_S)
+        # asked last, because the store may have taken long
+        return holds and asyncio.get_running_loop().time() - self._at_work[ticket.id] <= BEGIN_WITHIN_S
 
     def _submitted(self, ticket: Ticket, batch_id: str) -> _Next:
         return self._later(replace(ticket, stage=Stage.SUBMITTED, batch_id=batch_id, candidates=(), polls=0))

@@ -502,8 +502,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         """Store that an unclaimed request waits until `due_ms`.
 
         What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
-        claimed or has ended. Returns False if the request has
-        ended, so that it need not wait.
+        claimed or has ended. Returns False if the request has ended, so that it need not wait.
         """
 
     async def complete(

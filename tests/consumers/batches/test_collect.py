@@ -530,6 +530,20 @@ async def test_a_worker_that_took_long_makes_no_batch_because_another_one_may_ha
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
 
 
+async def test_a_worker_whose_store_took_long_makes_no_batch(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold = collecting.bench.store.hold
+
+    async def late(name: str, owner: str, *, for_s: float) -> bool:
+        monkeypatch.setattr("consumers.batches.collect.BEGIN_WITHIN_S", -1)
+        return await hold(name, owner, for_s=for_s)
+
+    monkeypatch.setattr(collecting.bench.store, "hold", late)
+    assert (await collecting.again(await collecting.gathered(*items(2)))).stage is Stage.ADOPTING
+    assert collecting.submitted() == []
+
+
 # ---- collecting -----------------------------------------------------------------------------------------------------
 
 
