@@ -129,7 +129,8 @@ class OverHttp:
             await self._session.close()
 
     async def publish(self, outgoing: OutgoingRequest) -> None:
-        _path(outgoing.id)
+        if not outgoing.id.strip("."):
+            raise InvalidArgument("message_id: over HTTP it has another character than dots")
         if outgoing.content is not None:
             outgoing.message.body, outgoing.content = await asyncio.to_thread(outgoing.content.read), None
         if self._tracing is not None:

@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.replies import DirectReplies
+from lanekeeper.amqp.wire import HEADERS_BYTES, write_table
 from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import urls_of
@@ -31,6 +32,7 @@ from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerBlocked,
     BrokerError,
+    InvalidArgument,
     PublishRefused,
     ReplyLost,
     TopologyMismatch,
@@ -92,6 +94,7 @@ class OverAmqp:
             self._store.close()
 
     async def publish(self, outgoing: OutgoingRequest) -> None:
+        _check_headers(outgoing.message)
         await self._store_body(outgoing)
         try:
             await self.publisher.publish_surely(
@@ -257,6 +260,16 @@ class OverAmqp:
             log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
             raise
         return replace(final, body=body)
+
+
+def _check_headers(message: Message) -> None:
+    """The broker would close the connection (501 FRAME_ERROR), at every try."""
+    try:
+        size = len(write_table(message.headers))
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"headers: cannot be written: {error}") from error
+    if size > HEADERS_BYTES:
+        raise InvalidArgument(f"headers: {size} bytes, allowed are {HEADERS_BYTES}")
 
 
 # ---- control messages ------------------------------------------------------------------------------------------------

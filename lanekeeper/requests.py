@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, BinaryIO, TypedDict
 
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import encodable
+from lanekeeper.contract.identity import REQUEST_ID, encodable, is_request_id
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, BodyAddress, Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, TopologyMismatch
 from lanekeeper.replies import ControlRefused, Final, NoReply, NotEnded, Problem
@@ -22,6 +22,7 @@ ANSWER_LATE_S = 5.0
 """For so long after the deadline a client waits for the worker's error that says so."""
 FIRST_PAUSE_S = 0.1
 PAUSE_CAP_S = 5.0
+HEADER_NAME_BYTES = 255
 
 
 Json = Mapping[str, Any] | Sequence[Any] | str | bytes
@@ -86,6 +87,12 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
     for name, value in options.items():
         if value is not None:
             check_argument(name, value, *_KINDS[name])
+    if (id := options.get("message_id")) is not None and not is_request_id(id):
+        raise InvalidArgument(f"message_id: {REQUEST_ID}")
+    for name in options.get("headers") or {}:
+        check_argument("the name of a header", name, str)
+        if len(name.encode()) > HEADER_NAME_BYTES:
+            raise InvalidArgument(f"header {name[:40]}…: a name has at most {HEADER_NAME_BYTES} bytes")
     priority = options.get("priority", PRIORITY)
     if priority is None or not 0 <= priority <= PRIORITY_AT_MOST:
         detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
@@ -113,7 +120,7 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
         body=body if isinstance(body, bytes) else _json(body),
         headers={**headers, **(options.get("headers") or {})},
         content_type="application/json",
-        message_id=options.get("message_id") or uuid.uuid4().hex,
+        message_id=uuid.uuid4().hex if id is None else id,
         priority=priority,
         type=options.get("handler"),
         user_id=None if tenant is None else user,

@@ -51,6 +51,8 @@ class Connection:
             raise InvalidUrl("a broker's URL is amqp(s)://user:password@host:port/vhost, with %-escapes") from None
         if any(node_url.scheme not in ("amqp", "amqps") for node_url in self._urls):
             raise InvalidUrl("a broker's URL begins with amqp:// or amqps://")
+        if not all(node_url.host for node_url in self._urls):
+            raise InvalidUrl("a broker's URL has a host: amqp(s)://user:password@host:port/vhost")
         self._url_index = random.randrange(len(self._urls))
         self._name = name
         self._ssl_context = ssl_context
@@ -84,7 +86,7 @@ class Connection:
     @property
     def endpoint(self) -> tuple[str, int]:
         url = self._urls[self._url_index]
-        return url.host or "localhost", url.port or (5671 if url.scheme == "amqps" else 5672)
+        return str(url.host), url.port or (5671 if url.scheme == "amqps" else 5672)
 
     @property
     def address(self) -> str:

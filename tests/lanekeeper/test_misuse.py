@@ -24,8 +24,12 @@ HALF = "\ud83d"
 
 @pytest.mark.parametrize("client", [Client, SyncClient])
 @pytest.mark.parametrize(
-    "url", [None, 5, b"amqp://h", "h:5672", "redis://h", "amqp://h:99999", "http://h:99999", "http://["]
-)
+    "url",
+    [
+        None, 5, b"amqp://h", "h:5672", "redis://h", "amqp://h:99999", "http://h:99999", "http://[", "amqp://",
+        "amqp://:5",
+    ],
+)  # fmt: skip
 def test_a_url_that_can_be_none_is_refused(client: Any, url: object) -> None:
     with pytest.raises(InvalidUrl):
         client(url)
@@ -53,7 +57,8 @@ def test_a_setting_of_another_type_is_refused(settings: Any) -> None:
         {"at": "2026-01-01"}, {"priority": "4"}, {"priority": True}, {"message_id": 5}, {"tenant": HALF},
         {"headers": [("a", 1)]}, {"beta": 1}, {"full_within_s": "1"}, {"id": "k"}, {"key": None}, {"key": HALF},
         {"body": {"prompt": HALF}}, {"body": {"prompt": datetime.now(UTC)}}, {"body": {1j: 2}}, {"body": None},
-        {"body": io.StringIO("{}")}, {"body": []},
+        {"body": io.StringIO("{}")}, {"body": []}, {"message_id": ""}, {"message_id": "bad id"}, {"headers": {5: 1}},
+        {"headers": {"x" * 256: 1}}, {"headers": {HALF: 1}},
     ],
 )  # fmt: skip
 async def test_a_wrong_argument_is_told_before_anything_is_sent(url: str, wrong: dict[str, Any]) -> None:
@@ -61,6 +66,21 @@ async def test_a_wrong_argument_is_told_before_anything_is_sent(url: str, wrong:
         await Client(url).publish(**{"body": {}, "key": "critical.a.b", **wrong})
     assert isinstance(told.value, TypeError)
     assert isinstance(told.value, ValueError)
+
+
+@pytest.mark.parametrize("value", ["y" * 200_000, HALF, object()], ids=["too large", "half", "object"])
+async def test_headers_that_the_broker_would_not_take_are_not_sent(value: object) -> None:
+    client = Client(AMQP)
+    client._loop = asyncio.get_running_loop()
+    with pytest.raises(InvalidArgument, match="headers: "):
+        await client.publish({}, key="critical.a.b", headers={"my": value})
+
+
+async def test_over_http_an_id_that_would_name_another_path_is_not_sent() -> None:
+    async with FakeGateway() as gateway, Client(gateway.url, api_key=KEY) as client:
+        with pytest.raises(InvalidArgument, match="message_id"):
+            await client.publish({}, key="critical.a.b", message_id="..")
+        assert not gateway.calls
 
 
 async def test_a_wait_of_another_type_is_refused() -> None:
