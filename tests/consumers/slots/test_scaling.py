@@ -132,6 +132,7 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
     world = World()
     async with world.lending():
         first, second = world.added
+        assert world.low.shared.size == 2 + 4 + 2, "so many requests of the lane run at once now"
         first.in_hand, second.in_hand = 4, 2
         world.pools["high"].in_hand = 8
         await until(lambda: first.is_stopped and second.is_stopped)
