@@ -279,7 +279,7 @@ class Pool:
                 run_ms=attempted.run_ms if attempted is not None and attempted.counts else None,
                 total_ms=job.waited_ms(time.time_ns() // 1_000_000),
                 cause="other" if error is None else error.cause,
-                since_delivery=job.published.by == "delivery",
+                since_delivery=job.published.by == "delivery" and job.hop.dead_at is None,
             )
         return settled
 

@@ -148,7 +148,7 @@ class NotEnded(LanekeeperError):
 
     def _hint(self) -> str:
         if self.step is not None:
-            return f"at step {self.step}"
+            return f"step: {self.step}"
         match self.status:
             case "running":
                 return "a worker is at it"

@@ -108,7 +108,7 @@ def resume(
     if json:
         print_json(found)
     else:
-        print("\n".join(f"resumed: {line(each)}" for each in found) or "it was not paused")
+        print("\n".join(f"resumed: {line(each, was=True)}" for each in found) or "it was not paused")
 
 
 @options.with_settings
@@ -120,14 +120,13 @@ def pauses(settings: "Settings", json: options.Json = False) -> None:
     _print(run(ask(settings, n.PAUSES_KEY, {}))["pauses"], json=json)
 
 
-def line(pause: Mapping[str, str | None]) -> str:
-    """One line of text about a pause."""
+def line(pause: Mapping[str, str | None], *, was: bool = False) -> str:
+    """One line of text about a pause; `was`: one that has ended."""
     until = f" until {pause['until']}" if pause["until"] else ""
     why = f": {pause['why']}" if pause["why"] else ""
     who = f" by {pause['who']}" if pause["who"] else ""
-    return printable(
-        f"{pause['kind']} {pause['name']} is paused since {pause['since']}{until}{who}{why} [{pause['id']}]"
-    )
+    state = "was paused from" if was else "is paused since"
+    return printable(f"{pause['kind']} {pause['name']} {state} {pause['since']}{until}{who}{why} [{pause['id']}]")
 
 
 def _print(found: Sequence[Mapping[str, str | None]], *, json: bool) -> None:

@@ -2,9 +2,10 @@
 
 import json as json_text
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -15,13 +16,17 @@ from service.cli.options import Texts, named
 from service.cli.process import FAILED, connected, print_json, printable, run, tell
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from service.config.settings import Settings
     from service.deadletters import DeadLetters, Filter
 
 T = TypeVar("T")
 Tenants = Annotated[Texts, typer.Option("--tenant", help="Whose request it is.")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters, instead of a choice.")]
-SHOWN = 80
+SHOWN = 160
+WHOLE = ("at", "id", "cause", "count", "again", "newest")
+"""The columns of `dead list` that are never cut: ids and causes are copied."""
 
 app = typer.Typer(no_args_is_help=True, help="Dead letters: failed requests that are kept to be mended and run again.")
 
@@ -97,40 +102,57 @@ def list_(
 
 def _print_overview(found: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
     if not found["matched"]:
         print(f"none of {found['total']} dead letters match" if found["total"] else "no dead letters")
         return
-    causes = Table(box=None, padding=(0, 1, 0, 0))  # fits into 80 columns
-    for title in ("cause", "count", "again", "newest"):
-        causes.add_column(title, no_wrap=True, justify="right" if title in ("count", "again") else "left")
-    causes.add_column("error")
-    for group in found["groups"]:
-        cells = (group["cause"], str(group["count"]), str(group["relapses"] or ""), _short(group["newest"]))
-        error = f"{group['code']}: {group['error']}"[:SHOWN]
-        causes.add_row(*(Text(printable(cell)) for cell in (*cells, error)))
     console = Console()
-    console.print(causes)
+    causes = [
+        {
+            "cause": group["cause"],
+            "count": str(group["count"]),
+            "again": str(group["relapses"] or ""),
+            "newest": _short(group["newest"]),
+            "error": shorten(f"{group['code']}: {group['error']}", SHOWN, placeholder=" …"),
+        }
+        for group in found["groups"]
+    ]
+    console.print(_table(causes))
     if found["letters"]:
-        letters = Table(box=None, padding=(0, 1, 0, 0))
-        for title in ("at", "id", "lane", "app", "tenant", "cause", "again"):
-            # an id stays whole, so that it can be copied; the others give way
-            letters.add_column(title, no_wrap=title in ("at", "id", "cause"), overflow="fold")
-        for each in found["letters"]:
-            row = (each["id"], each["lane"], each["app"], each["tenant"], each["cause"], str(each["replays"] or ""))
-            letters.add_row(*(Text(printable(cell)) for cell in (_short(each["at"]), *row)))
+        names = ("id", "lane", "app", "tenant", "cause")
+        letters = [
+            {"at": _short(each["at"]), **{name: each[name] for name in names}, "again": str(each["replays"] or "")}
+            for each in found["letters"]
+        ]
         console.print()
-        console.print(letters)
+        console.print(_table(letters))
     of = "" if found["matched"] == found["total"] else f" of {found['total']}"
     print(f"\n{found['matched']}{of} dead letters; again: those that were replayed before")
     if found["next"] is not None:
         print(f"the next page: --after {found['next']}")
 
 
+def _table(rows: "Sequence[Mapping[str, str]]") -> "Table":
+    """Columns without a value are left out. Where there is no room, errors are wrapped, and names are cut with `…`."""
+    from rich.table import Table
+    from rich.text import Text
+
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in titles:
+        table.add_column(
+            Text(title, no_wrap=True),
+            no_wrap=title in WHOLE,
+            justify="right" if title in ("count", "again") else "left",
+        )
+    for row in rows:
+        cells = ((printable(row[title]), title != "error") for title in titles)
+        table.add_row(*(Text(text, no_wrap=name, overflow="ellipsis" if name else "fold") for text, name in cells))
+    return table
+
+
 def _short(at: str) -> str:
-    return at[:19].replace("T", " ")
+    return at[5:19].replace("T", " ")  # the year is left out, so that names have room
 
 
 @app.command()
@@ -195,8 +217,14 @@ def replay(
     _require_choice(wanted, everything=everything)
     try:
         patch = None if edit is None else json_text.loads(edit.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise typer.BadParameter(
+            f"{edit}: {why}; give a file that holds a JSON Merge Patch", param_hint="--edit"
+        ) from None
+    try:
         change = Change(patch=patch, to_lane=to_lane, model=model)
-    except (OSError, ValueError, RecursionError, ReplayRefused) as error:
+    except ReplayRefused as error:
         raise typer.BadParameter(f"{edit}: {error}", param_hint="--edit") from None
     done = _with_letters(settings, lambda letters: letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run))
     if json:

@@ -45,7 +45,9 @@ def send(
             help="What to ask; `-` reads standard input. For --type and --pipeline JSON, or else a text.",
         ),
     ],
-    lane: Annotated[str | None, named("--lane", "LANE", "How urgent it is; default: the most urgent one.")] = None,
+    lane: Annotated[
+        str | None, named("--lane", "LANE", "How urgent it is; default: the most urgent one (over HTTP: normal).")
+    ] = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer as it comes.")] = False,
     delay: Annotated[float | None, duration("--delay", "Start not before: 10s.")] = None,
     at: Annotated[datetime | None, instant("--at", "Start not before: 2026-11-21T18:00:00Z.")] = None,

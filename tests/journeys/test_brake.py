@@ -89,7 +89,7 @@ async def test_a_paused_lane_waits_in_its_queue_while_others_go_on_and_then_all_
             ("lane", "batch", "ann")
         ]
 
-        assert (await operator.does("resume", "--lane", "batch")).startswith("resumed: lane batch ")
+        assert (await operator.does("resume", "--lane", "batch")).startswith("resumed: lane batch was paused from ")
         await all_are_answered(app, asked)
         assert len(one.calls("job")) + len(other.calls("job")) == 150
         assert await operator.does("resume", "--lane", "batch") == "it was not paused"

@@ -246,7 +246,7 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost, tmp_pa
         assert pending.json["step"] == "each_word, 2 of 6"
         async with lanekeeper("result", posted["id"], environ=environment(vhost), folder=tmp_path) as fetched:
             assert await fetched.ended() == 1
-        assert "at step each_word, 2 of 6" in fetched.events[-1]["event"]
+        assert "step: each_word, 2 of 6" in fetched.events[-1]["event"]
         worker.api.release()
         found = await call("GET", f"{url}{posted['status_url']}?wait=30s")
         assert found["status"] == "completed"

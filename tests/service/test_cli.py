@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from service.cli import main
+from service.cli import dead, main
 
 COMMANDS = (
     "demo",
@@ -77,6 +77,29 @@ def test_a_short_command_imports_no_client_of_a_provider(line: list[str]) -> Non
     assert not imported & {"anthropic", "service.worker.assembly"}
 
 
+def test_a_list_of_dead_letters_fits_into_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    at, id, cause = "2026-11-26T22:41:03.123Z", "7" * 32, "5f3a09c1"
+    error = "the model's own limit of tokens was exceeded, so " + "give fewer tokens, or " * 10
+    group = {"cause": cause, "count": 2, "relapses": 1, "newest": at, "code": "provider_rejected", "error": error}
+    letter = {"at": at, "id": id, "lane": "critical", "app": "support", "tenant": "", "cause": cause, "replays": 1}
+    long = {**letter, "app": "support-of-a-long-name", "replays": 0}
+
+    dead._print_overview({"matched": 2, "total": 2, "groups": [group], "letters": [letter, long], "next": None})
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    told = "\n".join(lines)
+    assert "tenant" not in told  # its column is empty
+    assert "…" in told.partition(id)[0]  # the error goes on
+    first, second = (line.split() for line in lines if id in line)
+    assert first == ["11-26", "22:41:03", id, "critical", "support", cause, "1"]
+    assert second[3] == "critical"
+    assert second[4] == "support…"
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -98,6 +121,7 @@ def test_a_short_command_imports_no_client_of_a_provider(line: list[str]) -> Non
         ["pause", "--lane", "batch", "--for", "1h", "--until", "2026-11-21T18:00:00Z"],
         ["resume"],
         ["resume", "a1b2", "--lane", "batch"],
+        ["dead", "replay", "--all", "--edit", '{"max_tokens":5}'],
         ["topology", "show", "--for", "3.8"],
         ["topology", "export", "--for", "4.3", "--user", "crm:king"],
         ["topology", "export", "--for", "4.3", "--user", "c.rm:application"],
@@ -294,3 +318,11 @@ def test_the_trace_of_a_failed_request_is_told_with_a_link_where_jaegers_address
         raise Problem({"code": "internal", "detail": "ours", "request": "r", "attempts": 1, "trace": "4bf9"})
 
     assert capsys.readouterr().err.splitlines()[1:] == [f"lanekeeper: trace 4bf9{link}"]
+
+
+def test_an_edit_that_is_no_file_is_told_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["dead", "replay", "--all", "--edit", '{"max_tokens":5}']) == 2
+
+    told = capsys.readouterr().err
+    assert "Errno" not in told
+    assert "give a file that holds a JSON Merge Patch" in told
