@@ -13,7 +13,7 @@ import logging
 import ssl
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -387,11 +387,10 @@ async def close(channel: UnderlyingChannel) -> None:
     if channel.is_closed or is_sent.is_set() or not channel.connection.is_opened:
         return
     asks = ChannelFrames.Close(reply_code=200, reply_text="", class_id=0, method_id=0)
-    with suppress(BrokerError), border("closing"):
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await channel.write_queue.put(ChannelFrame.marshall(channel_number=channel.number, frames=[asks]))
-            is_sent.set()
-            await asyncio.wait({channel.closing})
+    is_sent.set()
+    # in a task of the channel: it is sent also if this is cancelled, or the broker reads nothing for longer
+    channel.create_task(channel.write_queue.put(ChannelFrame.marshall(channel_number=channel.number, frames=[asks])))
+    await asyncio.wait({channel.closing}, timeout=CLOSE_TIMEOUT_S)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -217,6 +217,21 @@ async def test_a_channel_whose_close_is_answered_late_costs_no_connection(
         assert (connection.openings, other.is_closed) == (1, False)
 
 
+async def test_a_channel_is_closed_also_if_nothing_can_be_sent_for_a_while(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "CLOSE_TIMEOUT_S", 0.05)
+    async with Connection(vhost.amqp_url, name="test") as connection:
+        channel = await connection.channel(confirms=False)
+        sending, full = channel.write_queue, asyncio.Queue[Any](maxsize=1)
+        full.put_nowait(None)
+        monkeypatch.setattr(channel, "write_queue", full)
+        await driver.close(channel)
+        full.get_nowait()
+        sending.put_nowait(await asyncio.wait_for(full.get(), 60))
+        await until(lambda: channel.is_closed)
+
+
 async def test_leaving_a_connection_while_it_reconnects_takes_effect_at_once(vhost: Vhost) -> None:
     rng = random.Random(0)
     for _ in range(15):
