@@ -28,4 +28,6 @@ def test_the_list_has_one_line_for_each_object_and_explains_the_version() -> Non
     shown = [name for name in names if not FOLDED.match(name)]
     assert any(line.startswith("  lane.batch.side.00 … lane.batch.side.07: quorum") for line in lines)
     assert [name for name in shown if not any(line.startswith(f"  {name}: ") for line in lines)] == []
+    internal = {each.name for each in TOPOLOGY.exchanges if each.internal and each.name in shown}
+    assert internal == {line.split(":")[0].strip() for line in lines if ", internal" in line} != set()
     assert len(lines) < 50
