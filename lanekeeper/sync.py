@@ -6,14 +6,18 @@
     print(client.request({"prompt": "Name three rivers."}, key="critical.docs.example").text)
 
 All threads of a process may share one client. It works after a fork: a process that was forked (by Gunicorn, Celery, …)
-opens a connection of its own on first use. All clients of a process run in one background thread.
+opens a connection of its own on first use. All clients of a process run in one background thread. A client that was
+not closed is closed when nothing refers to it any more, or when the process ends.
 """
 
 import asyncio
+import atexit
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from functools import partial
 from typing import Any, Self, TypeVar, Unpack
 
@@ -26,12 +30,15 @@ from lanekeeper.requests import Options
 
 T = TypeVar("T")
 READ_AHEAD = 16
+CLOSED_WITHIN_S = 5.0
+"""At the end of the process."""
 
 
 class _Process:
     def __init__(self) -> None:
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.opened: weakref.WeakSet[_Opened] = weakref.WeakSet()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         with self._starting:
@@ -39,6 +46,11 @@ class _Process:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, name="lanekeeper", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def begin_closing(self, opened: "_Opened") -> None:
+        """Takes no lock of ours and waits for nothing: the garbage collector may call it anywhere."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(opened.close(), self._loop)
 
     @staticmethod
     def wait(running: "Future[T]") -> T:
@@ -64,12 +76,27 @@ class _Opened:
         async with self._opening:
             if self._client is None:
                 self._client = await self._make().__aenter__()
+                self.process.opened.add(self)
             return self._client
 
     async def close(self) -> None:
         async with self._opening:
-            if self._client is not None:
-                await self._client.__aexit__(None, None, None)
+            if self._client is not None and self in self.process.opened:
+                try:
+                    await self._client.__aexit__(None, None, None)
+                finally:
+                    self.process.opened.discard(self)
+
+
+def _close_dropped(opened: dict[int, _Opened]) -> None:
+    if (own := opened.get(os.getpid())) is not None:
+        own.process.begin_closing(own)
+
+
+@atexit.register
+def _close_all() -> None:
+    if (process := _processes.get(os.getpid())) is not None:
+        wait_for_all([process.begin(opened.close()) for opened in list(process.opened)], timeout=CLOSED_WITHIN_S)
 
 
 class Client:
@@ -83,6 +110,7 @@ class Client:
         self._make()  # wrong parameters are refused now, not on first use
         self._opened: dict[int, _Opened] = {}
         self._is_closed = False
+        weakref.finalize(self, _close_dropped, self._opened).atexit = False
 
     def __enter__(self) -> Self:
         self._run(_nothing)

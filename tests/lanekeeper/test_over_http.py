@@ -1,6 +1,8 @@
 """The client over HTTP, against a gateway whose answers and failures a test chooses."""
 
 import asyncio
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -216,6 +218,26 @@ def test_a_url_that_is_no_gateways_is_refused_without_being_quoted(url: str) -> 
 def test_a_key_of_a_gateway_is_not_given_to_a_broker() -> None:
     with pytest.raises(ValueError, match="api_key"):
         Client("amqp://localhost/", api_key="x")
+
+
+DROPPED = """
+import sys
+from lanekeeper.sync import Client
+
+def ask(client):
+    client.publish({"prompt": "x"}, key="normal.tests.exit")
+    return client
+
+ask(Client(sys.argv[1], api_key=sys.argv[2]))
+kept = ask(Client(sys.argv[1], api_key=sys.argv[2]))
+"""
+
+
+async def test_clients_that_nobody_closed_are_closed_when_dropped_and_at_exit(gateway: FakeGateway) -> None:
+    script = (sys.executable, "-c", DROPPED, gateway.url, KEY)
+    process = await asyncio.create_subprocess_exec(*script, stdout=PIPE, stderr=PIPE)
+    said = await asyncio.wait_for(process.communicate(), 60)
+    assert (said, process.returncode, len(gateway.posted)) == ((b"", b""), 0, 2)
 
 
 async def fails_at_once(client: Client) -> None:
