@@ -136,6 +136,7 @@ with app.test_client() as browser:
     story = browser.post("/story", json={"prompt": "once upon"})
     print(asked.json, wrong.status_code, wrong.json["error"], story.text)
 """
+ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 CELERY = "from celery_task import summarise; print(summarise.delay('a long text').get(timeout=60))"
 
 
@@ -146,15 +147,17 @@ async def test_the_examples_with_flask_and_celery(vhost: Vhost, tmp_path: Path) 
     environ["C_FORCE_ROOT"] = "1"
 
     async def said(*line: str) -> str:
-        process = await asyncio.create_subprocess_exec(python, *line, cwd=tmp_path, env=environ, stdout=PIPE)
+        process = await asyncio.create_subprocess_exec(
+            *ENDS_WITH_US, python, *line, cwd=tmp_path, env=environ, stdout=PIPE
+        )
         out, _ = await asyncio.wait_for(process.communicate(), 120)
         return out.decode()
 
     async with serving(vhost):
         assert await said("-c", FLASK) == "{'answer': 'echo: three rivers'} 400 invalid_request echo: once upon\n"
         worker = await asyncio.create_subprocess_exec(
-            python, "-m", "celery", "--app", "celery_task", "worker", "--concurrency", "2", "--loglevel", "warning",
-            "--without-gossip", "--without-mingle", cwd=tmp_path, env=environ,
+            *ENDS_WITH_US, python, "-m", "celery", "--app", "celery_task", "worker", "--concurrency", "2",
+            "--loglevel", "warning", "--without-gossip", "--without-mingle", cwd=tmp_path, env=environ,
         )  # fmt: skip
         try:
             assert await said("-c", CELERY) == "echo: a long text\n"

@@ -156,6 +156,9 @@ async def test_a_replay_goes_to_another_lane_and_model_and_keeps_its_trace(vhost
         assert (reply[0].status, reply[0].headers["x-lane-name"]) == ("ok", "batch")
         assert reply[0].headers["traceparent"][3:35] == "a" * 32
         assert worker.api.calls[-1].model == "claude-haiku-4-5"
+        batch = next(each for each in worker.parts.activities if each.lane == "batch")
+        await until(lambda: batch.snapshot()["answered"])
+        assert not batch.recent.since_delivery  # its wait counts from its first delivery on purpose
         assert (await letters.replay(Filter(ids=frozenset({"x"})), change)).matched == 0
 
 
