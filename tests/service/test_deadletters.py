@@ -29,6 +29,8 @@ def letter(id: str = "x", **headers: Any) -> DeadLetter:
         ("400: field 'a' in 12 parts", "400: field 'b' in 7 parts", True),
         ("all 5 attempts failed; the last: 529 overloaded", "all 8 attempts failed; the last: 529 overloaded", True),
         ("rejected (req_011CSqAb)", "rejected (req_999)", True),
+        ("404 not_found_error: model: gpt-9", "404 not_found_error: model: claude-nothing", True),
+        ("400 invalid_request_error: model: x", "400 invalid_request_error: model: y", False),
         ('model "a" is unknown', 'model "b-c d" is unknown', True),
         ("it can't be, said the provider's model", "it can't do, said the provider's model", False),
         ("header x: wrong", "header y: wrong", False),

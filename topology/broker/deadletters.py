@@ -48,6 +48,7 @@ REPLAYS_SHOWN: Final = 999
 _DETAIL: Final = 1000
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`""")
 _NUMBERED = re.compile(r"[\w.:-]*\d[\w.:-]*")
+_MODEL = re.compile(r"(?<=not_found_error: model: )\S+")  # it is not quoted, and has a number or none
 _SPACE = re.compile(r"\s+")
 
 
@@ -57,8 +58,8 @@ def cause_of(code: str, detail: str) -> str:
 
 
 def normalised(detail: str) -> str:
-    """An error's text with `#` in place of numbers, ids and quoted values."""
-    return _SPACE.sub(" ", _NUMBERED.sub("#", _QUOTED.sub("#", detail[:_DETAIL]))).strip()
+    """An error's text with `#` in place of numbers, ids, quoted values and unknown models."""
+    return _SPACE.sub(" ", _NUMBERED.sub("#", _MODEL.sub("#", _QUOTED.sub("#", detail[:_DETAIL])))).strip()
 
 
 @dataclass(frozen=True)
