@@ -411,8 +411,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="./dev compose-test", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="*", choices=PARTS, help="only these")
+    parser.add_argument("part", nargs="*", help=f"only these of {', '.join(PARTS)}")
     try:
-        main(parser.parse_args().part or list(PARTS))
+        given = parser.parse_args().part
+        if unknown := set(given) - set(PARTS):
+            parser.error(f"no such part: {', '.join(unknown)}")  # `choices` refuses no parts at all
+        main(given or list(PARTS))
     except (AssertionError, subprocess.SubprocessError, TimeoutError, Unavailable, NotToBeHad, BuildFailed) as error:
         sys.exit(f"FAILED: {error}")
