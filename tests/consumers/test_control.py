@@ -127,7 +127,7 @@ async def test_status_questions_in_the_control_queue_are_ignored(bench: Bench) -
 async def test_a_cancellation_that_cannot_be_recorded_goes_back_to_the_queue(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claiming, "STORE_WITHIN_S", 0)
+    monkeypatch.setattr(claiming, "ASK_WITHIN_S", 0.1)
     bench.store.failing = StoreUnavailable("locked")
     await read(bench, {"cancel": "m-1"})
     assert bench.log == ["nack"]
