@@ -152,10 +152,15 @@ class Collector:
                 raise ValueError
             async with self._unpacking:  # one at a time is several times as large as it is packed
                 ticket = await asyncio.to_thread(unpack, message.body)
-        except UnreadTicket as error:  # its requests wait for a worker of the version that wrote it
+        except UnreadTicket as error:  # its requests wait for a worker of the version that wrote it, two days at most
             self.counts["unread_ticket"] += 1
             log.error(signals.HANDLER_FAILED, where="ticket", ticket=message.message_id, error=str(error))
-            again = replace(message, exchange="", routing_key="", headers={})
+            now_s = settler.now_ms() / 1000
+            since_s = message.timestamp_s or now_s
+            if now_s - since_s > KEPT_MS / 1000:
+                await settler.fall(message)
+                return
+            again = replace(message, exchange="", routing_key="", headers={}, timestamp_s=since_s)
             await settler.send_around(again, UNREAD_MS, routing_key=settler.names.ticket_key)
             return
         except ValueError:

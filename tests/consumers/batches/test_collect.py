@@ -159,12 +159,11 @@ class Collecting:
         }  # fmt: skip
         return Ticket(id=id, items=items, **given | fields)
 
-    async def take(self, ticket: Ticket | bytes, *, exchange: str = "", redelivered: bool = False) -> list[Sent]:
+    async def take(self, ticket: Ticket | bytes | Message, *, redelivered: bool = False) -> list[Sent]:
         """What is published for a ticket."""
         body = pack(ticket) if isinstance(ticket, Ticket) else ticket
-        delivery = FakeDelivery(
-            Message(body=body, exchange=exchange), self.bench.log, queue=NAMES.tickets, redelivered=redelivered
-        )
+        message = body if isinstance(body, Message) else Message(body=body)
+        delivery = FakeDelivery(message, self.bench.log, queue=NAMES.tickets, redelivered=redelivered)
         before = len(self.bench.publisher.sent)
         await self.collector._take(delivery)
         return self.bench.publisher.sent[before:]
@@ -800,9 +799,16 @@ async def test_a_ticket_of_another_version_waits_for_a_worker_that_can_read_it(c
     assert collecting.bench.log[-1] == "ack"
     assert collecting.collector.counts["unread_ticket"] == 1
 
+    collecting.now_ms += KEPT_MS
+    (sent,) = await collecting.take(sent.message)
+    assert sent.exchange == NAMES.delay(9)
+    collecting.now_ms += 1001  # a timestamp has whole seconds
+    (sent,) = await collecting.take(sent.message)
+    assert (sent.exchange, sent.message.body) == (NAMES.fallen, newer)  # to be seen in lane.dead
+
 
 async def test_what_is_no_ticket_falls(collecting: Collecting) -> None:
     (sent,) = await collecting.take(b"nonsense")
     assert (sent.exchange, sent.message.body) == (NAMES.fallen, b"nonsense")
-    (sent,) = await collecting.take(pack(await collecting.gathered(*items(1))), exchange="someone.elses")
+    (sent,) = await collecting.take(Message(body=pack(await collecting.gathered(*items(1))), exchange="someone.elses"))
     assert sent.exchange == NAMES.fallen

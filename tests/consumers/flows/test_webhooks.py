@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 
@@ -168,6 +169,19 @@ POST = Post(
 )
 
 
+P = TypeVar("P", bound=Posting)
+
+
+def posting_of(kind: type[P], bench: Bench) -> P:
+    return kind(
+        FakeDeliveries(FakeSession(bench.log, [])),
+        spec=SPEC,
+        publisher=bench.publisher,
+        settler=bench.settler,
+        store=bench.store,
+    )
+
+
 class Faulty(Posting):
     """Has a fault."""
 
@@ -181,13 +195,7 @@ async def test_what_causes_a_fault_of_ours_again_and_again_becomes_a_dead_letter
 ) -> None:
     monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
     bench = Bench(spec=SPEC)
-    posting = Faulty(
-        FakeDeliveries(FakeSession(bench.log, [])),
-        spec=SPEC,
-        publisher=bench.publisher,
-        settler=bench.settler,
-        store=bench.store,
-    )
+    posting = posting_of(Faulty, bench)
     delivery = bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=POST.headers())
     delivery.times_delivered = times
     await posting._take(delivery)
@@ -211,13 +219,7 @@ class Answering(Posting):
 
 async def test_an_endpoint_gets_more_posts_at_once_while_it_answers_quickly() -> None:
     bench = Bench(spec=SPEC)
-    posting = Answering(
-        FakeDeliveries(FakeSession(bench.log, [])),
-        spec=SPEC,
-        publisher=bench.publisher,
-        settler=bench.settler,
-        store=bench.store,
-    )
+    posting = posting_of(Answering, bench)
     posting.statuses = [500, 0]
     found = []
     for _ in range(3):
@@ -233,13 +235,7 @@ async def test_an_endpoint_gets_more_posts_at_once_while_it_answers_quickly() ->
 @pytest.mark.parametrize(("attempts", "least_s"), [(0, 5), (1, 10), (3, 40)])
 async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts: int, least_s: float) -> None:
     bench = Bench(spec=SPEC)
-    posting = Answering(
-        FakeDeliveries(FakeSession(bench.log, [])),
-        spec=SPEC,
-        publisher=bench.publisher,
-        settler=bench.settler,
-        store=bench.store,
-    )
+    posting = posting_of(Answering, bench)
     posting.statuses = [500]
     post = replace(POST, first_ms=NOW_MS, due_ms=NOW_MS, attempts=attempts)
     headers = {**post.headers(), n.TRACEPARENT: TRACE, "x-other": "left out"}
