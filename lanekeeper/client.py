@@ -277,7 +277,7 @@ class Client:
             log.warning(
                 signals.CANCELLATION_UNSENT, request=id, error=str(error), hint="its user needs the role client"
             )
-        except (BrokerError, ControlRefused, TimeoutError) as error:
+        except (BrokerError, ClientMisused, ControlRefused, TimeoutError) as error:
             why = str(error) or f"not within {CANCEL_WITHIN_S:g} s"
             log.warning(signals.CANCELLATION_UNSENT, request=id, error=why)
 
@@ -294,6 +294,6 @@ def _global_tracing() -> "Tracing | None":
 def _naming(outgoing: OutgoingRequest) -> Iterator[None]:
     try:
         yield
-    except BrokerError as error:
+    except (BrokerError, ClientMisused) as error:
         error.message_id = outgoing.id
         raise

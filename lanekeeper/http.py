@@ -297,8 +297,6 @@ class OverHttp:
                 if (error := _error_of(method, answer, self._address)) is None:
                     self.trouble = None
                     return answer
-            except ClientMisused:
-                raise
             except BrokerError as caught:
                 error = caught
             maybe_published = error.maybe_published = maybe_published or error.maybe_published

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypedDict
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, encodable, is_request_id
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, BodyAddress, Message
-from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, TopologyMismatch
+from lanekeeper.contract.problems import AccessRefused, BrokerError, InvalidArgument, TopologyMismatch
 from lanekeeper.replies import ControlRefused, Final, NoReply, NotEnded, Problem
 
 PRIORITY = 4
@@ -183,7 +183,7 @@ async def until_ended(ask: Callable[[float | None], Awaitable[Final]], *, end: f
         asked_at = loop.time()
         try:
             return await ask(None if end is None else max(0.0, end - asked_at))
-        except (AccessRefused, ClientMisused, TopologyMismatch):
+        except (AccessRefused, TopologyMismatch):
             raise
         except (NotEnded, NoReply, BrokerError, ControlRefused) as error:
             if isinstance(error, ControlRefused) and not error.is_passing:

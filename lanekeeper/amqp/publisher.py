@@ -28,7 +28,6 @@ from lanekeeper.contract.problems import (
     BrokerBlocked,
     BrokerError,
     BrokerUnreachable,
-    ClientMisused,
     ConfirmUnknown,
     InvalidArgument,
     MessageTooLarge,
@@ -187,7 +186,7 @@ class Publisher:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                is_final = isinstance(error, (AccessRefused, MessageTooLarge, ClientMisused, *gives_up_on))
+                is_final = isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on))
                 if is_final or (isinstance(error, Unroutable) and not exchange):
                     raise
                 tries_end = min(end, began + refused_within_s) if isinstance(error, PublishRefused) else end

@@ -10,9 +10,9 @@ LanekeeperError                 base of all errors that a caller may catch
 │   ├── Unroutable              no queue is bound for the key (mandatory publish)
 │   ├── ConfirmUnknown          no confirm came: the message may be published or not; publish it again with its id
 │   ├── AccessRefused           the user's permissions do not allow the operation
-│   ├── ClientMisused           the client is used while it is not open, or in the wrong event loop
 │   ├── TopologyMismatch        the broker's exchanges, queues or bindings differ from the declaration
 │   └── ReplyLost               the reply to a request cannot be delivered; the request itself continues
+├── ClientMisused               the client is used while it is not open, or in the wrong event loop
 ├── InvalidUrl                  the URL names neither a broker nor a gateway
 ├── InvalidArgument             an argument of a wrong type or value; nothing was sent
 ├── Rejected                    raised by a handler: no retry can answer its input
@@ -78,16 +78,19 @@ class AccessRefused(BrokerError):
     """Permissions or credentials do not allow the operation; over HTTP, the API key."""
 
 
-class ClientMisused(BrokerError):
-    """The client is not open, or open in another event loop, or would block one. The text says what to do."""
-
-
 class TopologyMismatch(BrokerError):
     """Exchanges, queues or bindings are missing or differ from the declaration."""
 
 
 class ReplyLost(BrokerError):
     """The connection was lost, or parts came faster than they were read. The request itself continues."""
+
+
+class ClientMisused(LanekeeperError):
+    """The client is not open, or open in another event loop, or would block one. The text says what to do."""
+
+    message_id: str | None = None
+    """As that of `BrokerError`, if the client was closed during the call."""
 
 
 class InvalidArgument(LanekeeperError, TypeError, ValueError):

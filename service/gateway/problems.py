@@ -166,7 +166,7 @@ def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -
             return refused("the service accepts no requests at present: its broker is low on memory or disk")
         case problems.TopologyMismatch():
             return refused("the service is not set up: its operator must run lanekeeper topology verify")
-        case problems.BrokerError():
+        case problems.BrokerError() | problems.ClientMisused():
             return refused("no connection to the service's broker at present; try again later")
         case _:
             return refused(str(error))

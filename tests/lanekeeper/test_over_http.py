@@ -10,12 +10,14 @@ import pytest
 
 from lanekeeper import (
     AccessRefused,
+    BrokerError,
     BrokerUnreachable,
     Client,
     ClientMisused,
     ConfirmUnknown,
     ControlRefused,
     Final,
+    LanekeeperError,
     NotEnded,
     Problem,
     PublishRefused,
@@ -266,7 +268,16 @@ async def test_a_call_that_waits_while_the_client_is_closed_ends(gateway: FakeGa
     async with Client(gateway.url, api_key=KEY) as client:
         gateway.status = {"status": "running"}
         waiting = asyncio.create_task(client.result("id-1", wait_s=600))
-        await until(lambda: gateway.called("GET"))
+        asking = asyncio.create_task(client.request(BODY, key=LANE, message_id="id-2"))
+        await until(lambda: len(gateway.called("GET")) > 2)
     async with asyncio.timeout(10):
         with pytest.raises(ClientMisused):
             await waiting
+        with pytest.raises(ClientMisused) as misused:
+            await asking
+    assert misused.value.message_id == "id-2"
+
+
+def test_a_loop_that_tries_again_on_the_brokers_errors_does_not_catch_a_misused_client() -> None:
+    assert issubclass(ClientMisused, LanekeeperError)
+    assert not issubclass(ClientMisused, BrokerError)
