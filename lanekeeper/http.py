@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
@@ -187,8 +188,7 @@ class OverHttp:
         return await self._cancel(id, within_s=CONTROL_WITHIN_S)
 
     async def send_cancellation(self, id: str, *, tenant: str | None, within_s: float) -> None:
-        failures = 0
-        while True:
+        for failures in count():
             try:
                 await self._cancel(id, within_s=within_s)
                 return
@@ -197,7 +197,6 @@ class OverHttp:
                     raise
             # 404: the request may have been posted a moment ago, so try again; the caller sets the time limit
             await asyncio.sleep(pause_s(failures, first_s=FIRST_PAUSE_S, cap_s=PAUSE_CAP_S))
-            failures += 1
 
     async def depth(self, lane: str) -> Depth | None:
         return None

@@ -10,9 +10,8 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
-from service.config.value_types import Disagreement, Section, clash, mask, matching, wrong
+from service.config.value_types import NAME, Disagreement, Section, clash, mask, matching, wrong
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _RUN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 THE_MODEL = "messages"
 
@@ -147,10 +146,11 @@ def wrong_references(
                     yield Disagreement(text, at=(("pipelines", name, "steps"),))
 
 
-def wrong_names(kind: str, names: Iterable[str]) -> Iterator[Disagreement]:
-    """Find names that no handler or pipeline may have. `kind`: the group of settings."""
+def wrong_names(kind: str, names: Iterable[str], *, taken: Mapping[str, str] | None = None) -> Iterator[Disagreement]:
+    """Find names that nothing of the group `kind` may have. `taken`: names, and by what they are taken."""
     for name in names:
-        if _NAME.fullmatch(name) is None or (kind == "handlers" and name == THE_MODEL):
-            taken = " (messages is the model)" if name == THE_MODEL else ""
-            text = f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first{taken}"
+        if taken and name in taken:
+            yield Disagreement(f"the name {name} is taken: by {taken[name]}; choose another", at=((kind, name),))
+        elif NAME.fullmatch(name) is None:
+            text = f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first"
             yield Disagreement(text, at=((kind, name),))

@@ -3,7 +3,7 @@
     load_settings()            options > environment > .env > TOML > defaults
 
 A setting in several of these sources gets its value from the leftmost one. All sources are read into one table, so that
-names which pydantic-settings would ignore are noticed, and all errors are reported at once, as the user wrote them.
+names that no setting has are noticed, and all errors are reported at once, as the user wrote them.
 """
 
 import os
@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 from consumers.providers.routes import unknown
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.problems import SettingsError
-from service.config.flows import wrong_names, wrong_references
+from service.config.flows import THE_MODEL, wrong_names, wrong_references
 from service.config.settings import (
     ANTHROPIC_URL,
     FIRST,
@@ -38,7 +38,7 @@ from service.config.settings import (
     ProviderSettings,
     Settings,
 )
-from service.config.value_types import ALLOWED, Disagreement, Section, is_provider_name, mask, mask_url
+from service.config.value_types import ALLOWED, Disagreement, Section, mask, mask_url
 from service.telemetry import redaction
 from topology.lanes import DEFAULT_LANES, MOST_LANES, NAME, RESERVED
 
@@ -242,8 +242,8 @@ def _contradictions(settings: Settings) -> Iterator[Disagreement]:
         yield from (disagreement.under(place) for disagreement in section.disagreements())
     yield from _lanes(settings)
     yield from _speakers(settings)
-    yield from _provider_names(settings.providers)
-    yield from wrong_names("handlers", settings.handlers)
+    yield from wrong_names("providers", settings.providers, taken={FIRST: "ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL"})
+    yield from wrong_names("handlers", settings.handlers, taken={THE_MODEL: "the model"})
     yield from wrong_names("pipelines", settings.pipelines)
     yield from wrong_names("schedules", settings.schedules)
     lanes = {lane.name: lane for lane in settings.lane_specs()}
@@ -325,17 +325,6 @@ def _speakers(settings: Settings) -> Iterator[Disagreement]:
             at=(("gateway", "keys"),),
             by=(("speakers",), ("amqp_url",)),
         )
-
-
-def _provider_names(providers: Collection[str]) -> Iterator[Disagreement]:
-    for name in providers:
-        at = (("providers", name),)
-        if name == FIRST:
-            yield Disagreement(
-                f"the name {FIRST} is taken: by ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL; choose another", at=at
-            )
-        elif not is_provider_name(name):
-            yield Disagreement(f"{name[:80]!r} is no name: a to z, 0 to 9, _ and -, up to 40, a letter first", at=at)
 
 
 def _models(settings: Settings) -> Iterator[Disagreement]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
 from consumers.failures import RetryPolicy
 from consumers.flows.handlers import HandlerSpec
@@ -296,7 +295,7 @@ class DeadSettings(Section):
     message counts as one. Further ones are only answered."""
 
     def spec(self) -> DeadSpec:
-        return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
+        return DeadSpec(**self.model_dump(exclude={"invalid_per_hour"}))
 
 
 class RetrySettings(Section):
@@ -326,7 +325,7 @@ def _folder(value: str) -> str:
 
 
 def _store(value: str) -> str:
-    if urlsplit(_folder(value)).scheme in ("http", "https"):
+    if value.startswith(WEB):
         raise wrong("the URL of a folder or bucket that can be written, such as file:///… or s3://…")
     return _folder(value)
 
@@ -665,15 +664,10 @@ PREFIX: Final = "LANEKEEPER_"
 ANTHROPIC_URL: Final = "https://api.anthropic.com"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings, validated. Its `repr` contains no secret."""
 
-    model_config = SettingsConfigDict(
-        extra="forbid",
-        frozen=True,
-        populate_by_name=True,
-        hide_input_in_errors=True,
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, hide_input_in_errors=True)
 
     amqp_url: types.AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
     """The broker's URL, or those of one cluster's nodes, separated by commas. Write special characters in user,
@@ -751,18 +745,6 @@ class Settings(BaseSettings):
     otel_metrics_exporter: Literal["otlp", "none"] = Field(default="otlp", alias="OTEL_METRICS_EXPORTER")
     """`none`: no metrics are sent over OTLP, because the collector takes none, such as a Jaeger. `/metrics` is served
     nevertheless. Example: otlp"""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        *_: Any,
-        **__: Any,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Make `Settings()` ignore the environment, which only `load_settings` reads, so that it has the default
-        values."""
-        return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
         """The limits for calls to the providers (their accounts' budgets), and how the lanes share them."""
@@ -966,8 +948,7 @@ class Settings(BaseSettings):
     @property
     def traces_page(self) -> str | None:
         """The URL of Jaeger's pages, without a slash at its end; None: no links to traces are shown."""
-        url = _unmasked(self.jaeger_url)
-        return None if url is None else url.rstrip("/")
+        return _unmasked(self.jaeger_url)
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """The TLS context for the broker; None without TLS."""

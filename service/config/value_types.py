@@ -81,9 +81,9 @@ def mask(value: Any) -> str:
 ALLOWED = "allowed"
 """The pydantic error type of Lanekeeper's own validation errors. Their context contains a text that says which values
 are allowed."""
-_NAMESPACE = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
+"""Of a namespace, provider, handler, pipeline or schedule: it becomes a part of variables, names and log lines."""
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
-_PROVIDER = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 _PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")  # it becomes a part of the provider's address
 _USER = re.compile(r"[^\x00-\x1f\x7f{}\[\]\"',]{1,255}")
 _PRINTABLE = re.compile(r"[!-~]{1,2000}")
@@ -112,7 +112,7 @@ def _namespace(value: str) -> str:
     # A namespace must not begin with `x-`, because the headers by which delayed messages are routed begin with the
     # namespace, and headers exchanges ignore headers that begin with `x-`. It must not begin with `amq`, because the
     # broker reserves names that begin with `amq`.
-    if _NAMESPACE.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
+    if NAME.fullmatch(value) is None or value.startswith(("x-", "amq")) or value == "x":
         raise wrong("a to z, 0 to 9, _ and -, up to 40, a letter first, not beginning with amq or x-")
     return value
 
@@ -130,12 +130,7 @@ def matching(allowed: re.Pattern[str], what: str) -> Callable[[str], str]:
 
 model = matching(_MODEL, "the name of a model, such as claude-haiku-5-5")
 _place = matching(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
-_provider = matching(_PROVIDER, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
-
-
-def is_provider_name(value: str) -> bool:
-    """Whether a provider may have this name: it becomes part of environment variables, account names and log lines."""
-    return _PROVIDER.fullmatch(value) is not None
+_provider = matching(NAME, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
 
 
 def words(value: Any) -> Any:
@@ -246,11 +241,11 @@ def _chances(value: Any) -> Any:
         value = {name.strip(): chance.strip() or "1" for name, _, chance in pairs}
     try:
         chances = {name: float(chance) for name, chance in value.items()}
+        if chances.keys() <= FAILPOINTS and all(0 <= chance <= 1 for chance in chances.values()):
+            return chances
     except (AttributeError, TypeError, ValueError):
-        chances = {"": 0.0}  # the empty name is no failpoint, so this is refused below
-    if not chances.keys() <= FAILPOINTS or not all(0 <= chance <= 1 for chance in chances.values()):
-        raise wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(FAILPOINTS))}")
-    return chances
+        pass
+    raise wrong(f"name:probability from 0 to 1, separated by commas; names: {', '.join(sorted(FAILPOINTS))}")
 
 
 def _readable_file(value: Path) -> Path:

@@ -99,7 +99,7 @@ def test_handlers_and_pipelines_are_read(tmp_path: Path) -> None:
 def test_what_is_wrong_is_told_by_name_all_at_once(tmp_path: Path) -> None:
     text = told(WRONG, tmp_path)
     for line in (
-        "handlers.messages.run in {file}: 'messages' is no name",
+        "handlers.messages.run in {file}: the name messages is taken: by the model",
         "handlers.Upper.run in {file}: 'Upper' is no name",
         "handlers.nowhere.run in {file}: is not set",
         "handlers.badly.run in {file}: found 'no function', allowed is module:function",

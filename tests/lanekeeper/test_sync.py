@@ -1,0 +1,123 @@
+"""The client for programs without an event loop, in threads, against a gateway in the test's own loop."""
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from lanekeeper import BrokerUnreachable, ClientMisused, Final, InvalidUrl, NotEnded
+from lanekeeper.sync import Client, _processes
+from tests.support.fake_gateway import KEY, FakeGateway, Refusal
+from tests.support.waiting import until
+
+BODY = {"prompt": "hello"}
+LANE = "normal.tests.sync"
+EVENTS = [f'id: {n}\nevent: event\ndata: {{"delta": {{"text": "{n}"}}}}\n\n' for n in range(1, 41)]
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[FakeGateway]:
+    async with FakeGateway() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def client(gateway: FakeGateway) -> AsyncIterator[Client]:
+    client = Client(gateway.url, api_key=KEY)
+    yield client
+    await asyncio.to_thread(client.close)
+
+
+def opened() -> int:
+    """How many clients of this process are open."""
+    return len(_processes[os.getpid()].opened)
+
+
+async def test_each_method_gives_what_the_asynchronous_client_would(gateway: FakeGateway, client: Client) -> None:
+    def use() -> None:
+        assert client.request(BODY, key=LANE, message_id="id-1").text == "Pô"
+        assert client.publish(BODY, key=LANE, message_id="id-2") == "id-2"
+        assert client.result("id-2").text == "Pô"
+        assert client.cancel("id-2") == "told"
+        assert client.depth("normal") is None
+        assert client.trouble is None
+        with pytest.raises(NotEnded):
+            client.result("never")
+
+    await asyncio.to_thread(use)
+    assert (list(gateway.posted), gateway.cancelled) == (["id-1", "id-2"], ["id-2"])
+
+
+async def test_a_stream_gives_all_parts_and_the_answer_last_or_its_error(gateway: FakeGateway, client: Client) -> None:
+    gateway.streams.append(EVENTS)
+    came = await asyncio.to_thread(lambda: list(client.stream(BODY, key=LANE)))
+    assert [part.text for part in came] == [*(str(n) for n in range(1, 41)), "Pô"]
+    assert isinstance(came[-1], Final)
+
+    gateway.faults.append(Refusal(400, {"code": "invalid_request", "detail": "no prompt"}))
+    with pytest.raises(Exception, match="no prompt"):
+        await asyncio.to_thread(lambda: list(client.stream(BODY, key=LANE)))
+
+
+async def test_a_stream_that_is_left_cancels_its_request(gateway: FakeGateway, client: Client) -> None:
+    gateway.streams.append(EVENTS)
+
+    def leave() -> None:
+        parts = client.stream(BODY, key=LANE, message_id="id-1")
+        next(parts)
+        parts.close()
+
+    await asyncio.to_thread(leave)
+    await until(lambda: gateway.cancelled == ["id-1"])
+
+
+async def test_a_with_block_opens_one_connection_and_closes_it(client: Client, gateway: FakeGateway) -> None:
+    def use() -> list[int]:
+        client.publish(BODY, key=LANE)  # keeps another one open meanwhile
+        counts = [opened()]
+        with Client(gateway.url, api_key=KEY) as inside:
+            counts.append(opened())
+            inside.publish(BODY, key=LANE)
+            counts.append(opened())
+        return [*counts, opened()]
+
+    first, *others = await asyncio.to_thread(use)
+    assert others == [first + 1, first + 1, first]
+
+
+async def test_a_client_that_is_dropped_is_closed(gateway: FakeGateway) -> None:
+    client = Client(gateway.url, api_key=KEY)
+    await asyncio.to_thread(client.publish, BODY, key=LANE)
+    before = opened()
+    del client
+    gc.collect()
+    await until(lambda: opened() < before)
+
+
+async def test_a_failed_opening_is_told_and_tried_again_with_the_next_call(gateway: FakeGateway) -> None:
+    client = Client("http://127.0.0.1:1")
+    for _ in range(2):
+        with pytest.raises(BrokerUnreachable):
+            await asyncio.to_thread(client.publish, BODY, key=LANE)
+    await asyncio.to_thread(client.close)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda client: client.publish(BODY, key=LANE), lambda client: next(client.stream(BODY, key=LANE))],
+)
+async def test_a_client_that_is_closed_or_in_an_event_loop_is_misused(
+    client: Client, use: Callable[[Client], object]
+) -> None:
+    with pytest.raises(ClientMisused, match=r"await lanekeeper\.Client"):
+        use(client)
+    client.close()
+    with pytest.raises(ClientMisused, match="is closed"):
+        await asyncio.to_thread(use, client)
+
+
+def test_wrong_parameters_are_refused_before_the_first_use() -> None:
+    with pytest.raises(InvalidUrl):
+        Client("ftp://broker")
