@@ -34,6 +34,20 @@ async def test_folder_and_files_are_readable_by_their_owner_alone(store: BodySto
     assert {stat.S_IMODE(each.stat().st_mode) for each in (tmp_path / "bodies").iterdir()} == {0o600}
 
 
+async def test_a_body_and_its_name_are_on_disk_before_its_address_is_given(
+    store: BodyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[bool, int]] = []
+
+    def fsync(file: int) -> None:
+        found = os.fstat(file)
+        synced.append((stat.S_ISDIR(found.st_mode), 0 if stat.S_ISDIR(found.st_mode) else found.st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    await store.keep([b"hel", b"lo"])
+    assert synced == [(False, 5), (True, 0)]
+
+
 async def test_another_digest_and_more_than_allowed_are_errors(store: BodyStore) -> None:
     kept = await store.keep([b"hello"])
     with pytest.raises(BodyError, match="SHA-256"):

@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -89,6 +90,19 @@ async def test_a_wait_of_another_type_is_refused() -> None:
             await client.request({}, key="critical.a.b", timeout_s="5")  # type: ignore[arg-type]
         with pytest.raises(InvalidArgument):
             await client.result("id", wait_s=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("identified", "user"), [(True, "app"), (False, None)])
+async def test_an_identified_client_names_its_user_in_each_message(identified: bool, user: str | None) -> None:
+    client = Client("amqp://app:secret@127.0.0.1:1/", identified=identified)
+    client._loop = asyncio.get_running_loop()
+    assert client._outgoing({}, "normal.a.b", {}, stream=False).message.user_id == user
+
+
+@pytest.mark.parametrize(("length", "is_taken"), [(255, True), (256, False)])
+def test_a_headers_name_has_at_most_255_bytes(length: int, is_taken: bool) -> None:
+    with nullcontext() if is_taken else pytest.raises(InvalidArgument):
+        request_message({}, {"headers": {"x" * length: 1}}, stream=False, user="")
 
 
 def test_a_client_whose_event_loop_was_closed_says_so() -> None:

@@ -19,6 +19,7 @@ from lanekeeper import (
     Final,
     LanekeeperError,
     NotEnded,
+    Part,
     Problem,
     PublishRefused,
     TopologyMismatch,
@@ -63,16 +64,68 @@ async def test_a_gateway_that_stays_away_is_told_and_whether_the_request_may_hav
         assert client.trouble is None
 
 
-@pytest.mark.slow
 async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway: FakeGateway, client: Client) -> None:
     gateway.faults += [Refusal(529, {"detail": "the lane is full"}, {"retry-after": "7"})]
     with pytest.raises(PublishRefused, match="the lane is full") as refused:
         await client.publish(BODY, key=LANE)
     assert refused.value.retry_after_s == 7
 
-    gateway.faults += [Refusal(529, {}, {"retry-after": "0"})] * 3
+    gateway.faults += [Refusal(529, {}, {"retry-after": "0"})] * 2
     await client.publish(BODY, key=LANE, full_within_s=60)
-    assert len(gateway.called("POST")) == 5
+    assert len(gateway.called("POST")) == 4
+
+
+async def test_while_nothing_may_be_published_a_shorter_limit_ends_the_tries(gateway: FakeGateway) -> None:
+    async with Client(gateway.url, api_key=KEY, absent_within_s=0.01) as client:
+        gateway.faults += [503]
+        with pytest.raises(BrokerUnreachable):
+            await client.publish(BODY, key=LANE)
+        gateway.faults += [CUT]
+        await client.publish(BODY, key=LANE)
+
+
+async def test_a_failed_gateway_may_have_taken_the_request(gateway: FakeGateway) -> None:
+    async with Client(gateway.url, api_key=KEY, publish_within_s=0.01) as client:
+        gateway.faults += [500]
+        with pytest.raises(ConfirmUnknown):
+            await client.publish(BODY, key=LANE)
+
+
+async def test_a_stream_goes_on_after_a_lost_connection(gateway: FakeGateway, client: Client) -> None:
+    gateway.posted["id-1"] = b"{}"
+    gateway.faults += [202, CUT]
+    gateway.streams.append(["id: 1\nevent: event\ndata: {}\n\n"])
+    came = [each async for each in client.stream(BODY, key=LANE, message_id="id-1")]
+    assert [type(each) for each in came] == [Part, Final]
+
+
+async def test_a_result_is_asked_for_as_long_as_its_caller_waits_and_no_proxy_closes_the_connection(
+    gateway: FakeGateway, client: Client
+) -> None:
+    gateway.posted["id-1"] = b"{}"
+    gateway.faults += [503]
+    with pytest.raises(BrokerUnreachable):
+        await client.result("id-1")
+    await client.result("id-1", wait_s=600)
+    assert 10 <= float(gateway.calls[-1].query["wait"].removesuffix("s")) <= 30
+
+
+async def test_cancellations_end_when_the_key_does_not_allow_them(gateway: FakeGateway, client: Client) -> None:
+    gateway.status = {"status": "running"}
+
+    async def leave(id: str) -> None:
+        asked = asyncio.create_task(client.request(BODY, key=LANE, message_id=id))
+        await until(lambda: any(call.path.endswith(id) for call in gateway.called("GET")))
+        gateway.faults += [403]
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    await leave("id-1")
+    await until(lambda: gateway.called("DELETE"))
+    await until(lambda: not client._cancelling)
+    await leave("id-2")
+    assert not client._cancelling
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,13 @@ def test_a_budget_too_small_for_a_lane_or_an_answer_is_refused_by_name() -> None
         assert line in told
 
 
+def test_a_budget_must_allow_the_longest_answer_of_all_lanes() -> None:
+    told = wrong(
+        env={"LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN": "4999", "LANEKEEPER_LANES__BATCH__MAX_TOKENS": "5000"}
+    )
+    assert "4999 is less than one answer of lane batch may have (5000" in told
+
+
 def test_a_key_in_place_of_a_name_is_not_shown() -> None:
     key = "sk-ant-api03-" + "Ab3dE" * 8
     told = wrong(

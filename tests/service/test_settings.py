@@ -434,10 +434,20 @@ def test_while_simulating_the_only_provider_is_named_so_and_has_the_limits_of_th
         {"LANEKEEPER_WAITING__PER_TENANT": "500", "LANEKEEPER_WAITING__IN_ALL": "500"},
         {"LANEKEEPER_LANES__BATCH__SLOTS_MIN": "4", "LANEKEEPER_LANES__BATCH__SLOTS": "4"},
         {"LANEKEEPER_LANES__BATCH__SLOTS": "4", "LANEKEEPER_LANES__BATCH__SLOTS_MAX": "4"},
+        {"LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN": "5000", "LANEKEEPER_LANES__BATCH__MAX_TOKENS": "5000"},
     ],
 )
 def test_a_value_may_equal_the_one_that_bounds_it(env: dict[str, str]) -> None:
     load(env=env)
+
+
+@pytest.mark.parametrize(("length", "shown"), [(58, "x" * 58 + "'"), (59, "x" * 59 + "…")])
+def test_a_long_value_is_cut_in_an_error(length: int, shown: str) -> None:
+    assert f"found '{shown}, allowed" in wrong(env={"LANEKEEPER_GRACE_S": "x" * length})
+
+
+def test_a_file_whose_name_is_too_long_is_not_there() -> None:
+    assert "allowed is a file that is there and can be read" in wrong(env={"LANEKEEPER_TLS__CA_FILE": "x" * 300})
 
 
 @pytest.mark.parametrize(

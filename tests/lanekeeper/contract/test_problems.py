@@ -46,6 +46,21 @@ def test_a_problem_is_retryable_unless_the_request_itself_is_at_fault() -> None:
     }
 
 
+def test_an_error_is_the_outcome_of_the_request_unless_it_concerns_one_message() -> None:
+    assert {code for code, row in PROBLEMS.items() if row.kept} == {
+        "superseded",
+        "cancelled",
+        "deadline_exceeded",
+        "provider_rejected",
+        "provider_unavailable",
+        "answer_too_large",
+        "attempts_exhausted",
+        "poison",
+        "internal",
+    }
+    assert {code for code, row in PROBLEMS.items() if not row.answered} == {"forbidden_reply_to", "webhook_undelivered"}
+
+
 def test_a_document_is_as_the_contract_shows_it() -> None:
     detail = "not answered within 30000 ms: 29120 ms in the queue, 880 ms in attempt 1"
     document = RequestProblem("deadline_exceeded", detail).document(request="5b0c", attempts=1, trace="4bf9")

@@ -37,6 +37,14 @@ def test_an_event_has_a_largest_size(monkeypatch: pytest.MonkeyPatch, line: byte
         _ = [event for at in range(0, len(line), 10) for event in reading.read(line[at : at + 10])]
 
 
+def test_an_event_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "LARGEST_BYTES", 40)
+    assert list(Events().read(b"data: " + b"x" * 32 + b"\n\n")) == [Event("message", b"x" * 32, "")]
+    reading = Events()
+    assert not [event for _ in range(30) for event in reading.read(b"data:\n")]
+    assert list(reading.read(b"\n")) == [Event("message", b"\n" * 29, "")]
+
+
 @pytest.mark.slow
 async def test_a_large_body_has_more_time_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow line: the body arrives in ten pieces, and takes twice as long as an answer may."""

@@ -1,4 +1,7 @@
+import logging
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, LanekeeperError, RequestProblem
-from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.tracing import Tracing, record_answer, record_request
+from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry.figures import SECONDS
+from lanekeeper.telemetry.tracing import Tracing, record_answer, record_request, trace_url
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -96,6 +100,62 @@ def test_a_publish_span_is_linked_to_the_span_in_the_message_if_that_is_of_anoth
     assert parent(same) == parent(other) == ids(delivery)[1]
     assert not same.links
     assert [f"{link.context.trace_id:032x}" for link in other.links] == ["7" * 32]
+
+
+def test_a_delivery_has_its_tag_and_what_is_known_of_its_request(recorded: Recorded) -> None:
+    with recorded.tracing.process(request(), queue="lane.critical", delivery_tag=7) as span:
+        record_request(span, lane="critical", app="support", attempt=2, wait_ms=5, redelivered=True, step="summary")
+        with recorded.tracing.settle("ack", request(), queue="lane.critical", delivery_tag=7):
+            assert recorded.tracing.trace_id() == f"{span.get_span_context().trace_id:032x}"
+    with recorded.tracing.process(request(), queue="lane.batch") as span:
+        record_request(span, lane="batch", app="support", attempt=1, wait_ms=5, redelivered=False, step="")
+
+    said, settled = recorded.span("process lane.critical").attributes, recorded.span("ack lane.critical").attributes
+    plain = recorded.span("process lane.batch").attributes
+    assert said is not None
+    assert settled is not None
+    assert plain is not None
+    assert said["messaging.rabbitmq.message.delivery_tag"] == settled["messaging.rabbitmq.message.delivery_tag"] == 7
+    assert settled["messaging.operation.type"] == "settle"
+    assert (said["lane.attempt"], said["lane.redelivered"], said["lane.step"]) == (2, True, "summary")
+    assert said.keys() - plain.keys() == {
+        "messaging.rabbitmq.message.delivery_tag", "lane.redelivered", "lane.step"
+    }  # fmt: skip
+    assert recorded.span("ack lane.critical").parent == recorded.span("process lane.critical").context
+
+
+def test_a_batch_is_a_trace_of_its_own_with_links_to_its_requests(recorded: Recorded) -> None:
+    requests = [request({"traceparent": VALID}), request()]
+    with recorded.tracing.batch("create", requests, model="claude-x", provider="anthropic"):
+        pass
+    span = recorded.span("batch create")
+    assert span.attributes is not None
+    assert (parent(span), [link.context.trace_id for link in span.links]) == (None, [int(TRACE, 16)])
+    assert (span.attributes["lane.batch_requests"], span.attributes["gen_ai.request.model"]) == (2, "claude-x")
+
+
+@pytest.mark.parametrize(
+    ("jaeger", "trace", "url"), [("http://j", "4b", "http://j/trace/4b"), (None, "4b", None), ("http://j", None, None)]
+)
+def test_a_trace_has_a_page_where_there_is_a_jaeger(jaeger: str | None, trace: str | None, url: str | None) -> None:
+    assert trace_url(jaeger, trace) == url
+
+
+def test_a_quantile_is_known_to_a_factor_of_three() -> None:
+    assert all(low < high <= 3 * low for low, high in pairwise(SECONDS))
+
+
+def test_without_structlog_an_event_goes_to_the_standard_logger(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logs._Logger, "service", None)
+    monkeypatch.delitem(sys.modules, "structlog", raising=False)
+    with caplog.at_level(logging.WARNING, "lanekeeper"):
+        logs.logger().warning("broker.lost", lane="normal")
+        logs.logger().info("broker.connected")
+    assert [(each.levelname, each.message) for each in caplog.records] == [
+        ("WARNING", "event='broker.lost' lane='normal'")
+    ]
 
 
 def test_a_chat_span_has_the_model_the_parameters_and_the_usage(recorded: Recorded) -> None:
