@@ -7,19 +7,20 @@ import pytest
 from typing_extensions import override
 
 from consumers.decoding import Parsing
-from consumers.flows.pipelines import AT_ONCE, Pipelines, PipelineSpec, StepSpec, output_of, with_output
+from consumers.flows.pipelines import AT_ONCE, ITEMS_AT_MOST, Pipelines, PipelineSpec, StepSpec, output_of, with_output
 from consumers.job import Chain, Decoded, Job, Route
-from consumers.outcomes import Buried, Deferred, Refused, Stepped
+from consumers.outcomes import Answered, Buried, Deferred, Refused, Stepped
 from consumers.providers.registry import Registry
 from consumers.state.base import Granted, Identity
 from lanekeeper import __version__
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import PublishRefused
+from lanekeeper.contract.problems import PublishRefused, RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from tests.consumers.test_handler import FakeProvider
 from tests.support.completions import answered, failed, fingerprint
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakePublisher, attempts, decoded, handler, read
+from topology.codec.decoding import UNPACKED_BYTES
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
 
@@ -211,3 +212,125 @@ def test_the_output_of_a_model_is_its_text_and_that_of_a_handler_is_what_it_retu
 
     assert output_of(body, None) == output_of(body, StepSpec(name="s", prompt="x")) == '"a üb"'.encode()
     assert output_of(body, None, is_handler=True) == output_of(body, StepSpec(name="s", handler="h")) == body
+
+
+def at_step(job: Job, step: str, state: bytes) -> Decoded:
+    """The delivery of a pipeline that stands at `step`."""
+    job.hop = replace(job.hop, flow=FlowHop(step=step, deadline_ms=NOW_MS, input_bytes=2, routing_key="critical.a.b"))
+    found = decoded(job)
+    job.decoded = replace(found, request=replace(found.request, body=state))
+    return job.decoded
+
+
+@pytest.mark.parametrize(
+    ("given_input", "code", "why"),
+    [
+        (b'{"a":1}', "invalid_request", "found an object"),
+        (b'"a"', "invalid_request", "found a text"),
+        (b"null", "invalid_request", "found null"),
+        (b"true", "invalid_request", "found a boolean"),
+        (b"1.5", "invalid_request", "found a number"),
+        (b"[" + b",".join([b"1"] * (ITEMS_AT_MOST + 1)) + b"]", "too_large", "10001 items, allowed are 10000"),
+    ],
+)
+async def test_a_fan_out_over_no_list_or_one_too_long_ends_the_request(given_input: bytes, code: str, why: str) -> None:
+    bench = Bench()
+    job, found = given(bench, given_input)
+    outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
+    assert isinstance(outcome, (Refused, Buried))
+    assert outcome.problem.code == code
+    assert why in outcome.problem.detail
+    assert not bench.publisher.sent
+
+
+async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> None:
+    bench = Bench()
+    job, _ = given(bench, b"{}")
+    found = at_step(job, "gone", b'{"input":{},"outputs":{}}')
+    outcome = await pipelines(bench, StepSpec(name="s", handler="h")).enter(job, found)
+    assert isinstance(outcome, (Refused, Buried))
+    assert outcome.problem.code == "internal"
+    assert "has no step 'gone' any more" in outcome.problem.detail
+
+
+async def test_a_step_whose_outcome_is_stored_does_not_run_again() -> None:
+    bench = Bench()
+    bench.store.now_ms = 0
+    steps = pipelines(bench, StepSpec(name="s", handler="h"), StepSpec(name="t", handler="h"))
+    for name, state in (("s", b'{"input":{},"outputs":{}}'), ("t", b'{"input":{},"outputs":{"s":5}}')):
+        job, _ = given(bench, b"{}")
+        found = at_step(job, name, state)
+        assert await steps.enter(job, found) is None
+        assert job.standing is not None
+        identity = job.standing.identity(job.identity)
+        claim = await bench.store.claim(identity, fingerprint())
+        assert isinstance(claim, Granted)
+        await bench.store.complete(identity, fingerprint(), answered('{"a":1}'), token=claim.token)
+        outcome = await steps.enter(job, at_step(job, name, state))
+        if name == "s":
+            assert isinstance(outcome, Stepped)
+            assert (outcome.flow.step, outcome.lane, outcome.step) == ("t", "critical", "s")
+            assert outcome.state == b'{"input":{},"outputs":{"s":{"a":1}}}'
+        else:
+            assert isinstance(outcome, Answered)
+            assert (outcome.body, outcome.model) == (b'{"a":1}', "ä")
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+async def test_an_item_runs_only_while_its_pipeline_has_not_ended(has_ended: bool) -> None:
+    bench = Bench()
+    bench.store.now_ms = 0
+    job, found = given(bench, b"1")
+    job.hop = replace(job.hop, flow=FlowHop(step="s", deadline_ms=NOW_MS, item_of="whole"))
+    whole = Identity(job.identity.tenant, "whole")
+    claim = await bench.store.claim(whole, fingerprint())
+    assert isinstance(claim, Granted)
+    if has_ended:
+        await bench.store.complete(whole, fingerprint(), answered(), token=claim.token)
+    outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
+    if has_ended:
+        assert isinstance(outcome, Refused)
+        assert outcome.problem.code == "cancelled"
+    else:
+        assert outcome is None
+
+
+async def test_an_answer_takes_the_pipeline_to_its_next_step_and_that_of_the_last_one_is_the_pipelines() -> None:
+    bench = Bench()
+    steps = pipelines(bench, StepSpec(name="s", handler="h"), StepSpec(name="t", handler="h", lane="batch"))
+    answer = Answered(body=b"[1]", model="h", provider="handler")
+    for name in ("s", "t"):
+        job, _ = given(bench, b"{}")
+        job.hop = replace(job.hop, flow=FlowHop(step=name, deadline_ms=NOW_MS, routing_key="batch.a.b", input_bytes=2))
+        found = at_step(job, name, b'{"input":{},"outputs":{}}')
+        if name == "t":
+            moved = await steps.enter(job, found)
+            assert isinstance(moved, Stepped), "it stands in another lane"
+            assert (moved.lane, moved.flow.step) == ("batch", "t")
+            assert steps.after(job, answer) is answer
+        else:
+            assert await steps.enter(job, found) is None
+            outcome = steps.after(job, answer)
+            assert isinstance(outcome, Stepped)
+            assert (outcome.lane, outcome.flow.step, outcome.answer) == ("batch", "t", answer)
+            assert outcome.state == b'{"input":{},"outputs":{"s":[1]}}'
+
+
+@pytest.mark.parametrize("detail", ["broke", "step s: broke"])
+async def test_an_error_names_its_step_once(detail: str) -> None:
+    bench = Bench()
+    job, found = given(bench, b"{}")
+    steps = pipelines(bench, StepSpec(name="s", handler="h"))
+    assert await steps.enter(job, found) is None
+    outcome = steps.after(job, Refused(RequestProblem("invalid_request", detail, status=418)))
+    assert isinstance(outcome, Refused)
+    assert outcome.problem.detail.startswith("step s: broke")
+    assert outcome.problem.status == 418
+
+
+def test_the_state_of_a_pipeline_has_a_most() -> None:
+    state = b'{"input":{},"outputs":{}}'
+    room = UNPACKED_BYTES - len(state) - 1 - 8
+    assert with_output(state, "s", b"1" * room)
+    with pytest.raises(RequestProblem, match=f"have {UNPACKED_BYTES + 1} bytes, allowed are {UNPACKED_BYTES}"):
+        with_output(state, "s", b"1" * (room + 1))

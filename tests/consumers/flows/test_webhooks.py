@@ -11,6 +11,7 @@ from consumers.addresses import PublicResolver
 from consumers.flows.webhooks import (
     AT_ONCE,
     FAULTS_AT_MOST,
+    LOGGED,
     SLOTS,
     SPREAD,
     Post,
@@ -23,7 +24,8 @@ from consumers.flows.webhooks import (
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
-from tests.support.jobs import NOW_MS, Bench, FakeDeliveries, FakeSession
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDeliveries, FakeSession
+from topology.delays import wait_ms
 
 ANY = WebhookSpec(hosts=("*",))
 SOME = WebhookSpec(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:4700::1111]"))
@@ -249,3 +251,122 @@ async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts
     assert (again.headers[n.TRACEPARENT], "x-other" in again.headers) == (TRACE, False)
     (told,) = (await bench.settler.webhooks.carry_out(n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1"}))["webhooks"]
     assert (told["id"], told["state"], told["attempts"]) == ("m-1", "retrying", attempts + 1)
+
+
+HOUR_MS = 3_600_000
+GIVE_UP_MS = round(1000 * SPEC.give_up_s)
+
+
+@pytest.mark.parametrize(
+    ("status", "age_ms", "state", "pause_ms"),
+    [
+        (200, 0, "delivered", None),
+        (299, GIVE_UP_MS, "delivered", None),
+        (300, 0, "retrying", 5_000),
+        (199, 0, "retrying", 5_000),
+        (410, 0, "gone", None),
+        (0, 0, "retrying", 5_000),
+        (500, GIVE_UP_MS - 1000, "retrying", 1000),
+        (500, GIVE_UP_MS, "undelivered", None),
+    ],
+)
+async def test_an_answer_of_2xx_ends_a_webhook_410_too_and_all_else_is_tried_again_until_it_is_given_up(
+    status: int, age_ms: int, state: str, pause_ms: int | None
+) -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Answering, bench)
+    posting.statuses = [status]
+    post = replace(POST, first_ms=NOW_MS - age_ms, due_ms=NOW_MS, errors=tuple(map(str, range(LOGGED))))
+    headers = {**post.headers(), n.TRACEPARENT: TRACE}
+
+    await posting._take(bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=headers))
+
+    assert bench.log[-1] == "ack"
+    assert posting.posted == {state: 1}
+    (told,) = (await bench.settler.webhooks.carry_out(n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1"}))["webhooks"]
+    assert (told["id"], told["state"], told["attempts"]) == ("m-1", state, 1)
+    assert "url" not in told
+    if state in ("retrying", "undelivered"):
+        assert len(told["errors"]) == LOGGED
+        assert "attempt 1: " in told["errors"][0]
+        assert told["errors"][1] == "0"
+    if state == "undelivered":
+        letter = bench.to("lane.dead")
+        assert letter.headers[n.DEAD_DETAIL] == "posted 1 times to https://a.example in vain: answered 500"
+        assert letter.headers[n.TRACEPARENT] == TRACE
+        assert letter.headers[n.ATTEMPT] == 1
+    elif pause_ms is None:
+        assert not bench.publisher.sent
+        assert told["next_at"] is None
+    else:
+        (again,) = (Post.of(each.message, now_ms=NOW_MS) for each in bench.publisher.sent)
+        assert pause_ms <= again.due_ms - NOW_MS <= pause_ms * (1 + SPREAD)
+        assert again.due_ms <= NOW_MS - age_ms + GIVE_UP_MS
+
+
+async def test_no_pause_is_longer_than_the_longest() -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Answering, bench)
+    posting.statuses = [500]
+    headers = replace(POST, first_ms=NOW_MS, due_ms=NOW_MS, attempts=30).headers()
+    await posting._take(bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=headers))
+    (again,) = (Post.of(each.message, now_ms=NOW_MS) for each in bench.publisher.sent)
+    assert 6 * HOUR_MS <= again.due_ms - NOW_MS <= 6 * HOUR_MS * (1 + SPREAD)
+
+
+@pytest.mark.parametrize("exchange", ["lane.requests", "", "amq.topic"])
+async def test_only_what_a_worker_has_published_is_posted(exchange: str) -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Faulty, bench)
+    delivery = bench.delivery(body=b"{}", queue="lane.webhooks", exchange=exchange, headers=POST.headers())
+    await posting._take(delivery)
+    assert bench.log == ["confirmed: lane.dead", "ack"]
+    letter = bench.to("lane.dead")
+    assert (letter.headers[n.DEAD_CODE], letter.message_id, letter.user_id) == ("invalid_request", "m-1", None)
+    assert bench.publisher.sent[0].routing_key == "a.b"
+
+
+@pytest.mark.parametrize(("waited_ms", "least_ms"), [(0, 500), (2_000, 2_000), (HOUR_MS, 60_000)])
+async def test_what_finds_its_endpoint_busy_waits_as_long_as_it_has_waited(waited_ms: int, least_ms: int) -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Answering, bench)
+    posting.running[POST.endpoint] = AT_ONCE
+    post = replace(POST, first_ms=NOW_MS - waited_ms, due_ms=NOW_MS - waited_ms, attempts=2)
+    await posting._take(
+        bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=post.headers())
+    )
+    (sent,) = bench.publisher.sent
+    assert Post.of(sent.message, now_ms=NOW_MS) == post, "no attempt was made"
+    bits = (level for level in range(30) if sent.message.headers.get(NAMES.delay_bit(level)))
+    assert least_ms <= sum(map(wait_ms, bits)) <= least_ms * (1 + SPREAD) + 100
+
+
+async def test_an_outcome_that_the_broker_takes_no_longer_is_posted_as_an_error() -> None:
+    bench = Bench(spec=SPEC)
+    bench.publisher.too_large = {b'"large"'}
+    ok = Completion(status="ok", body=b'"large"', ended_ms=NOW_MS)
+    await bench.settler.webhooks.publish(bench.job(headers=HOOKED), ok)
+    message = bench.to("lane.webhooks")
+    assert message.headers[n.STATUS] == "error"
+    assert message.content_type == "application/problem+json"
+    assert b"answer_too_large" in message.body
+
+
+@pytest.mark.parametrize(
+    ("command", "body", "why"),
+    [
+        (n.REDELIVER_KEY, {}, "body: allowed is"),
+        (n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: 5}, "body: allowed is"),
+        (n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1", "tenant": 5}, "body: allowed is"),
+        (n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-2"}, "no webhook of request 'm-2'"),
+        (n.REDELIVER_KEY, {n.REDELIVER_KEY: "m-1"}, "is kept no longer"),
+    ],
+)
+async def test_a_command_that_cannot_be_carried_out_says_why(command: str, body: dict[str, object], why: str) -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Answering, bench)
+    posting.statuses = [200]
+    await posting._attempt(replace(POST, attempts=1), POST.message(b"{}"), POST.endpoint)
+    with pytest.raises(RequestProblem, match=why):
+        await bench.settler.webhooks.carry_out(command, body)
+    assert not bench.publisher.sent
