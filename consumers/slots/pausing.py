@@ -28,7 +28,7 @@ BRAKES_EVERY: Final = 5
 LATE_EVERY_S: Final = 2.0
 LOGGED_AFTER_S: Final = 0.5
 WATCH_EVERY_S: Final = 2.0
-EMPTY_FOR: Final = 4
+EMPTY_FOR: Final = 5
 STILL_S: Final = 30.0
 Condition = Callable[[], str | None]
 log = logs.logger()
@@ -75,20 +75,17 @@ class Pausing:
 
     async def run(self, takers: Sequence[Pausable]) -> None:
         loop = asyncio.get_running_loop()
-        since_s: float | None = None
+        since_s = loop.time()
         is_logged = False
         known: str | None = None
         for look in count():
             if reasons := self.reasons():
-                if since_s is None:
-                    since_s = loop.time()
                 if not is_logged and loop.time() >= since_s + LOGGED_AFTER_S:
                     is_logged = True
                     log.warning(signals.TAKING_PAUSED, reasons=reasons)
-            else:
-                if since_s is not None and is_logged:
-                    log.info(signals.TAKING_RESUMED, paused_s=round(loop.time() - since_s, 2))
-                since_s, is_logged = None, False
+            elif is_logged:
+                is_logged = False
+                log.info(signals.TAKING_RESUMED, paused_s=round(loop.time() - since_s, 2))
             why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             # a pool that holds too many deliveries does not resume yet, and is asked again
             if why != known or look % BRAKES_EVERY == 0:
@@ -102,6 +99,7 @@ class Pausing:
                 )
             if not reasons:
                 self._open.set()
+                since_s = loop.time()
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def end_late(self, takers: Sequence[PausableQueue]) -> None:
@@ -179,5 +177,5 @@ class Watchdog:
             waiting = await self.unfetched(list(quiet))
         except BrokerError:  # the pools report it
             return []
-        self._empty_for |= {queue: EMPTY_FOR + 1 for queue in quiet if not waiting[queue]}
+        self._empty_for |= {queue: EMPTY_FOR for queue in quiet if not waiting[queue]}
         return [pool for queue, pool in quiet.items() if waiting[queue] and pool.taken == self._taken[queue]]

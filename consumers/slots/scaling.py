@@ -297,7 +297,7 @@ class Scaling:
             queue.waiting_since_ms = None
         elif waiting and queue.waiting_since_ms is None:
             queue.waiting_since_ms = now_ms
-        reason, until_s = self._bottlenecks.get(queue.lane, ("", 0.0))
+        reason, until_s = self._bottlenecks.get(queue.lane, ("", now_s))
         queue.load = replace(
             queue.load,
             # `ending` may have fallen since the last decision; the number decided then counts until the next one

@@ -192,7 +192,6 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
     try:
         _check(connection, path)
         _write_ahead(connection)
-        sync_commits(connection, True)
         connection.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
         connection.execute("BEGIN IMMEDIATE")
         _bring_up_to_date(connection, path, namespace=namespace)

@@ -87,7 +87,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
         self._file = self._log = inode(self.path)
-        self._syncs = True
+        self._syncs: bool | None = None
         self._reopen_at = 0.0
         self.trouble: str | None = None
         self.times = timings()
@@ -203,7 +203,7 @@ class Writer:
             if self.former is not None:
                 adopt(self.former, self.path)
             connection = open_file(self.path, namespace=self.namespace, clock=self.clock)
-            self._syncs = True
+            self._syncs = None
             self._file, self._log = inode(self.path), inode(log_of(self.path))
             self._tables = Tables(connection, self.spec)
         return self._tables

@@ -158,9 +158,11 @@ class Bench:
         self.ready = 5
         self.lost = 0
         self.is_broker_away = False
+        self.asked = 0
         self.watchdog = Watchdog([self.pool], unfetched=self._unfetched, lost_slots=lambda: {"batch": self.lost})
 
     async def _unfetched(self, queues: list[str]) -> Mapping[str, int]:
+        self.asked += 1
         if self.is_broker_away:
             raise BrokerUnreachable("away")
         return {QUEUE: self.ready}
@@ -251,3 +253,10 @@ def test_a_lane_that_has_lost_slots_ends_the_process() -> None:
     assert bench.errors(LATE_S) == ["lane batch has lost slots"]
     assert bench.has_ended
     assert bench.watchdog.trouble == "lane batch has lost slots"
+
+
+def test_the_broker_is_asked_about_an_empty_queue_every_ten_seconds() -> None:
+    bench = Bench()
+    bench.ready = 0
+    bench.errors(61)
+    assert bench.asked == 6

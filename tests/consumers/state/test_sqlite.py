@@ -4,14 +4,16 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
-from consumers.state.base import Completion, Ended, Granted, Identity, Running, StoreSpec, StoreUnavailable
-from consumers.state.sqlite.file import Clock
+from consumers.state.base import Completion, Ended, Granted, Held, Identity, Running, StoreSpec, StoreUnavailable
+from consumers.state.sqlite.file import WAL_BYTES, Clock
 from consumers.state.sqlite.store import SqliteStore, Writer
+from consumers.state.sqlite.tables import Tables, Times
 from tests.support.completions import ME, answered, fingerprint
 
 
@@ -146,11 +148,11 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
     clock.booted, clock.uptime_ms = before, 100 * 86_400_000
     async with a_store(tmp_path, clock) as store:
         assert isinstance(await store.claim(ME, fingerprint()), Granted)
-        assert await store.hold("sweep", "a", for_s=60) is not None
+        assert await store.hold("sweep", "a", for_s=60)
     clock.booted, clock.uptime_ms = after, 1_000
     async with a_store(tmp_path, clock) as store:
         assert isinstance(await store.claim(ME, fingerprint(mark="other")), Granted)
-        assert await store.hold("sweep", "b", for_s=60) is not None
+        assert await store.hold("sweep", "b", for_s=60)
 
 
 async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
@@ -163,3 +165,64 @@ async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
         assert await store.sweep() == 20
         assert await store.sweep() == 0
         assert not await store.hold("sweep", "b", for_s=60), "it has not ended"
+
+
+@pytest.mark.parametrize(("keep_s", "lease_s"), [(10, 20), (20, 10)])
+async def test_a_row_is_gone_the_moment_it_is_neither_kept_nor_leased(
+    tmp_path: Path, keep_s: float, lease_s: float
+) -> None:
+    clock = Standing()
+    spec = StoreSpec(keep_s=keep_s, lease_s=lease_s)
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
+        assert isinstance(await store.claim(ME, fingerprint()), Granted)
+        assert await store.hold("sweep", "a", for_s=20)
+        clock.ms += 19_999
+        assert await store.find(ME) is not None
+        assert not await store.hold("sweep", "b", for_s=1)
+        clock.ms += 1
+        assert await store.find(ME) is None
+        assert await store.hold("sweep", "b", for_s=1)
+
+
+def waits_for_the_disk(tables: Tables, _: Times) -> bool:
+    return bool(tables.connection.execute("PRAGMA synchronous").fetchone()[0] == 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "waits"),
+    [
+        (lambda store: store.claim(ME, fingerprint()), False),
+        (lambda store: store.renew([]), False),
+        (lambda store: store.shelter(Held(ME, 1)), False),
+        (lambda store: store.append([]), False),
+        (lambda store: store.submission(ME), False),
+        (lambda store: store.firings(), False),
+        (lambda store: store.note_webhook(ME, b"", until_ms=1), False),
+        (lambda store: store.release(Held(ME, 1)), True),
+        (lambda store: store.complete(ME, fingerprint(), answered(), token=None), True),
+        (lambda store: store.take("tokens", 1, limit=1, period_s=1), True),
+    ],
+)
+async def test_an_operation_waits_for_the_disk_only_if_a_power_cut_may_not_lose_it(
+    tmp_path: Path, operation: Callable[[SqliteStore], Awaitable[object]], waits: bool
+) -> None:
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
+        _, found = await asyncio.gather(operation(store), store.transact("look", waits_for_the_disk, durable=False))
+    assert found is waits
+
+
+@pytest.mark.parametrize(("spare", "is_full"), [(0, False), (-1, True)])
+async def test_a_file_is_full_above_its_limit(tmp_path: Path, spare: int, is_full: bool) -> None:
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
+        used = await store.transact("look", lambda tables, _: tables.used_bytes())
+    spec = StoreSpec(max_bytes=used + spare)
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", spec=spec) as store:
+        assert store.is_full is is_full
+
+
+async def test_the_log_shrinks_to_its_limit(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
+        limit = await store.transact(
+            "look", lambda tables, _: tables.connection.execute("PRAGMA journal_size_limit").fetchone()
+        )
+    assert limit == (WAL_BYTES,)
