@@ -38,7 +38,6 @@ from topology.codec.bounds import ANSWER_BYTES
 
 SIZE_WITHIN_S = 5.0
 _PORTS: Final = {"https": 443, "http": 80}
-_GONE: Final = range(400, 500)
 _TEMPORARY: Final = frozenset({408, 425, 429})
 SOON_S: Final = 5.0
 """For how many seconds a worker at first tries to store a large answer outside the broker. If that fails, and the
@@ -94,10 +93,8 @@ class WebBodies:
 
 
 def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
-    if response.status in _GONE and response.status not in _TEMPORARY:
-        raise BodyError(f"its host answered {response.status}")
-    if 300 <= response.status < 400:
-        raise BodyError(f"its host answered {response.status}, and redirects are not followed")
+    if 300 <= response.status < 500 and response.status not in _TEMPORARY:
+        raise BodyError(f"its host answered {response.status}; redirects are not followed")
     if response.status != 200:
         raise BodiesUnavailable(f"its host answered {response.status}")
     if (response.content_length or 0) > most_bytes:

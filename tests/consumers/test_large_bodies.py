@@ -109,8 +109,8 @@ async def test_an_allowed_address_is_fetched_and_checked() -> None:
         ("body", 100, BodyTooLarge, "allowed are 100"),
         ("streamed", 100, BodyTooLarge, "more than 100"),
         ("redirect", 1000, BodyError, "302.*not followed"),
-        *((f"broken/{each}", 1000, BodyError, str(each)) for each in (400, 401, 403, 404, 410, 422, 499)),
-        *((f"broken/{each}", 1000, BodiesUnavailable, str(each)) for each in (408, 425, 429, 500, 503)),
+        *((f"broken/{each}", 1000, BodyError, str(each)) for each in (300, 400, 401, 403, 404, 410, 422, 499)),
+        *((f"broken/{each}", 1000, BodiesUnavailable, str(each)) for each in (204, 408, 425, 429, 500, 503)),
     ],
 )
 async def test_what_is_too_large_or_gone_is_an_error_and_what_may_be_temporary_is_asked_for_again(

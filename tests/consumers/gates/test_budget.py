@@ -89,6 +89,7 @@ def test_a_request_that_is_told_to_stop_ends_its_wait_for_the_budget(why: Stop, 
         assert on.loop.time() - began_s == pytest.approx(3)
         assert on.budgets.waiting() == {}
         assert [id for id, _ in on.told] == [job.id], "its wait of seconds was told"
+        assert on.gate.waits == {("one/m", "critical", "rpm"): 1}
 
     story(tell)
 
