@@ -184,15 +184,13 @@ class Account:
         self.demand.add(lane, more, now_s)
 
     def learn(self, feedback: Feedback, now_s: float) -> bool:
-        """Learn the account's limits from one response of the provider. Returns True if a limit fell or calls must stop
-        for a while, so that earlier forecasts of waits are too short."""
+        """Learn the account's limits from one response of the provider. Returns True if calls must stop for a while."""
         if feedback.kind is Kind.OVERLOADED:
             self.concurrency.overloaded(feedback.request, feedback.took_s, now_s)
         return self.learn_limits(feedback, now_s)
 
     def learn_limits(self, feedback: Feedback, now_s: float) -> bool:
         self.refill(now_s)
-        before = self._adaptive.per_minute()
         has_limits, stopped, missing = False, False, 0.0
         if feedback.rate is not None:
             has_limits = self._adaptive.learn(feedback.rate, now_s)
@@ -225,7 +223,7 @@ class Account:
                     stopped = True
             case Kind.OVERLOADED | Kind.FAILED:
                 pass
-        return stopped or any(new < old for new, old in zip(self._adaptive.per_minute(), before, strict=True))
+        return stopped
 
     def is_stale(self, now_s: float) -> bool:
         return self._adaptive.is_stale(now_s)

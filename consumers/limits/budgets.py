@@ -271,17 +271,18 @@ class OwnTurns:
 def learn(account: Account, feedback: Feedback, now_s: float) -> bool:
     """Learn the account's limits from a response. Returns True if earlier forecasts of waits are too short now."""
     before = account.per_minute()
-    is_less = account.learn(feedback, now_s)
-    if (after := account.per_minute()) != before:
-        log.info(
-            signals.LIMITS_LEARNED,
-            account=account.name,
-            kind=str(feedback.kind),
-            requests=after.requests,
-            input_tokens=after.input_tokens,
-            output_tokens=after.output_tokens,
-        )
-    return is_less
+    is_stopped = account.learn(feedback, now_s)
+    if (after := account.per_minute()) == before:
+        return is_stopped
+    log.info(
+        signals.LIMITS_LEARNED,
+        account=account.name,
+        kind=str(feedback.kind),
+        requests=after.requests,
+        input_tokens=after.input_tokens,
+        output_tokens=after.output_tokens,
+    )
+    return is_stopped or any(new < old for new, old in zip(after, before, strict=True))
 
 
 def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
