@@ -653,15 +653,16 @@ class Tables:
 
     def remove_expired(self, at: Times) -> int:
         found = self._execute(_EXPIRED, (at.today, at.now)).fetchall()
-        allowances = self._execute(_EXPIRED_ALLOWANCES, (at.today - KEPT_AFTER_MS,)).rowcount
-        kept = self._execute(_EXPIRED_KEPT, (at.today,)).rowcount
-        kept += self._execute(_SURPLUS_WEBHOOKS, (base.WEBHOOKS_KEPT,)).rowcount
-        kept += self._execute(_EXPIRED_BATCHED, (at.today,)).rowcount
-        kept += self._execute(_EXPIRED_LEASES, (at.now,)).rowcount
-        kept += self._execute("DELETE FROM enqueued WHERE until_ms <= ?", (at.today,)).rowcount
-        return (
-            self.remove(at, next_step(deque(map(Surplus._make, found)))) + allowances + self._expire_waiting(at) + kept
+        others = (
+            (_EXPIRED_ALLOWANCES, at.today - KEPT_AFTER_MS),
+            (_EXPIRED_KEPT, at.today),
+            (_SURPLUS_WEBHOOKS, base.WEBHOOKS_KEPT),
+            (_EXPIRED_BATCHED, at.today),
+            (_EXPIRED_LEASES, at.now),
+            ("DELETE FROM enqueued WHERE until_ms <= ?", at.today),
         )
+        removed = sum(self._execute(statement, (value,)).rowcount for statement, value in others)
+        return removed + self._expire_waiting(at) + self.remove(at, next_step(deque(map(Surplus._make, found))))
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
         return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)
