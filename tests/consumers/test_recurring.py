@@ -299,3 +299,11 @@ async def test_a_fault_in_one_schedule_is_told_once_and_stops_no_other() -> None
 
 def test_a_firing_counts_as_missed_after_a_minute() -> None:
     assert LATE_MS == 60_000
+
+
+@pytest.mark.parametrize(("last_s", "now_s", "at_s"), [(0, 59, []), (0, 60, [60]), (60, 60, []), (60, 120, [120])])
+def test_due_is_what_comes_after_the_last_time_and_up_to_now(last_s: int, now_s: int, at_s: list[int]) -> None:
+    spec = ScheduleSpec(name="s", cron="* * * * *", key="batch.a.b", body=b"{}")
+    begin_ms = ms("2025-11-26T09:00Z")
+    found = spec.due(begin_ms + 1000 * last_s, begin_ms + 1000 * now_s)
+    assert found == [begin_ms + 1000 * each for each in at_s]

@@ -167,3 +167,20 @@ def test_the_ids_of_a_batch_s_requests_fit_the_provider_s_rules() -> None:
     full = ticket(item(499))
     assert full.custom_id(full.items[0]) == "0" * 32 + "-499"
     assert len(full.custom_id(item(99_999))) <= 64
+
+
+def test_items_that_just_fit_share_a_part_and_one_byte_less_divides_them() -> None:
+    both = [item(0), item(1)]
+    packing = Packing()
+    for each in both:
+        packing.add(each)
+    assert [len(part) for part in parts(both, at_most_bytes=packing.size)] == [2]
+    assert [len(part) for part in parts(both, at_most_bytes=packing.size - 1)] == [1, 1]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 40])
+def test_a_ticket_that_was_cut_off_is_one_that_this_version_cannot_read(cut: int) -> None:
+    packed = pack(ticket(item()))
+    assert unpack(packed).items[0].params == item().params
+    with pytest.raises(UnreadTicket):
+        unpack(packed[:-cut])

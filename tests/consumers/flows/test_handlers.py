@@ -289,3 +289,18 @@ async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
         await until(lambda: not runs(process))
         await until(lambda: all(child.has_ended for child in handlers._cores._all))
         assert (await call(handlers, "doubled", 1))[2] != process
+
+
+def test_a_result_has_as_many_bytes_as_can_be_sent_back_and_not_one_more() -> None:
+    assert child.written("ab", most_bytes=4) == b'"ab"'
+    with pytest.raises(child.Unsendable, match="has 4 bytes, and 3 is the most"):
+        child.written("ab", most_bytes=3)
+    with pytest.raises(child.Unsendable, match="no JSON"):
+        child.written(float("nan"), most_bytes=100)
+
+
+@pytest.mark.parametrize(("results", "why"), [("ab", "returned str"), ([1], "1 results for 2"), ([1, 2, 3], "3 res")])
+def test_a_function_of_many_returns_a_list_with_one_result_each(results: object, why: str) -> None:
+    assert child.checked((1, 2), count=2) == (1, 2)
+    with pytest.raises(ValueError, match=why):
+        child.checked(results, count=2)
