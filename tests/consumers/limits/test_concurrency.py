@@ -419,3 +419,30 @@ def test_without_a_limit_of_calls_none_waits() -> None:
     calls = Concurrency(None, SHARES)
     calls.begin(0, "", (), 0.0)
     assert calls.wait_s(1000) == 0
+
+
+def test_a_due_lane_is_granted_before_more_urgent_ones() -> None:
+    spec = BudgetSpec(start=Amounts(6e4, 6e7, 6e7), accounts={"one": AccountCaps(concurrency=1)})
+    account, granted = Account("one", spec, now_s=0.0), []
+    for lane in (*[CRITICAL] * 7, NORMAL):
+        account.join(Waiter(lane, Amounts(1, 1, 1), arrived_s=0.0))
+    for _ in range(8):
+        waiter, _in_s = account.grant_next(0.0)
+        assert waiter is not None
+        assert waiter.reservation is not None
+        granted.append(waiter.lane)
+        account.settle(waiter.reservation, waiter.amounts, 0.0)
+
+    assert granted == [*[CRITICAL] * 5, NORMAL, *[CRITICAL] * 2]  # normal's share of the calls is a fifth
+
+
+def test_a_call_that_may_begin_now_waits_for_none() -> None:
+    assert Concurrency(3, SHARES).wait_s(2) == 0
+
+
+def test_a_request_needs_at_most_what_the_limits_allow_in_a_minute() -> None:
+    account = Account("one", BudgetSpec(start=Amounts(50, 30_000, 8_000)), now_s=0.0)
+    waiter = Waiter(NORMAL, Amounts(1, 50_000, 9_000), arrived_s=0.0)
+    account.join(waiter)
+
+    assert waiter.amounts == pytest.approx((1, 30_000, 8_000))
