@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from lanekeeper import (
     AccessRefused,
@@ -108,6 +109,20 @@ async def test_a_result_is_asked_for_as_long_as_its_caller_waits_and_no_proxy_cl
         await client.result("id-1")
     await client.result("id-1", wait_s=600)
     assert 10 <= float(gateway.calls[-1].query["wait"].removesuffix("s")) <= 30
+
+
+async def test_a_request_carries_the_trace_in_which_it_is_made(gateway: FakeGateway, client: Client) -> None:
+    around = SpanContext(7, 8, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    with use_span(NonRecordingSpan(around)):
+        await client.publish(BODY, key=LANE)
+    assert gateway.called("POST")[0].headers["traceparent"] == f"00-{7:032x}-{8:016x}-01"
+
+
+async def test_over_http_no_other_tenant_can_be_named(client: Client) -> None:
+    with pytest.raises(ControlRefused, match="tenant"):
+        await client.result("id-1", tenant="other")
+    with pytest.raises(ControlRefused, match="tenant"):
+        await client.cancel("id-1", tenant="other")
 
 
 async def test_cancellations_end_when_the_key_does_not_allow_them(gateway: FakeGateway, client: Client) -> None:
