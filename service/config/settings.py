@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 from urllib.parse import quote, unquote, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from consumers.failures import RetryPolicy
 from consumers.flows.handlers import HandlerSpec
@@ -664,10 +665,15 @@ PREFIX: Final = "LANEKEEPER_"
 ANTHROPIC_URL: Final = "https://api.anthropic.com"
 
 
-class Settings(BaseModel):
+class Settings(BaseSettings):
     """All settings, validated. Its `repr` contains no secret."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True, hide_input_in_errors=True)
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+        hide_input_in_errors=True,
+    )
 
     amqp_url: types.AmqpUrl = SecretStr("amqp://guest:guest@localhost:5672/")
     """The broker's URL, or those of one cluster's nodes, separated by commas. Write special characters in user,
@@ -745,6 +751,18 @@ class Settings(BaseModel):
     otel_metrics_exporter: Literal["otlp", "none"] = Field(default="otlp", alias="OTEL_METRICS_EXPORTER")
     """`none`: no metrics are sent over OTLP, because the collector takes none, such as a Jaeger. `/metrics` is served
     nevertheless. Example: otlp"""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Make `Settings()` ignore the environment, which only `load_settings` reads, so that it has the default
+        values."""
+        return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
         """The limits for calls to the providers (their accounts' budgets), and how the lanes share them."""
