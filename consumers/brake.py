@@ -2,7 +2,7 @@
 
 The store keeps the pauses (`StoredPauses`), and every process reads them twice a second. While the store is away, the
 last known ones hold. A paused lane is not consumed (`Pool.pause`). Requests of a paused tenant or application, or whose
-routes are all paused, are deferred (`gates/brake.py`). A paused model or provider is not called (`Breakers`).
+routes are all paused, are deferred (`BrakeGate`). A paused model or provider is not called (`Breakers`).
 """
 
 import asyncio

@@ -134,14 +134,13 @@ class Claiming:
             if job.progress is not None:
                 await job.progress.flushed()  # only the holder of the claim may write it
             self._held.pop(held, None)
-            async with asyncio.timeout(RELEASE_WITHIN_S):
-                await _until_stored(
-                    lambda: self._store.release(
-                        held, attempts=job.attempts, due_ms=due_ms, is_survived=is_survived, step=step
-                    ),
-                    within_s=RELEASE_WITHIN_S,
-                )
-        except (StoreUnavailable, TimeoutError) as error:
+            await _answered(
+                lambda: self._store.release(
+                    held, attempts=job.attempts, due_ms=due_ms, is_survived=is_survived, step=step
+                ),
+                within_s=RELEASE_WITHIN_S,
+            )
+        except StoreUnavailable as error:
             log.warning(signals.CLAIM_UNRELEASED, error=str(error))
         finally:
             self._held.pop(held, None)
@@ -288,12 +287,12 @@ def _log_lost_completion(completing: "asyncio.Task[Any]") -> None:
         log.warning(signals.COMPLETION_LOST, error=why)
 
 
-async def _answered(call: Callable[[], Awaitable[T]]) -> T:
+async def _answered(call: Callable[[], Awaitable[T]], *, within_s: float = ASK_WITHIN_S) -> T:
     try:
-        async with asyncio.timeout(ASK_WITHIN_S):
-            return await _until_stored(call, within_s=ASK_WITHIN_S)
+        async with asyncio.timeout(within_s):
+            return await _until_stored(call, within_s=within_s)
     except TimeoutError as error:
-        raise StoreUnavailable(f"the store has not answered within {ASK_WITHIN_S:g} s") from error
+        raise StoreUnavailable(f"the store has not answered within {within_s:g} s") from error
 
 
 async def _until_stored(call: Callable[[], Awaitable[T]], *, within_s: float | None = None) -> T:

@@ -94,10 +94,11 @@ class WebBodies:
 
 def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:
     if 300 <= response.status < 500 and response.status not in _TEMPORARY:
-        raise BodyError(f"its host answered {response.status}; redirects are not followed")
+        hint = "; redirects are not followed" if response.status < 400 else ""
+        raise BodyError(f"its host answered {response.status}{hint}")
     if response.status != 200:
         raise BodiesUnavailable(f"its host answered {response.status}")
-    if (response.content_length or 0) > most_bytes:
+    if response.content_length is not None and response.content_length > most_bytes:
         raise BodyTooLarge(f"{response.content_length} bytes are there, allowed are {most_bytes}")
 
 

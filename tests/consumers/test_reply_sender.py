@@ -4,23 +4,25 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from typing_extensions import override
 
 from consumers.large_bodies import LargeAnswers
 from consumers.outcomes import Answered, Buried, Outcome, Refused
 from consumers.replies import PAUSES_S, ReplyRetries, ReplyRule, ReplySender
 from lanekeeper.amqp.publisher import Confirm, Publisher
-from lanekeeper.bodies import BodyStore
+from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress, Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import ConfirmUnknown, PublishRefused, RequestProblem
 from tests.support.jobs import BODY, NOW_MS, Bench, FakePublisher
+from tests.support.virtual_time import virtually
 
 ADDRESS = "amq.rabbitmq.reply-to.somebody"
 ANSWER = Message(body=b"{}", exchange="", routing_key=ADDRESS)
@@ -274,21 +276,6 @@ async def test_a_request_whose_reply_is_sent_again_keeps_its_body_unless_its_err
 LARGE = Answered(body=b'{"text": "%b"}' % (b"x" * 100), model="m", provider="p")
 
 
-class Hangs(BodyStore):
-    """A store on a file system that does not answer."""
-
-    @override
-    async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
-@pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.large_bodies.SOON_S", 0.05)
-    monkeypatch.setattr("consumers.large_bodies.KEEP_WITHIN_S", 0.05)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[BodyStore]:
     made = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
@@ -296,30 +283,87 @@ def store(tmp_path: Path) -> Iterator[BodyStore]:
     made.close()
 
 
-def of(publisher: FakePublisher, bodies: BodyStore | None, *, answer_bytes: int = 1000) -> LargeAnswers:
-    return LargeAnswers(publisher, answer_bytes=answer_bytes, bodies=bodies, over_bytes=100)
+class Broken(BodyStore):
+    """A store that hangs or is full until `works_at_s`, by the event loop's clock, which begins at 1000."""
+
+    def __init__(self, kind: str, works_at_s: float = 1e9) -> None:
+        super().__init__("file:///bodies")
+        self._kind, self._works_at_s = kind, works_at_s
+
+    @override
+    async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
+        if asyncio.get_running_loop().time() >= self._works_at_s:
+            return BodyAddress("file:///bodies/answer", "0" * 64)
+        if self._kind == "hangs":
+            await asyncio.Event().wait()
+        raise BodiesUnavailable("it is full", cause="No space left on device")
 
 
-@pytest.mark.usefixtures("soon")
+def brought(bodies: BodyStore, publisher: FakePublisher) -> tuple[Outcome, float]:
+    """The outcome that can be sent, and after how many seconds."""
+
+    async def story() -> tuple[Outcome, float]:
+        found = await LargeAnswers(publisher, answer_bytes=1000, bodies=bodies, over_bytes=100).sendable(LARGE)
+        return found, asyncio.get_running_loop().time() - 1000
+
+    return virtually(story())
+
+
+@pytest.mark.parametrize(("kind", "cause"), [("hangs", "no answer"), ("full", "No space left on device")])
+def test_if_its_store_fails_for_five_seconds_it_is_sent_as_it_is_if_the_broker_takes_it(kind: str, cause: str) -> None:
+    with capture_logs() as logs:
+        found, took_s = brought(Broken(kind), FakePublisher([]))
+    assert found is LARGE
+    assert took_s == pytest.approx(5)
+    assert [(each["event"], each["error"], each["within_s"]) for each in logs] == [("answer.unkept", cause, 5)]
+
+
 @pytest.mark.parametrize("kind", ["hangs", "full"])
-async def test_without_its_store_it_is_sent_as_it_is_if_the_broker_takes_it(store: BodyStore, kind: str) -> None:
-    broken = Hangs(store.url) if kind == "hangs" else BodyStore(store.url, in_all_bytes=10)
-    assert await of(FakePublisher([]), broken).sendable(LARGE) is LARGE
-    broken.close()
-
-
-@pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("kind", ["hangs", "full"])
-async def test_if_the_broker_does_not_take_it_either_the_request_ends_as_too_large(store: BodyStore, kind: str) -> None:
-    broken = Hangs(store.url) if kind == "hangs" else BodyStore(store.url, in_all_bytes=10)
+def test_if_the_broker_does_not_take_it_either_its_store_has_a_minute_more(kind: str) -> None:
     publisher = FakePublisher([])
     publisher.largest = 50
+    found, took_s = brought(Broken(kind, works_at_s=1005), publisher)
+    assert isinstance(found, Answered)
+    assert found.kept == BodyAddress("file:///bodies/answer", "0" * 64)
+    assert json.loads(found.body)["bytes"] == len(LARGE.body)
+    assert took_s == pytest.approx(5)
 
-    found = await of(publisher, broken).sendable(LARGE)
-
+    found, took_s = brought(Broken(kind), publisher)
     assert isinstance(found, Buried)
     assert (found.problem.code, "could not be used" in found.problem.detail) == ("answer_too_large", True)
-    broken.close()
+    assert took_s == pytest.approx(65)
+
+
+@pytest.mark.parametrize(
+    ("with_store", "size", "is_slow"),
+    [
+        (False, 1024 * 1024, False),
+        (False, 1024 * 1024 + 1, True),
+        (True, 100, False),
+        (True, 101, True),
+        (True, 2_000_000, True),
+        (True, 2_000_001, False),
+    ],
+)
+def test_an_answer_that_is_sent_or_refused_at_once_is_not_slow(with_store: bool, size: int, is_slow: bool) -> None:
+    bodies = Broken("full") if with_store else None
+    answers = LargeAnswers(FakePublisher([]), answer_bytes=2_000_000, bodies=bodies, over_bytes=100)
+    assert answers.is_slow(replace(LARGE, body=b"a" * size)) is is_slow
+    assert not answers.is_slow(REJECTED)
+
+
+async def test_an_answer_of_the_most_bytes_for_a_message_is_sent_as_it_is(store: BodyStore) -> None:
+    answers = LargeAnswers(FakePublisher([]), answer_bytes=1000, bodies=store, over_bytes=len(LARGE.body))
+    assert await answers.sendable(LARGE) is LARGE
+    kept = await answers.sendable(larger := replace(LARGE, body=LARGE.body + b" "))
+    assert isinstance(kept, Answered)
+    assert kept.kept is not None
+    assert await store.fetch(kept.kept) == larger.body
+    answers.forget(LARGE)
+    answers.forget(kept)
+    await answers.aclose(within_s=10)
+    with pytest.raises(BodyError):
+        await store.fetch(kept.kept)
 
 
 async def test_an_answer_is_kept_an_hour_longer_than_its_result(
