@@ -255,9 +255,9 @@ class BodyStore:
         # and keep its body in memory.
         await self._free_threads.acquire()
         loop = asyncio.get_running_loop()
-        future = self._threads.submit(work)
-        future.add_done_callback(partial(_release, self._free_threads, loop))
         try:
+            future = self._threads.submit(work)
+            future.add_done_callback(partial(_release, self._free_threads, loop))
             return await asyncio.wrap_future(future)
         except LanekeeperError:
             raise

@@ -296,6 +296,9 @@ class OverHttp:
                 if (error := _error_of(method, answer, self._address)) is None:
                     self.trouble = None
                     return answer
+            except ClientMisused as misused:
+                misused.maybe_published = maybe_published
+                raise
             except BrokerError as caught:
                 error = caught
             maybe_published = error.maybe_published = maybe_published or error.maybe_published

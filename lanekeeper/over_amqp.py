@@ -32,6 +32,7 @@ from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerBlocked,
     BrokerError,
+    ClientMisused,
     InvalidArgument,
     PublishRefused,
     ReplyLost,
@@ -106,7 +107,7 @@ class OverAmqp:
                 absent_within_s=outgoing.absent_within_s,
                 gives_up_on=(TopologyMismatch, BrokerBlocked),
             )
-        except BrokerError as error:
+        except (BrokerError, ClientMisused) as error:
             if not (error.maybe_published or outgoing.may_be_published):
                 await self._remove_body(outgoing)
             outgoing.may_be_published |= error.maybe_published

@@ -28,6 +28,7 @@ from lanekeeper.contract.problems import (
     BrokerBlocked,
     BrokerError,
     BrokerUnreachable,
+    ClientMisused,
     ConfirmUnknown,
     InvalidArgument,
     MessageTooLarge,
@@ -124,7 +125,7 @@ class Publisher:
                     raise PublishRefused(
                         f"the broker refused {routing_key!r}: a queue that it goes to is full; try again later"
                     )
-        except BrokerError as error:
+        except (BrokerError, ClientMisused) as error:
             error_type = type(error).__name__
             raise
         finally:
@@ -182,11 +183,11 @@ class Publisher:
                     mandatory=mandatory,
                     timeout_s=min(CONFIRM_TIMEOUT_S, left_s),
                 )
-            except BrokerError as error:
+            except (BrokerError, ClientMisused) as error:
                 maybe_published = error.maybe_published = maybe_published or error.maybe_published
                 if isinstance(error, TopologyMismatch | Unroutable) and exchange and self._on_missing is not None:
                     self._on_missing()
-                is_final = isinstance(error, (AccessRefused, MessageTooLarge, *gives_up_on))
+                is_final = isinstance(error, (AccessRefused, ClientMisused, MessageTooLarge, *gives_up_on))
                 if is_final or (isinstance(error, Unroutable) and not exchange):
                     raise
                 tries_end = min(end, began + refused_within_s) if isinstance(error, PublishRefused) else end

@@ -89,8 +89,9 @@ class ReplyLost(BrokerError):
 class ClientMisused(LanekeeperError):
     """The client is not open, or open in another event loop, or would block one. The text says what to do."""
 
+    maybe_published = False
     message_id: str | None = None
-    """As that of `BrokerError`, if the client was closed during the call."""
+    """As those of `BrokerError`, if the client was closed during the call."""
 
 
 class InvalidArgument(LanekeeperError, TypeError, ValueError):

@@ -27,7 +27,7 @@ from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import BodyAddress, body_address_in
-from lanekeeper.contract.problems import BrokerError, LanekeeperError, RequestProblem, invalid_request
+from lanekeeper.contract.problems import BrokerError, ClientMisused, LanekeeperError, RequestProblem, invalid_request
 from lanekeeper.replies import ControlRefused, NoReply, Problem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
@@ -265,7 +265,7 @@ class SubmittedRequests:
         try:
             await self._client.publish(call.body, key=call.key, **call.options)
         except LanekeeperError as error:
-            maybe_published = isinstance(error, BrokerError) and error.maybe_published
+            maybe_published = isinstance(error, (BrokerError, ClientMisused)) and error.maybe_published
             if submitted is state.Submitted.NEW and not maybe_published:
                 await self._store.unfollow(identity)
             raise

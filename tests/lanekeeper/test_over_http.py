@@ -346,6 +346,16 @@ async def test_a_call_that_waits_while_the_client_is_closed_ends(gateway: FakeGa
     assert misused.value.message_id == "id-2"
 
 
+async def test_a_client_closed_while_its_request_may_be_published_says_so(gateway: FakeGateway) -> None:
+    async with Client(gateway.url, api_key=KEY) as client:
+        gateway.faults += [CUT] * 50
+        publishing = asyncio.create_task(client.publish(BODY, key=LANE))
+        await until(lambda: bool(gateway.called("POST")))
+    with pytest.raises(ClientMisused) as misused:
+        await asyncio.wait_for(publishing, 10)
+    assert misused.value.maybe_published
+
+
 def test_a_loop_that_tries_again_on_the_brokers_errors_does_not_catch_a_misused_client() -> None:
     assert issubclass(ClientMisused, LanekeeperError)
     assert not issubclass(ClientMisused, BrokerError)

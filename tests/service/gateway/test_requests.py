@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from consumers.state.base import Identity, Look, StoreUnavailable
 from consumers.state.sqlite.store import SqliteStore
-from lanekeeper import Client
+from lanekeeper import BrokerError, Client, ClientMisused, LanekeeperError
 from lanekeeper.bodies import BodiesUnavailable
 from lanekeeper.client import Body
 from lanekeeper.requests import Options
@@ -122,13 +122,13 @@ class Publishing(Client):
         self.begun = 0
         self.may_end = asyncio.Event()
         self.bodies: list[bytes] = []
-        self.is_full = False
+        self.fails: LanekeeperError | None = None
 
     @override
     async def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
         self.begun += 1
-        if self.is_full:
-            raise BodiesUnavailable("the store of bodies is full")
+        if self.fails is not None:
+            raise self.fails
         await self.may_end.wait()
 
         self.bodies.append(body if isinstance(body, bytes) else cast(BinaryIO, body).read())
@@ -200,12 +200,25 @@ async def test_a_large_body_whose_client_goes_away_is_published_and_stopping_wai
 
 async def test_a_request_whose_body_finds_no_room_is_refused_and_not_known(tmp_path: Path) -> None:
     async with gateway(tmp_path) as (_, client, session):
-        client.is_full = True
+        client.fails = BodiesUnavailable("the store of bodies is full")
         async with session.post("/v1/requests", json=said(9), headers={"Idempotency-Key": "a"}) as refused:
             assert refused.status == 503
             assert (await refused.json())["detail"] == "the store of bodies is full"
 
         assert await status_of(session, "/v1/requests/a") == 404
+
+
+@pytest.mark.parametrize("kind", [BrokerError, ClientMisused])
+@pytest.mark.parametrize(("maybe_published", "status"), [(True, 200), (False, 404)])
+async def test_a_request_that_may_be_published_stays_known_also_if_the_gateway_stops_meanwhile(
+    tmp_path: Path, kind: type[BrokerError | ClientMisused], maybe_published: bool, status: int
+) -> None:
+    async with gateway(tmp_path) as (_, client, session):
+        client.fails = error = kind("the connection is closed")
+        error.maybe_published = maybe_published
+        async with session.post("/v1/requests", json=said(9), headers={"Idempotency-Key": "a"}) as refused:
+            assert refused.status == 503
+        assert await status_of(session, "/v1/requests/a") == status
 
 
 async def test_what_a_websocket_submits_is_a_call_like_others(tmp_path: Path) -> None:

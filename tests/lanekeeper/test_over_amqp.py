@@ -1,0 +1,58 @@
+"""A client of a broker, without a broker."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import AsyncMock, patch
+
+import pytest
+
+from lanekeeper import ClientMisused, ConfirmUnknown, Names
+from lanekeeper.bodies import OVER_BYTES, BodiesUnavailable, BodyStore
+from lanekeeper.contract.messages import Message
+from lanekeeper.over_amqp import OverAmqp
+from lanekeeper.requests import OutgoingRequest
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[OverAmqp]:
+    store = BodyStore(tmp_path.as_uri())
+    yield OverAmqp(
+        "amqp://localhost", names=Names(), ssl_context=None, tracing=None, bodies=store, fetches_answers=False
+    )
+    store.close()
+
+
+def large() -> OutgoingRequest:
+    return OutgoingRequest(
+        message=Message(body=b"x" * (OVER_BYTES + 1), message_id="id-1"), key="normal.a.b", tenant=None, chose_id=True,
+        publish_within_s=60, absent_within_s=None, full_within_s=0, timeout_s=None, end=None,
+    )  # fmt: skip
+
+
+def bodies_in(folder: Path) -> int:
+    return len(list(folder.iterdir()))
+
+
+async def test_a_client_closed_before_it_publishes_leaves_no_body_behind(closed: OverAmqp, tmp_path: Path) -> None:
+    outgoing = large()
+    with pytest.raises(ClientMisused) as misused:
+        await closed.publish(outgoing)
+    assert outgoing.kept is not None
+    assert (misused.value.maybe_published, bodies_in(tmp_path)) == (False, 0)
+    assert list(closed.publisher.times) == ["ClientMisused"]
+
+
+async def test_a_client_closed_before_the_confirm_came_leaves_the_body_of_what_may_be_published(
+    closed: OverAmqp, tmp_path: Path
+) -> None:
+    tries = AsyncMock(side_effect=[ConfirmUnknown("lost"), ClientMisused("closed")])
+    with patch.object(closed.publisher, "publish", tries), pytest.raises(ClientMisused) as misused:
+        await closed.publish(large())
+    assert (misused.value.maybe_published, bodies_in(tmp_path)) == (True, 1)
+
+
+async def test_a_store_that_is_closed_is_unavailable(tmp_path: Path) -> None:
+    store = BodyStore(tmp_path.as_uri())
+    store.close()
+    with pytest.raises(BodiesUnavailable):
+        await store.keep([b"x"])
