@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Retried
-from consumers.slots.activity import SEEN_AT_LEAST_S, LaneActivity, ended_per_s, note_ends
+from consumers.slots.activity import LaneActivity, ended_per_s, note_ends
 from consumers.state.base import StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
 from service.side_tasks import beside
@@ -116,7 +116,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.used = 0.0
-        self.seen_s = SEEN_AT_LEAST_S
+        self.seen_s = 20.0
         self.is_away = False
         self.asked = 0
 
@@ -135,6 +135,13 @@ def activity() -> LaneActivity:
     return LaneActivity("batch", slots=1, due_slots=1)
 
 
+def test_a_request_that_ends_no_longer_runs() -> None:
+    lane = activity()
+    lane.running = 3
+    lane.end("lane.batch", took_s=0.5)
+    assert (lane.snapshot()["running"], lane.worked["lane.batch"].sum) == (2, 0.5)
+
+
 async def test_what_ends_in_all_workers_is_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consumers.slots.activity.NOTE_EVERY_S", 0.01)
     store, workers = Counted(), [activity(), activity()]
@@ -145,7 +152,7 @@ async def test_what_ends_in_all_workers_is_the_pace(monkeypatch: pytest.MonkeyPa
         workers[0].ended = 50
         await until(lambda: store.used == 60)
 
-    assert await ended_per_s(store, "batch") == 60 / SEEN_AT_LEAST_S
+    assert await ended_per_s(store, "batch") == 3
 
 
 async def test_what_a_store_that_was_away_did_not_take_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +167,7 @@ async def test_what_a_store_that_was_away_did_not_take_is_counted_later(monkeypa
         await until(lambda: store.used == 7)
 
 
-@pytest.mark.parametrize(("used", "seen_s"), [(0, 50), (5, SEEN_AT_LEAST_S - 1)])
+@pytest.mark.parametrize(("used", "seen_s"), [(0, 50), (5, 19.9)])
 async def test_it_is_unknown_where_nothing_ends_or_too_little_was_seen(used: int, seen_s: float) -> None:
     store = Counted()
     store.used, store.seen_s = used, seen_s

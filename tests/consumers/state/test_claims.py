@@ -321,8 +321,9 @@ async def test_a_renewal_that_comes_after_a_release_renews_the_other_claims_only
 
 async def test_a_claim_that_comes_again_after_its_release_is_not_granted(store: Store) -> None:
     """Its answer was lost, it was asked for again, and the first question arrives last: nobody would hold the claim."""
-    token = await granted(store, nonce=b"n" * 8)
-    await store.release(Held(ME, token))
+    held = Held(ME, await granted(store, nonce=b"n" * 8))
+    await store.release(held)
+    await store.shelter(held)
 
     assert isinstance(await store.claim(ME, fingerprint(nonce=b"n" * 8)), Running)
     assert isinstance(await store.claim(ME, fingerprint(nonce=b"m" * 8)), Granted)
@@ -331,10 +332,11 @@ async def test_a_claim_that_comes_again_after_its_release_is_not_granted(store: 
 async def test_every_late_message_of_an_earlier_holder_changes_nothing_for_the_next(store: Store) -> None:
     late = Held(ME, await granted(store))
     await store.release(late)
-    token = await granted(store)
+    await granted(store, nonce=b"q1")
     await store.renew([late])
     await store.shelter(late)
     await store.release(late, attempts=7)
+    token = await granted(store, nonce=b"q2", redelivered=True)
 
     assert await store.complete(ME, fingerprint(), answered("late"), token=late.token) is None
     found = await store.find(ME)

@@ -5,7 +5,7 @@ import asyncio
 import secrets
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from consumers.state.base import QUEUED, Granted, Held, Identity, NewEntry, StoreSpec, Submission
 from consumers.state.redis.store import RedisStore
-from consumers.state.shedding import Kind, Share, cuts
+from consumers.state.shedding import STEP_BYTES, STEP_ROWS, Kind, Share, Surplus, cuts, next_step
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.tables import Tables
 from tests.support.completions import CANCELLED, answered, failed, fingerprint, untried
@@ -49,6 +49,16 @@ def test_cuts_reach_the_aim_and_spare_who_is_below_an_equal_share(used: dict[Sha
     losers = {tenant for tenant, _ in cut}
     for tenant in losers:  # who lost something still has no less than who lost nothing
         assert all(left[tenant] >= left[other] - 0.001 for other in set(left) - losers if not kept[other])
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "taken"),
+    [(1, 0, 0), (1, STEP_ROWS, STEP_ROWS), (1, STEP_ROWS + 1, STEP_ROWS), (STEP_BYTES // 2, 4, 2), (STEP_BYTES, 2, 1)],
+)
+def test_a_step_ends_after_so_many_rows_or_bytes(size: int, count: int, taken: int) -> None:
+    rows = deque(Surplus("a", str(at), size, 0) for at in range(count))
+    assert [row.id for row in next_step(rows)] == [str(at) for at in range(taken)]
+    assert len(rows) == count - taken
 
 
 class Storing:

@@ -14,7 +14,9 @@ from consumers.state.base import Completion, Ended, Granted, Held, Identity, Run
 from consumers.state.sqlite.file import WAL_BYTES, Clock
 from consumers.state.sqlite.store import SqliteStore, Writer
 from consumers.state.sqlite.tables import Tables, Times
-from tests.support.completions import ME, answered, fingerprint
+from tests.support.completions import CANCELLED, ME, answered, fingerprint
+
+WAITED = Identity("", "waited")
 
 
 class Standing(Clock):
@@ -155,6 +157,18 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
         assert await store.hold("sweep", "b", for_s=60)
 
 
+@pytest.mark.parametrize("boot", ["1", ""])
+async def test_a_file_that_is_opened_again_keeps_its_leases(tmp_path: Path, boot: str) -> None:
+    clock = Calendar()
+    clock.booted = boot
+    async with a_store(tmp_path, clock) as store:
+        assert isinstance(await store.claim(ME, fingerprint()), Granted)
+        assert await store.hold("sweep", "a", for_s=60)
+    async with a_store(tmp_path, clock) as store:
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Running)
+        assert not await store.hold("sweep", "b", for_s=60)
+
+
 async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
     clock = Calendar()
     async with a_store(tmp_path, clock) as store:
@@ -176,11 +190,15 @@ async def test_a_row_is_gone_the_moment_it_is_neither_kept_nor_leased(
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
         assert isinstance(await store.claim(ME, fingerprint()), Granted)
         assert await store.hold("sweep", "a", for_s=20)
+        await store.defer(WAITED, due_ms=clock.ms, keep_until_ms=clock.ms + round(lease_s * 1000))
+        await store.cancel(WAITED, CANCELLED)
         clock.ms += 19_999
         assert await store.find(ME) is not None
+        assert await store.find(WAITED) is not None
         assert not await store.hold("sweep", "b", for_s=1)
         clock.ms += 1
         assert await store.find(ME) is None
+        assert await store.find(WAITED) is None
         assert await store.hold("sweep", "b", for_s=1)
 
 

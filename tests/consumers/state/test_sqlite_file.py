@@ -76,7 +76,8 @@ async def is_well_again(store: Store, identity: Identity = ME) -> object:
     return found
 
 
-async def test_only_its_owner_may_read_the_file(path: Path) -> None:
+async def test_only_its_owner_may_read_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "state" / "lane.sqlite"
     umask = os.umask(0)
     try:
         async with a_store(path) as store:
