@@ -711,7 +711,6 @@ class BudgetGate:
 
         # A request that comes back after a deferral or redelivery keeps its place among those that wait. A new one goes
         # to the end, even if its headers say that it was published long ago.
-        waited_ms = max(0, self.now_ms() - decoded.request.start_ms)
         try:
             reservation = await self.budgets.reserve(
                 account,
@@ -719,7 +718,7 @@ class BudgetGate:
                 amounts=self.amounts(job, decoded.request, route),
                 until=until,
                 request=job.id,
-                arrived=_loop_s() - waited_ms / 1000 if job.came_before else None,
+                arrived=_loop_s() - job.waited_ms(self.now_ms()) / 1000 if job.came_before else None,
                 on_wait=on_wait,
             )
         except WaitTooLong:

@@ -2,11 +2,16 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
-from consumers.decoding import AT_ONCE_S, TINY_BYTES, Parsing
+from consumers.decoding import AT_ONCE_S, TINY_BYTES, Decoding, Parsing
+from consumers.job import Chain
+from lanekeeper.contract import names as n
+from tests.support.jobs import Bench
 from tests.support.virtual_time import virtually
+from topology import lanes
 
 CRITICAL, BATCH = 0, 2
 LONG_S = 0.05
@@ -60,8 +65,8 @@ async def test_after_reading_a_body_there_is_an_equally_long_pause() -> None:
 async def test_short_bodies_are_read_at_once() -> None:
     ground = Ground()
     began_s = asyncio.get_running_loop().time()
-    for n in range(9):
-        await ground.read(str(n), s=AT_ONCE_S / 10)
+    for number in range(9):
+        await ground.read(str(number), s=AT_ONCE_S / 10)
 
     assert {s for _, s in ground.began} == {began_s}
 
@@ -80,8 +85,8 @@ async def test_the_allowance_for_immediate_reading_is_regained_with_time() -> No
     await ground.read("long", s=AT_ONCE_S)
     await asyncio.sleep(1)
     began_s = asyncio.get_running_loop().time()
-    for n in range(9):
-        await ground.read(str(n), s=AT_ONCE_S / 10)
+    for number in range(9):
+        await ground.read(str(number), s=AT_ONCE_S / 10)
 
     assert {s for _, s in ground.began[1:]} == {began_s}
 
@@ -136,3 +141,19 @@ async def test_a_body_that_is_cancelled_in_its_turn_passes_the_turn_on() -> None
     asyncio.get_running_loop().call_later(LONG_S - AT_ONCE_S, second.cancel)  # its turn comes at the same moment
     assert await last == "last"
     assert ground.order in (["first", "last"], ["first", "second", "last"])
+
+
+@pytest.mark.parametrize(("numbers", "is_too_many"), [(3_000_000, True), (10, False)])
+def test_a_body_of_many_pieces_is_checked_to_its_end(numbers: int, is_too_many: bool) -> None:
+    raw = b"[" + b" " * 5_000_000 + b"1," * numbers + b"1]"
+    found = virtually(Parsing().excess(raw, max_values=1000, rank=(BATCH, len(raw))))
+    assert (found is not None) is is_too_many
+
+
+@pytest.mark.parametrize("given", [{"type": "echo"}, {"headers": {n.PIPELINE: "two-steps"}}])
+async def test_a_handler_or_a_pipeline_needs_no_provider(given: dict[str, Any]) -> None:
+    def none_is_asked_for(*_: str) -> Chain:
+        raise AssertionError
+
+    decoding = Decoding(Parsing(), none_is_asked_for, handlers=("echo",), pipelines=("two-steps",))
+    assert (await decoding.decode(Bench().job(**given), lanes.CRITICAL)).chain == Chain()

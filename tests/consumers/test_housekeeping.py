@@ -67,6 +67,18 @@ async def test_dead_letters_beyond_the_number_or_size_are_removed_oldest_first(
     assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
 
 
+@pytest.mark.parametrize(("small", "removed"), [(8, 0), (7, 9)])
+async def test_the_size_of_all_is_estimated_from_the_eight_oldest(small: int, removed: int) -> None:
+    queue = Queue(*[1.0] * 9)
+    for letter in queue.letters[small:]:
+        letter.body = b"x" * 1000
+    assert await looking_after(queue, max_bytes=100).look() == removed
+
+
+def test_dead_letters_are_kept_for_thirty_days_and_up_to_100_000_or_a_gib() -> None:
+    assert DeadSpec() == DeadSpec(max_count=100_000, max_bytes=1_073_741_824, keep_s=2_592_000)
+
+
 async def test_an_exported_dead_letter_and_the_name_of_its_new_file_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,3 +199,13 @@ def test_the_event_of_a_dead_letter_names_its_request(headers: dict[str, object]
     (event,) = map(json.loads, bench.notices.bodies)
     named = {"event": "discarded", "id": "m-1", "lane": "critical", "app": "shop", "at_ms": NOW_MS, "by": "ann"}
     assert event == {**named, **told}
+
+
+def test_what_requesters_choose_is_cut_in_events_and_among_the_failures() -> None:
+    bench = Bench()
+    job = bench.job(message_id="i" * 129, routing_key=f"critical.{'a' * 65}.chat")
+    bench.lifecycle.publish_outcome(job, Refused(PROBLEM))
+    (event,) = map(json.loads, bench.notices.bodies)
+    (failure,) = bench.lifecycle.failures
+    for told in (event, failure):
+        assert (told["id"], told["app"]) == ("i" * 128, "a" * 64)

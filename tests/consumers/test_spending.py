@@ -317,6 +317,33 @@ async def test_while_a_cap_cannot_be_checked_the_request_waits() -> None:
     assert outcome.reason == "store"
 
 
+def test_a_store_that_hangs_is_waited_for_ten_seconds() -> None:
+    async def story() -> None:
+        ground = Ground(lanes={"critical": Cap(usd=1)})
+        ground.store.hangs = True
+        assert await ground.enter(ground.job()) == Deferred(delay_ms=1000, reason="store")
+        assert asyncio.get_running_loop().time() == pytest.approx(1010)
+
+    virtually(story())
+
+
+async def test_what_was_counted_is_given_back_if_no_call_was_made() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job()
+    assert await ground.enter(job) is None
+    await ground.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
+    await ground.spending.finish(within_s=30)
+    assert ground.store.used["cap lane critical requests"] == 0
+
+
+async def test_without_a_cap_nothing_is_counted_for_a_batch() -> None:
+    ground, job = Ground(), Ground().job()
+    assert await ground.enter(job) is None
+    job.batch = BatchHop()
+    await ground.gate.leave(job, decoded(job), Batched(params=b""))
+    assert job.batch == BatchHop()
+
+
 async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> None:
     ground = Ground()
     ground.store.is_away = True

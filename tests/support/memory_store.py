@@ -2,6 +2,7 @@
 
 If `failing` is set, every call raises it, like a store that is unavailable. `log` lists what was written, in order."""
 
+import asyncio
 import sqlite3
 from functools import cache
 from typing import TypeVar
@@ -69,10 +70,13 @@ class MemoryAllowances:
         self.is_away = False
         self.fails_at = 0
         """The number of the only call that raises StoreUnavailable; 0: none."""
+        self.hangs = False
         self._calls = 0
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         self._look()
+        if self.hangs:
+            await asyncio.Event().wait()
         used = self.used.get(name, 0.0)
         granted = used + amount <= limit
         if granted:

@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.brake import Brake
 from consumers.gates import BrakeGate, refuse_if_late
@@ -19,17 +20,28 @@ from tests.support.jobs import NOW_MS, Bench, HeldPauses, a_pause, decoded, read
 PAUSE = a_pause("app", "shop", since_ms=NOW_MS)
 
 
+class Share(random.Random):
+    """Draws what lies so far between the two bounds."""
+
+    share = 1.0
+
+    @override
+    def uniform(self, a: float, b: float) -> float:
+        return a + self.share * (b - a)
+
+
 class World:
     def __init__(self, *pauses: Pause) -> None:
         self.bench = Bench()
         self.now_ms = NOW_MS
+        self.rng = Share()
         self.store = HeldPauses(*pauses)
         self.brake = Brake(self.store, now_ms=lambda: self.now_ms)
         self.gate = BrakeGate(
             self.brake,
             self.bench.claiming,
             now_ms=lambda: self.now_ms,
-            rng=random.Random(1),
+            rng=self.rng,
             publish=self.bench.lifecycle.publish,
         )
 
@@ -63,14 +75,18 @@ async def test_the_longer_the_pause_the_longer_the_delay_up_to_a_limit(
     paused_s: int, least_ms: int, most_ms: int
 ) -> None:
     world = World(a_pause("app", "shop", since_ms=NOW_MS - 1000 * paused_s))
-    assert least_ms <= await world.delay_ms() <= most_ms
+    assert await world.delay_ms() == most_ms
+    world.rng.share = 0.0
+    assert await world.delay_ms() == least_ms
 
 
 async def test_it_comes_back_at_its_deadline_and_soon_after_the_pause_ends() -> None:
     world = World(PAUSE)
     assert await world.delay_ms(world.job(deadline_ms=300)) == 300
     world.store.held = {PAUSE.id: a_pause("app", "shop", since_ms=NOW_MS - 3_600_000, until_ms=NOW_MS + 2000)}
-    assert 2000 <= await world.delay_ms() <= 3000
+    assert await world.delay_ms() == 3000
+    world.rng.share = 0.0
+    assert await world.delay_ms() == 2000
 
 
 async def test_of_very_many_only_some_come_back_in_a_second() -> None:
@@ -82,6 +98,7 @@ async def test_of_very_many_only_some_come_back_in_a_second() -> None:
     assert await world.delay_ms(job) == 300_000
     world.store.held = {PAUSE.id: a_pause("app", "shop", since_ms=NOW_MS - 1)}
     assert await world.delay_ms(job) <= 1500, "another pause begins anew"
+    assert len(world.gate._next_ms) == 1, "what has ended takes no memory"
 
 
 async def test_it_is_shown_as_waiting_and_told_of_once() -> None:

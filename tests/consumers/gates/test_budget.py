@@ -366,3 +366,30 @@ def test_a_short_wait_limit_at_one_account_does_not_apply_to_the_next(monkeypatc
         standing.cancel()
 
     story(tell)
+
+
+@pytest.mark.parametrize(("wait_s", "is_told"), [(0.99, False), (1.0, True)])
+def test_a_wait_of_at_least_a_second_is_told(monkeypatch: pytest.MonkeyPatch, wait_s: float, is_told: bool) -> None:
+    async def tell(on: Ground) -> None:
+        reserve = on.budgets.reserve
+
+        async def waits(account: str, **asked: Any) -> Reservation:
+            asked["on_wait"](Wait(wait_s, "rpm"))
+            return await reserve(account, **asked)
+
+        monkeypatch.setattr(on.budgets, "reserve", waits)
+        job = on.job()
+        assert await on.enter(job) is None
+        assert on.told == ([(job.id, Wait(wait_s, "rpm"))] if is_told else [])
+
+    story(tell)
+
+
+def test_with_a_single_provider_no_wait_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def tell(on: Ground) -> None:
+        asked: list[object] = []
+        monkeypatch.setattr(on.budgets, "predicted_wait", asked.append)
+        assert await on.enter(on.job()) is None
+        assert asked == []
+
+    story(tell)

@@ -215,6 +215,7 @@ async def test_an_update_that_is_not_the_last_is_superseded_at_its_arrival_or_wh
     found = await entered(claiming, 500, headers={**DEBOUNCED, **({n.DUE_MS: NOW_MS + 500} if how else {})}, **how)
     assert isinstance(found, Dropped)
     assert found.problem.code == "superseded"
+    assert claiming.noted[-1] == "doc until 3600500", "the last update is known for an hour after it is due"
 
 
 async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:
