@@ -593,7 +593,7 @@ class _Given:
         known += [place[1] for place in self.found if place[0] == "lanes" and place[2] == "rank"]
         for name in dict.fromkeys(place[1] for place in self.found if place[0] == "lanes"):
             if name not in known:
-                near = get_close_matches(name, known, n=1)
+                near = get_close_matches(name, known)
                 meant = f", did you mean {near[0]}?" if near else ";"
                 yield Disagreement(
                     f"no such lane{meant} a lane is declared by its rank, {variable(('lanes', name, 'rank'))}",

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -44,7 +45,9 @@ async def test_a_body_and_its_name_are_on_disk_before_its_address_is_given(
         synced.append((stat.S_ISDIR(found.st_mode), 0 if stat.S_ISDIR(found.st_mode) else found.st_size))
 
     monkeypatch.setattr(os, "fsync", fsync)
+    opened = len(os.listdir("/proc/self/fd"))
     await store.keep([b"hel", b"lo"])
+    assert len(os.listdir("/proc/self/fd")) == opened
     assert synced == [(False, 5), (True, 0)]
 
 
@@ -125,6 +128,21 @@ async def test_a_share_counts_what_is_there_for_every_process_and_what_was_remov
     await store.drop(kept)
     await other.keep([b"x" * 400, b"x" * 100], tenant="a")
     other.close()
+
+
+async def test_what_is_being_written_is_counted_once(store: BodyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SCAN_EVERY_S", 0.0)
+    await store.keep([b"x" * 100] * 5, tenant="a")
+
+
+async def test_an_expired_body_that_another_process_removed_first_is_gone(
+    store: BodyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.keep([])
+    (tmp_path / "bodies" / f"1000000000-{'0' * 32}").write_bytes(b"x" * 600)
+    monkeypatch.setattr(store._files, "rm_file", Mock(side_effect=FileNotFoundError))
+    await store.sweep()
+    await store.keep([b"x" * 500])
 
 
 async def test_the_size_of_a_body_is_asked_of_the_store(store: BodyStore) -> None:

@@ -55,3 +55,12 @@ def test_a_problem_with_an_unknown_code_is_raised_with_that_code() -> None:
         final_of(Message(body=body, headers={"x-lane-status": "error"}))
 
     assert (caught.value.code, caught.value.status) == ("internal", 402)
+
+
+def test_a_final_reply_has_what_its_headers_say_and_nothing_made_up() -> None:
+    told = {"x-lane-status": "ok", "x-lane-attempt": 2, "x-lane-wait-ms": 3, "x-lane-run-ms": 4}
+
+    full, bare = (final_of(Message(body=b"{}", headers=headers)) for headers in (told, {"x-lane-status": "ok"}))
+
+    assert (full.body, full.attempt, full.wait_ms, full.run_ms) == (b"{}", 2, 3, 4)
+    assert (bare.lane, bare.model, bare.provider, bare.attempt, bare.wait_ms, bare.run_ms) == ("", "", "", 0, 0, 0)

@@ -8,11 +8,13 @@ import time
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from structlog.testing import capture_logs
 
 import lanekeeper as surface
-from lanekeeper import Client, ClientMisused, InvalidArgument, InvalidUrl
+from lanekeeper import AccessRefused, Client, ClientMisused, InvalidArgument, InvalidUrl
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.replies import Problem
 from lanekeeper.requests import Options, bound_s, request_message
@@ -97,6 +99,44 @@ async def test_an_identified_client_names_its_user_in_each_message(identified: b
     client = Client("amqp://app:secret@127.0.0.1:1/", identified=identified)
     client._loop = asyncio.get_running_loop()
     assert client._outgoing({}, "normal.a.b", {}, stream=False).message.user_id == user
+
+
+@pytest.mark.parametrize(
+    ("options", "publish_s", "full_s"),
+    [
+        ({}, 30, 2),
+        ({"full_within_s": 0}, 30, 0),
+        ({"full_within_s": 60}, 60, 60),
+        ({"full_within_s": 60, "deadline_s": 5}, 5, 5),
+        ({"deadline_s": 1}, 1, 1),
+        ({"deadline_s": 100}, 30, 2),
+    ],
+)
+async def test_a_request_is_published_for_as_long_as_it_may_wait_and_no_longer_than_its_deadline(
+    options: Options, publish_s: float, full_s: float
+) -> None:
+    client = Client(AMQP, publish_within_s=30)
+    client._loop = asyncio.get_running_loop()
+    outgoing = client._outgoing({}, "normal.a.b", options, stream=False)
+    assert (outgoing.publish_within_s, outgoing.full_within_s) == (publish_s, full_s)
+    assert outgoing.timeout_s == bound_s(outgoing.message)
+    assert client._outgoing({}, "normal.a.b", options, stream=False, timeout_s=7).timeout_s == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "told", "sent"),
+    [(AccessRefused("no"), "no", 1), (ClientMisused("closed"), "closed", 2), (TimeoutError(), "not within", 2)],
+)
+async def test_a_cancellation_that_cannot_be_sent_is_told_and_one_that_is_refused_is_the_last(
+    error: Exception, told: str, sent: int
+) -> None:
+    client = Client(AMQP)
+    with capture_logs() as logs, patch.object(client._transport, "send_cancellation", side_effect=error) as sending:
+        for id in ("id-1", "id-2"):
+            client.abandon(id, {})
+            await asyncio.gather(*client._cancelling)
+    assert (sending.call_count, len(logs)) == (sent, sent)
+    assert (logs[0]["request"], logs[0]["error"].startswith(told)) == ("id-1", True)
 
 
 @pytest.mark.parametrize(("length", "is_taken"), [(255, True), (256, False)])

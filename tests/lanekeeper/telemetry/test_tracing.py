@@ -83,7 +83,8 @@ def test_without_an_active_span_a_publish_span_is_a_child_of_the_span_in_the_mes
     with recorded.tracing.send(message, exchange="lane.requests", routing_key="k"):
         pass
 
-    assert parent(recorded.span("send lane.requests")) == SPAN
+    span = recorded.span("send lane.requests")
+    assert (parent(span), (span.attributes or {})["messaging.destination.name"]) == (SPAN, "lane.requests:k")
 
 
 def test_a_publish_span_is_linked_to_the_span_in_the_message_if_that_is_of_another_trace(recorded: Recorded) -> None:

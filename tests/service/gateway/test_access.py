@@ -4,17 +4,15 @@ import asyncio
 import json
 import time
 import tomllib
-from pathlib import Path
 
 import pytest
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 from structlog.testing import capture_logs
 
-from lanekeeper.contract.problems import SettingsError
 from lanekeeper.telemetry import signals
 from service.cli import main
-from service.config.loading import ChangedKeys, load_settings
+from service.config.loading import load_settings
 from service.config.settings import GatewayKey, GatewaySettings, OperatorRight
 from service.gateway.access import Access, hash_of, is_loopback, lane_of, require_operator
 from service.gateway.problems import ApiError
@@ -65,59 +63,6 @@ def test_a_new_key_is_printed_once_and_its_hash_is_what_the_settings_take(
 
     assert main.run([*line, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"key", "keys"}
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"lane-a": {"tenant": "crm"}},
-        {HASH.upper(): {"tenant": "crm"}},
-        {HASH: {}},
-        {HASH: {"tenant": "crm", "lanes": []}},
-        {HASH: {"tenant": "crm", "lanes": ["urgent"]}},
-        {HASH: {"tenant": "crm", "lane": "normal"}},
-        {HASH: {"tenant": "*"}},
-        {HASH: {"tenant": "crm", "expires": "soon"}},
-        {HASH: {"tenant": "crm", "expires": "2027-01-31T18:00:00"}},
-        {HASH: {"tenant": "crm", "expires": 1}},
-        {HASH: {"tenant": "crm", "operator": "root"}},
-        {HASH: {"tenant": "crm", "operator": ["act"]}},
-    ],
-)
-def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
-    with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
-        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
-
-
-def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:
-    keys = json.dumps({HASH: {"tenant": "crm"}})
-
-    with pytest.raises(SettingsError, match="LANEKEEPER_SPEAKERS"):
-        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": keys})
-    assert load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "guest"}})})
-
-
-def test_keys_are_read_again_when_their_file_has_changed_and_not_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "lanekeeper.toml"
-    head, entry = 'speakers = ["guest"]\n', '[gateway.keys.%s]\ntenant = "crm"\nexpires = 2027-01-31T18:00:00Z\n'
-    file.write_text(head + entry % HASH)
-    changed = ChangedKeys(environ={})
-    assert changed() is None
-
-    file.write_text(head + entry % hash_of("lane-bb"))
-    keys = changed()
-    assert keys is not None
-    assert [(hashed, key.expires_at) for hashed, key in keys.items()] == [(hash_of("lane-bb"), 1_801_418_400.0)]
-    assert changed() is None
-
-    file.write_text("gateway = wrong")
-    with pytest.raises(SettingsError, match=r"lanekeeper\.toml"):
-        changed()
-    file.unlink()
-    assert changed() == {}
 
 
 @pytest.mark.parametrize(("expires_in_s", "is_valid"), [(None, True), (60, True), (-1, False)])

@@ -1,0 +1,71 @@
+"""What a setting of the gateway's keys may be, and when it is read again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lanekeeper.contract.problems import SettingsError
+from service.config.loading import ChangedKeys, load_settings
+from service.config.value_types import read_tenant
+from service.gateway.access import hash_of
+
+HASH = hash_of("lane-a")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"lane-a": {"tenant": "crm"}},
+        {HASH.upper(): {"tenant": "crm"}},
+        {HASH: {}},
+        {HASH: {"tenant": "crm", "lanes": []}},
+        {HASH: {"tenant": "crm", "lanes": ["urgent"]}},
+        {HASH: {"tenant": "crm", "lane": "normal"}},
+        *({HASH: {"tenant": tenant}} for tenant in ("*", "a*", "", " crm", "crm ", "a\nb", "x" * 256, 5)),
+        {HASH: {"tenant": "crm", "expires": "soon"}},
+        {HASH: {"tenant": "crm", "expires": "2027-01-31T18:00:00"}},
+        {HASH: {"tenant": "crm", "expires": 1}},
+        {HASH: {"tenant": "crm", "operator": "root"}},
+        {HASH: {"tenant": "crm", "operator": ["act"]}},
+    ],
+)
+def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
+    with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
+        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
+
+
+def test_a_tenants_name_has_at_most_255_characters() -> None:
+    assert read_tenant("x" * 255) == "x" * 255
+    assert read_tenant("x") == "x"
+
+
+def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:
+    keys = json.dumps({HASH: {"tenant": "crm"}})
+
+    with pytest.raises(SettingsError, match="LANEKEEPER_SPEAKERS"):
+        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": keys})
+    assert load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "guest"}})})
+
+
+def test_keys_are_read_again_when_their_file_has_changed_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "lanekeeper.toml"
+    head, entry = 'speakers = ["guest"]\n', '[gateway.keys.%s]\ntenant = "crm"\nexpires = 2027-01-31T18:00:00Z\n'
+    file.write_text(head + entry % HASH)
+    changed = ChangedKeys(environ={})
+    assert changed() is None
+
+    file.write_text(head + entry % hash_of("lane-bb"))
+    keys = changed()
+    assert keys is not None
+    assert [(hashed, key.expires_at) for hashed, key in keys.items()] == [(hash_of("lane-bb"), 1_801_418_400.0)]
+    assert changed() is None
+
+    file.write_text("gateway = wrong")
+    with pytest.raises(SettingsError, match=r"lanekeeper\.toml"):
+        changed()
+    file.unlink()
+    assert changed() == {}
