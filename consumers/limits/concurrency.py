@@ -108,7 +108,7 @@ def by_chance(low: Sample, high: Sample) -> float:
 
 def _few(calls: float, refused: float) -> tuple[int, int]:
     calls = max(calls, refused)
-    part = min(100.0, calls) / (calls or 1)
+    part = 100 / max(100, calls)
     return round(part * calls), round(part * refused)
 
 

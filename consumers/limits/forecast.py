@@ -96,7 +96,7 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
     anything. From the bucket for which they wait longest, they take all that they need together. From the others they
     take only what the first request needs, because those behind it still wait for the scarcest bucket."""
     sums = [x + y for x, y in zip(account.lines.sums(lane), account.waiting_elsewhere[lane], strict=True)]
-    if sums[0] == 0 or (head := account.lines.heads[lane]) is None:
+    if (head := account.lines.heads[lane]) is None:
         return sums
     waits_s = [(total - bucket.level) / bucket.per_s for total, bucket in zip(sums, account.buckets, strict=True)]
     scarcest = waits_s.index(max(waits_s))
@@ -144,8 +144,6 @@ class _Line:
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
         saved, own_per_s = bucket.savings[self._lane], bucket.shares[self._lane] * bucket.per_s
-        if whole <= saved:
-            return max(0.0, level_s)
         own_s = (whole - saved) / own_per_s
         if earliest and ahead > 0:
             # The shortest wait: those before use only what other lanes leave, and this request the lane's savings.

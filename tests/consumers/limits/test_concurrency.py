@@ -106,6 +106,38 @@ def test_a_raise_is_taken_back_at_once_if_clearly_more_calls_are_refused() -> No
     assert limits == [3, 3, 2, 2]
 
 
+@pytest.mark.parametrize(("begun", "refused", "limit"), [(2, 0, 5), (2, 1, 3), (10, 1, 5), (2, 2, 2)])
+def test_a_raise_is_kept_back_or_goes_on_only_when_it_is_clear_whether_more_calls_are_refused(
+    begun: int, refused: int, limit: int
+) -> None:
+    calls = lowered()
+    for number in range(20):
+        call(calls, str(number), 2.1 + 0.01 * number)
+    calls.tick(3.0)
+    calls.is_wanted = True
+    calls.tick(4.0)
+    for number in range(begun):
+        call(calls, f"more {number}", 4.1, is_refused=number < refused)
+    calls.is_wanted = True
+    calls.tick(5.0)
+
+    assert calls.limit == limit
+
+
+@pytest.mark.parametrize(
+    ("took_s", "round_s"), [([0.5], 1), ([0.9], 2), ([1.5], 2), ([1.7], 4), ([50], 16), ([50, 3], 4), ([50, 0.1], 1)]
+)
+def test_a_round_is_long_enough_for_most_refusals_to_arrive(took_s: list[float], round_s: float) -> None:
+    calls = Concurrency(None, SHARES)
+    for each_s in took_s:
+        for _ in range(200):
+            calls.overloaded("", each_s, 159.0)
+    calls.tick(160.0)
+    calls.limit = 1
+
+    assert calls.changes_in_s(160.0) == round_s
+
+
 def test_the_most_urgent_lane_makes_one_call_beside_the_limit_unless_it_was_refused() -> None:
     calls = lowered()
     for number in range(2):

@@ -117,6 +117,19 @@ def test_a_large_request_of_the_top_lane_is_not_refused_if_it_may_use_other_lane
     virtually(story())
 
 
+def test_at_best_those_before_use_what_other_lanes_leave_and_a_request_its_lanes_savings() -> None:
+    account = new_account()
+    account.buckets[1].lower(0)
+    for amount in (30, 20):
+        waiter = Waiter(BATCH, tokens(amount), arrived_s=0.0)
+        account.join(waiter)
+
+    found = forecast.of(account, waiter, 0.0)
+
+    assert found.least_s == pytest.approx(30 / 100 + 20 / 5)
+    assert found.seconds == pytest.approx((30 + 20 + 300 + 200) / 100), "what others leave comes before its savings"
+
+
 def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> None:
     account = new_account()
     account.buckets[1].lower(900)
