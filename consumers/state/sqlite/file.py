@@ -193,6 +193,7 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
         _check(connection, path)
         _write_ahead(connection)
         connection.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
+        sync_commits(connection, True)
         connection.execute("BEGIN IMMEDIATE")
         _bring_up_to_date(connection, path, namespace=namespace)
         _end_leases_of_earlier_boots(connection, clock)

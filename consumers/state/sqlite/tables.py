@@ -293,7 +293,7 @@ class Tables:
 
     def shelter(self, at: Times, held: Held) -> None:
         row = self.read(at, held.identity)
-        if row is not None and row.token == held.token and row.lease_ms and not row.ended:
+        if row is not None and row.token == held.token and row.lease_ms:
             self._write(held.identity, row._replace(nonce=None))
 
     def release(

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Retried
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
 from consumers.slots.activity import LaneActivity, ended_per_s, note_ends
 from consumers.state.base import StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
 from service.side_tasks import beside
+from tests.support.completions import answered
 from tests.support.waiting import until
 
 PROBLEM = RequestProblem("internal", "…")
@@ -133,6 +134,15 @@ class Counted:
 
 def activity() -> LaneActivity:
     return LaneActivity("batch", slots=1, due_slots=1)
+
+
+@pytest.mark.parametrize(("is_reply_only", "counted"), [(False, 1), (True, 0)])
+def test_a_result_that_is_sent_again_is_counted_unless_its_reply_alone_was_missing(
+    is_reply_only: bool, counted: int
+) -> None:
+    lane = activity()
+    lane.record(Replayed(completion=answered(), is_reply_only=is_reply_only), wait_ms=0, run_ms=None)
+    assert (lane.snapshot()["replayed"], lane.ended_by["replayed"], lane.ended) == (counted, counted, counted)
 
 
 def test_a_request_that_ends_no_longer_runs() -> None:
