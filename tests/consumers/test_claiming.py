@@ -221,3 +221,17 @@ def test_a_claim_is_released_if_the_outcome_could_not_be_stored(monkeypatch: pyt
         return store.log
 
     assert virtually(story()) == ["claim", "release"]
+
+
+async def test_a_due_time_is_kept_for_a_minute_after_the_deadline() -> None:
+    class Noting(MemoryStore):
+        kept_until_ms = 0
+
+        @override
+        async def defer(self, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
+            self.kept_until_ms = keep_until_ms
+            return True
+
+    store = Noting()
+    assert await Claiming(store).defer(Bench().job(), due_ms=NOW_MS, deadline_ms=NOW_MS + 5000)
+    assert store.kept_until_ms == NOW_MS + 65_000

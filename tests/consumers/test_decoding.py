@@ -1,6 +1,7 @@
 """Large bodies are parsed one at a time with pauses, so that other tasks get the event loop."""
 
 import asyncio
+import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -59,6 +60,17 @@ async def test_after_reading_a_body_there_is_an_equally_long_pause() -> None:
     (_, first_s), (_, second_s), (_, third_s) = ground.began
     assert second_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
     assert third_s - second_s == pytest.approx(LONG_S)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_while_a_body_is_read_no_garbage_is_collected_and_then_as_before(is_on: bool) -> None:
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        assert not await Parsing().run(gc.isenabled, rank=(BATCH, LARGE))
+        assert gc.isenabled() is is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 @in_virtual_time
