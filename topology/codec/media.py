@@ -6,6 +6,7 @@ import struct
 import zlib
 from binascii import a2b_base64
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 PATCH: Final = 28
@@ -28,7 +29,7 @@ UNPACKED_BYTES: Final = 512 * 1024
 PDF_STEPS: Final = 20
 _NODES: Final = 64
 _NODE_BYTES: Final = 16 * 1024
-_PACKED: Final = b"/ObjStm"
+_PACKED: Final = re.compile(b"/ObjStm")
 _PACKED_BYTES: Final = 64 * 1024
 _VERSION: Final = re.compile(r"claude-(?:[a-z]+-)?(\d{1,3})(?:-(\d{1,2}))?(?!\d)")
 _PAGE_TREE: Final = re.compile(rb"/Type\s{0,8}/Pages\b")
@@ -66,7 +67,7 @@ NO_MEDIA: Final = Media()
 def resolution(model: str) -> Resolution:
     """The higher one for a model whose name has no version."""
     found = _VERSION.search(model)
-    return STANDARD if found and (int(found[1]), int(found[2] or 0)) < (4, 7) else HIGH
+    return STANDARD if found and tuple(int(part) for part in found.groups() if part) < (4, 7) else HIGH
 
 
 def count(body: Any) -> Media:
@@ -172,16 +173,16 @@ class _Counting:
 
     def _unpacked(self, raw: bytes) -> bytes:
         found: list[bytes] = []
-        at = raw.find(_PACKED)
-        while at >= 0 and self._unpacked_bytes > 0 and len(found) < _NODES:
-            begin = raw.find(b"stream", at, at + _NODE_BYTES)
+        for node in islice(_PACKED.finditer(raw), _NODES):
+            if self._unpacked_bytes <= 0:
+                break
+            begin = raw.find(b"stream", node.end(), node.end() + _NODE_BYTES)
             packed = raw[begin + 6 : begin + _PACKED_BYTES].lstrip(b"\r\n") if begin >= 0 else b""
             try:
                 found.append(zlib.decompressobj().decompress(packed, self._unpacked_bytes))
             except zlib.error:
                 found.append(b"")
             self._unpacked_bytes -= len(found[-1])
-            at = raw.find(_PACKED, at + 1)
         return b"\n".join(found)
 
 
@@ -216,7 +217,7 @@ def _image_tokens(size: tuple[int, int] | None, limit: Resolution) -> int:
 
 def _counted_pages(raw: bytes) -> int:
     most = 0
-    for _, node in zip(range(_NODES), _PAGE_TREE.finditer(raw), strict=False):
+    for node in islice(_PAGE_TREE.finditer(raw), _NODES):
         begin = max(raw.rfind(b"<<", max(0, node.start() - _NODE_BYTES), node.start()), 0)
         end = raw.find(b">>", node.end(), node.end() + _NODE_BYTES)
         found = _COUNT.search(raw, begin, end if end >= 0 else node.end() + _NODE_BYTES)

@@ -291,6 +291,24 @@ def test_unknown_fields_are_kept() -> None:
     assert message["context_management"] == {"applied_edits": []}
 
 
+def test_content_that_the_start_of_the_message_has_comes_before_the_blocks() -> None:
+    first, second = {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
+    start = {**START, "message": {**START["message"], "content": [first]}}
+
+    assert assemble(start, *block(0, second), end(), STOP)["content"] == [first, second]
+
+
+def test_output_that_is_not_counted_yet_is_a_token_for_four_characters() -> None:
+    streamed = StreamedMessage()
+    for each in (START, *block(0, {"type": "text", "text": ""}, {"type": "text_delta", "text": "x" * 400})):
+        streamed.add(each)
+
+    used = streamed.used()
+
+    assert used is not None
+    assert used.output_tokens == 100
+
+
 def test_a_tools_input_that_was_cut_off_is_kept_as_received() -> None:
     tool = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {}}
 

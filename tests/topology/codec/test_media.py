@@ -111,6 +111,18 @@ def test_a_pdf_counts_by_its_pages(packed: bool, filling: int) -> None:
     assert tokens(pdf(17, packed=packed, filling=filling)) == 17 * PAGE_TOKENS
 
 
+@pytest.mark.parametrize(
+    ("raw", "pages"),
+    [
+        (b"<< /Type /Outlines /Count 9 >> << /Type /Pages /Count 3 >>" + bytes(100_000), 3),
+        (b"/Count 3 /Type /Pages >>", 3),
+    ],
+    ids=["tree-at-the-beginning", "node-without-beginning"],
+)
+def test_the_pages_are_those_of_the_page_tree_wherever_it_stands(raw: bytes, pages: int) -> None:
+    assert tokens(pdf(0, raw=raw)) == pages * PAGE_TOKENS
+
+
 def test_a_pdf_that_does_not_tell_its_pages_counts_by_its_size() -> None:
     assert tokens(pdf(0, filling=350_000)) == 4 * PAGE_TOKENS
     assert tokens(pdf(999_999)) == MOST_PAGES * PAGE_TOKENS
