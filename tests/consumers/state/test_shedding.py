@@ -32,6 +32,7 @@ shares = st.dictionaries(st.tuples(tenants, st.sampled_from(Kind)), st.integers(
 
 
 @given(used=shares, at_most=st.integers(0, 5000))
+@example(used={("a", Kind.PAID): 10, ("b", Kind.PAID): 100}, at_most=60)
 def test_cuts_reach_the_aim_and_spare_who_is_below_an_equal_share(used: dict[Share, int], at_most: int) -> None:
     cut = dict(cuts(used, at_most))
     total, kept = Counter[str](), Counter[str]()
