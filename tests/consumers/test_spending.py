@@ -63,6 +63,10 @@ def test_the_cost_of_a_call_follows_from_its_tokens_including_cached_ones() -> N
     )
 
 
+def test_a_cached_token_of_opus_costs_a_twentieth() -> None:
+    assert Prices().cost_usd("claude-opus-5-5", Usage(cache_read_input_tokens=1_000_000)) == pytest.approx(0.20)
+
+
 def test_an_answer_in_a_batch_costs_its_share_and_saves_the_rest() -> None:
     live = Usage(input_tokens=1000, output_tokens=100, cache_read_input_tokens=10_000)
     batched = replace(live, is_batch=True)

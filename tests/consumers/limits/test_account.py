@@ -170,6 +170,38 @@ def test_nothing_is_before_a_request_whose_line_was_empty() -> None:
         lines.leave(waiter)
 
 
+def test_a_request_that_leaves_takes_what_it_needs_out_of_the_sum() -> None:
+    lines = Lines(1)
+    waiters = [Waiter(0, Amounts(1, 10 * each, 20 * each), arrived_s=each) for each in range(3)]
+    for waiter in waiters:
+        lines.join(waiter)
+    lines.leave(waiters[1])
+
+    assert lines.sums(0) == [2, 20, 40]
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 0.0, 3.0])
+def test_only_a_refusal_that_says_how_long_to_wait_stops_all_calls(retry_after_s: float | None) -> None:
+    account = new_account()
+
+    assert account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=retry_after_s), 100) is bool(retry_after_s)
+    assert account.stopped_s(100) == (retry_after_s or 0)
+
+
+def test_a_refusal_that_announces_a_new_limit_lowers_it_no_further() -> None:
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(heard(Kind.RATE_LIMITED, requests=BucketHeaders(limit=60)), 0)
+
+    assert account.per_minute().requests == 60
+
+
+@pytest.mark.parametrize(("most", "calls"), [(None, {"used": 0}), (2, {"used": 0, "limit": 2, "left": 2})])
+def test_a_limit_of_calls_is_told_where_there_is_one(most: int | None, calls: dict[str, float]) -> None:
+    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(concurrency=most)}), now_s=0)
+
+    assert dict(account.figures(0.0))["concurrency"] == calls
+
+
 def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one_stays() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(heard(requests=BucketHeaders(limit=10), input_tokens=BucketHeaders(limit=1500, remaining=0)), 0)

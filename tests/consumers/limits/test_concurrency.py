@@ -17,6 +17,7 @@ from consumers.limits.concurrency import (
     REFUSED_FROM,
     REMEMBERED,
     TRIAL_S,
+    WEATHER_S,
     Concurrency,
     Sample,
     by_chance,
@@ -67,6 +68,19 @@ def test_a_trial_ends_where_a_lower_limit_refuses_as_many() -> None:
     calls.tick(4.0)
 
     assert calls.limit == inf
+
+
+def test_after_a_trial_that_has_not_helped_there_is_no_other_one_for_a_while() -> None:
+    calls = lowered()
+    limits = {}
+    for second in range(3, 40):
+        for number in range(ENOUGH):
+            call(calls, f"{second} {number}", second - 1 + 0.01 * number, is_refused=number % 2 == 0)
+        calls.tick(float(second))
+        limits[second] = calls.limit
+
+    assert limits[3] == inf
+    assert next(second for second, limit in limits.items() if limit < inf) == 3 + WEATHER_S
 
 
 def test_a_trial_without_calls_ends() -> None:
@@ -173,6 +187,15 @@ def test_the_configured_number_of_calls_is_not_exceeded(ceiling: int) -> None:
     calls.tick(1000.0)
     calls.tick(1001.0)
     assert calls.limit == ceiling
+
+
+def test_beside_a_lowered_limit_the_most_urgent_lane_may_use_the_last_configured_call() -> None:
+    calls = Concurrency(3, SHARES)
+    calls.limit = 2
+    for _ in range(2):
+        calls.begin(NORMAL, "", (), 0.0)
+
+    assert [calls.may_begin(lane, 0.0) for lane in (CRITICAL, NORMAL)] == [True, False]
 
 
 def test_one_call_is_always_allowed() -> None:

@@ -130,6 +130,15 @@ def test_at_best_those_before_use_what_other_lanes_leave_and_a_request_its_lanes
     assert found.seconds == pytest.approx((30 + 20 + 300 + 200) / 100), "what others leave comes before its savings"
 
 
+def test_a_new_request_is_behind_those_of_its_lane_here_and_in_other_processes() -> None:
+    account = new_account()
+    account.buckets[1].lower(0)
+    account.join(Waiter(BATCH, tokens(30), arrived_s=0.0))
+    account.waiting_elsewhere = [NOTHING, NOTHING, (0.0, 10.0, 0.0)]
+
+    assert forecast.wait(account, BATCH, tokens(20), 0.0).least_s == pytest.approx(40 / 100 + 20 / 5)
+
+
 def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> None:
     account = new_account()
     account.buckets[1].lower(900)

@@ -64,7 +64,7 @@ def test_text_that_is_not_learned_values_is_refused(text: str | bytes) -> None:
 
 def test_a_limit_that_is_announced_again_is_news_only_after_a_while() -> None:
     account, _ = account_that([(HEARD[0], 0)])
-    for now_s, told_s in ((learned.NEWS_S - 1, 0), (learned.NEWS_S + 1, learned.NEWS_S + 1)):
+    for now_s, told_s in ((learned.NEWS_S - 1, 0), (learned.NEWS_S + 1, learned.NEWS_S + 1), (5, 5)):
         account.learn(HEARD[0], now_s)
         assert account.learned().limits.told_s[0] == told_s
 
