@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typing_extensions import override
 
-from consumers.batches.collect import KEPT_MS, SURE_AFTER_MS, TOO_LARGE, Collector
+from consumers.batches.collect import BACK_BYTES, KEPT_MS, SURE_AFTER_MS, TOO_LARGE, Collector
 from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
@@ -22,6 +25,7 @@ from consumers.state.base import Cancelling, Completion, Fingerprint, Granted, H
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Encoded, Message
 from lanekeeper.contract.problems import BrokerUnreachable
+from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, HeldPauses, Sent, a_pause
 from tests.support.waiting import until
 from topology.broker.consume import Deliveries
@@ -632,10 +636,59 @@ async def test_a_batch_that_vanished_is_run_live(collecting: Collecting) -> None
 
 async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collecting) -> None:
     ticket = await submitted(collecting, 2)
-    collecting.provider.failing = TransientError("down", status=500, retry_after_s=300)
-    (sent,) = await collecting.take(ticket)
-    assert delay_ms(sent) >= 300_000
-    assert collecting.read(sent).batch_id == ticket.batch_id
+    for error, least_ms in (
+        (TransientError("down", status=500, retry_after_s=300), 300_000),
+        (RejectedError("not like this", status=400), 51_200),
+        (TransientError("not found by a proxy", status=404), 51_200),
+    ):
+        collecting.provider.failing = error
+        (sent,) = await collecting.take(ticket)
+        assert delay_ms(sent) >= least_ms
+        assert collecting.read(sent).batch_id == ticket.batch_id
+    assert (collecting.collector.counts["unread"], collecting.collector.counts["vanished"]) == (3, 0)
+
+
+async def test_so_many_bytes_of_results_are_on_their_way_back_at_a_time(collecting: Collecting) -> None:
+    ticket = await submitted(collecting, 4)
+    collecting.provider.end(ticket.batch_id)
+    large = [replace(each, line=bytes(BACK_BYTES // 2)) for each in collecting.provider.made[ticket.batch_id].lines]
+    collecting.provider.made[ticket.batch_id].lines = large
+    reached: list[int] = []
+    sent = collecting.bench.publisher.sent
+
+    def noted(name: str) -> None:
+        if name == "after_result":
+            reached.append(len(sent) - before)
+
+    collecting.bench.settler.failpoints.reach = noted  # type: ignore[method-assign]
+    before = len(sent)
+    collecting.provider.cut_after = 3
+    await collecting.take(ticket)
+    assert reached == [2]
+
+
+async def test_whose_batch_it_is_is_kept_for_as_long_as_the_ticket(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept_s: list[float] = []
+    hold = collecting.bench.store.hold
+
+    async def noted(name: str, owner: str, *, for_s: float) -> bool:
+        kept_s.extend([for_s] if name == "batch msgbatch_1" and owner != "nobody" else [])
+        return await hold(name, owner, for_s=for_s)
+
+    monkeypatch.setattr(collecting.bench.store, "hold", noted)
+    ticket = await submitted(collecting)
+    assert await collecting.collector._is_its_own("msgbatch_1", ticket)
+    assert kept_s == [KEPT_MS / 1000] * 2
+
+
+async def test_the_span_of_a_ticket_tells_whether_its_batch_is_made_or_collected(collecting: Collecting) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    collecting.bench.settler.tracing = Tracing(provider)
+    await collecting.again(await submitted(collecting))
+    assert [span.name for span in exporter.get_finished_spans()] == ["batch submit", "batch collect"]
 
 
 async def test_when_a_ticket_ends_its_batch_is_forgotten_and_its_requests_may_be_gathered(

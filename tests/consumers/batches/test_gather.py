@@ -210,6 +210,17 @@ async def test_what_another_ticket_has_submitted_comes_back_later_and_later() ->
     assert gathering.gatherer.counts == {"gathered": 1, "repeated": 2}
 
 
+async def test_what_another_ticket_has_submitted_comes_back_before_it_must_run_live() -> None:
+    bench = Bench()
+    await bench.store.gather("other", [Identity("crm", "r-1")], until_ms=2**45)
+    await bench.store.submit("other", [Identity("crm", "r-1")], until_ms=2**45)
+    found = parked(bench, "r-1", tries=50, deadline_ms=NOW_MS + round(1000 * QUICK.promote_s) + 5000)
+    gathering = Gathering(found, bench=bench, spec=QUICK)
+    await gathering.run(settled=1)
+
+    assert [delay_ms(each) for each in gathering.back] == [5000]
+
+
 async def test_what_was_gathered_by_a_worker_that_died_is_gathered_again() -> None:
     bench = Bench()
     await bench.store.gather("other", [Identity("crm", "r-1")], until_ms=2**45)
@@ -260,7 +271,8 @@ async def test_a_mark_is_kept_for_longer_than_the_request(monkeypatch: pytest.Mo
         return await gather(*args, until_ms=until_ms, former=former)
 
     monkeypatch.setattr(bench.store, "gather", noted)
-    await Gathering(*several(bench, 3), bench=bench).run(settled=3)
+    sooner = parked(bench, "r-3", tag=3, deadline_ms=HOP.deadline_ms - HOUR_MS)
+    await Gathering(*several(bench, 2), sooner, bench=bench).run(settled=3)
     assert given == [HOP.deadline_ms + KEPT_MS]
 
 

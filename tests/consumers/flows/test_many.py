@@ -2,14 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import pytest
 
+from consumers.background import Background
 from consumers.failures import HandlerDied, HandlerError, RejectedError
 from consumers.flows.handlers import Handlers, HandlerSpec
+from consumers.flows.many import Gathering, Result
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.waiting import until
 
@@ -128,6 +130,19 @@ async def test_each_has_its_own_time_limit() -> None:
             await ask(handlers, "b", timeout_s=0.01)
         assert not longer.done()
         longer.cancel()
+
+
+async def test_the_function_has_as_long_as_the_one_that_waits_longest() -> None:
+    left_s: list[float] = []
+
+    async def run(bodies: Sequence[bytes], timeout_s: float) -> Sequence[Result]:
+        left_s.append(timeout_s)
+        return [(b"=", body) for body in bodies]
+
+    gathering = Gathering(run, count=2, window_s=60, background=Background())
+    first, second = await asyncio.gather(gathering.call(b"a", 50), gathering.call(b"b", 1000))
+    assert (first, second) == ((b"=", b"a"), (b"=", b"b"))
+    assert 900 < left_s[0] <= 1000
 
 
 async def test_what_waits_for_others_when_the_worker_stops_is_called() -> None:

@@ -1,5 +1,6 @@
 """What a pipeline makes of a delivery: the request of its step, and its step's output."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from topology.codec.decoding import UNPACKED_BYTES
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
 
+FAILED = replace(failed(), body=b'{"detail":"broke"}')
 ROUTES = Chain((Route(provider="one", model="m", name="m", account="one/m"),))
 
 
@@ -76,6 +78,40 @@ async def test_a_step_with_a_handler_needs_no_provider(step: StepSpec, chain: Ch
     assert decoded(job).chain == chain
 
 
+@pytest.mark.parametrize("own", ["", "its-own"])
+async def test_a_prompt_runs_with_the_model_of_its_step_or_else_of_its_lane(own: str) -> None:
+    bench = Bench()
+    job, found = given(bench, b"{}")
+    step = StepSpec(name="s", prompt="hi", model=own, max_tokens=7 if own else 0)
+    assert await pipelines(bench, step).enter(job, found) is None
+    lane = next(lane for lane in DEFAULT_LANES if lane.name == "critical")
+    asked = json.loads(decoded(job).request.body)
+    assert (asked["model"], asked["max_tokens"]) == ((own, 7) if own else (lane.model, lane.max_tokens))
+
+
+async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_done_without_gaps() -> None:
+    bench = Bench()
+    bench.store.now_ms = 0
+    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
+    job, found = given(bench, b"[1,2,3,4]")
+    outcome = await steps.enter(job, found)
+    items = [Identity(job.identity.tenant, each.message.message_id or "") for each in bench.publisher.sent]
+    for ends, done in (({2: answered()}, (0, 1)), ({0: answered()}, (1, 2)), ({1: FAILED, 3: FAILED}, None)):
+        for k, end in ends.items():
+            claim = await bench.store.claim(items[k], fingerprint())
+            assert isinstance(claim, Granted)
+            await bench.store.complete(items[k], fingerprint(), end, token=claim.token)
+        assert isinstance(outcome, Stepped)
+        job.hop = replace(job.hop, flow=outcome.flow)
+        job.decoded = replace(found, request=replace(found.request, body=outcome.state))
+        outcome = await steps.enter(job, job.decoded)
+        if done is not None:
+            assert isinstance(outcome, Stepped)
+            assert (outcome.flow.done, outcome.done) == done
+    assert isinstance(outcome, (Refused, Buried))
+    assert "item 2: broke" in outcome.problem.detail
+
+
 async def test_one_delivery_publishes_many_items() -> None:
     bench = Bench()
     job, found = given(bench, b"[" + b",".join([b"1"] * (3 * AT_ONCE)) + b"]")
@@ -126,16 +162,19 @@ async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_so_far_until_an
     assert outcome.delay_ms == 2000
 
 
-async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_that_failed_is_skipped() -> None:
+@pytest.mark.parametrize(("on_failure", "kept"), [("skip", ""), ("keep", '{"detail":"broke"},')])
+async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_that_failed_is_skipped_or_kept(
+    on_failure: Any, kept: str
+) -> None:
     bench = Bench()
-    each = StepSpec(name="s", handler="h", each="input", on_failure="skip")
+    each = StepSpec(name="s", handler="h", each="input", on_failure=on_failure)
     steps = pipelines(bench, each, StepSpec(name="t", handler="h"))
     job, found = given(bench, b"[1,2,3]")
     bench.store.now_ms = 0
     outcome = await steps.enter(job, found)
     items = [each.message.message_id or "" for each in bench.publisher.sent]
 
-    for count, end in enumerate((answered("1"), failed(), answered('{"a":2}')), start=1):
+    for count, end in enumerate((answered("1"), FAILED, answered('{"a":2}')), start=1):
         assert isinstance(outcome, Stepped)
         assert outcome.flow.step == "s"
         item = Identity(job.identity.tenant, items[count - 1])
@@ -151,8 +190,8 @@ async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_tha
     assert isinstance(outcome, Stepped)
     assert len(bench.publisher.sent) == 3, "no item is published again"
     assert outcome.flow.step == "t"
-    assert outcome.state.endswith(b':{"s":[1,{"a":2}]}}')
-    assert with_output(outcome.state, "t", b"3").endswith(b':{"s":[1,{"a":2}],"t":3}}')
+    assert outcome.state.decode().endswith(f':{{"s":[1,{kept}{{"a":2}}]}}}}')
+    assert with_output(outcome.state, "t", b"3") == outcome.state[:-2] + b',"t":3}}'
 
 
 @pytest.mark.parametrize(("code", "runs_again"), [("attempts_exhausted", False), ("cancelled", True)])
