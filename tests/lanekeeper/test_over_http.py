@@ -25,6 +25,7 @@ from lanekeeper import (
     PublishRefused,
     TopologyMismatch,
 )
+from lanekeeper.http import HttpAnswer, _error_of
 from tests.support.fake_gateway import CUT, KEY, FakeGateway, Refusal
 from tests.support.waiting import until
 
@@ -264,9 +265,30 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
 async def test_what_http_cannot_carry_is_refused_before_it_is_sent(
     gateway: FakeGateway, client: Client, options: Any, says: str
 ) -> None:
-    with pytest.raises(Problem, match=says):
+    with pytest.raises(Problem, match=says) as refused:
         await client.publish(BODY, key=LANE, **options)
-    assert gateway.calls == []
+    assert (refused.value.code, refused.value.status, gateway.calls) == ("invalid_request", 400, [])
+
+
+@pytest.mark.parametrize(
+    ("method", "status", "body", "kind"),
+    [
+        ("POST", 499, b"", None),
+        ("POST", 408, b"", BrokerUnreachable),
+        ("POST", 429, b"", BrokerUnreachable),
+        ("POST", 429, b'{"code": "too_many"}', None),
+        ("POST", 503, b'{"code": "too_many"}', BrokerUnreachable),
+        ("POST", 500, b"", ConfirmUnknown),
+        ("GET", 500, b"", BrokerUnreachable),
+        ("POST", 529, b"", PublishRefused),
+        ("GET", 529, b"", BrokerUnreachable),
+    ],
+)
+def test_only_what_may_succeed_later_is_tried_again(
+    method: str, status: int, body: bytes, kind: type[BrokerError] | None
+) -> None:
+    error = _error_of(method, HttpAnswer(status, body), "host")
+    assert (None if error is None else type(error)) is kind
 
 
 async def test_opening_the_client_tells_a_wrong_key_and_a_gateway_that_is_away(gateway: FakeGateway) -> None:
