@@ -13,7 +13,7 @@ from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.large_bodies import Fetching
-from consumers.outcomes import Answered, Deferred, Dropped, Outcome, Replayed, Retried, Stepped
+from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Replayed, Retried, Stepped
 from consumers.progress import Progress
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.contract import names as n
@@ -174,3 +174,10 @@ async def test_a_cancellation_ends_a_fetch_at_once() -> None:
     await asyncio.sleep(0)
     some.stop(Stop.CANCELLED)
     assert isinstance(await fetching, Dropped)
+
+
+@pytest.mark.parametrize("deaths", [4, 5])
+async def test_a_request_under_which_four_workers_died_is_not_run_again(deaths: int) -> None:
+    found = await Ground().enter(dead(deaths))
+    assert isinstance(found, Buried)
+    assert found.problem.code == "poison"
