@@ -332,7 +332,7 @@ class Control:
         self.behind: str | None = BEHIND
         """Not None while the control queue may have old cancellations, which were sent when no worker was connected or
         when the store was unavailable, so that no request should be worked on yet."""
-        self._received = 0
+        self._was_empty = False
         self._in_hand: set[int] = set()
         self._done: list[Delivery] = []
         self._busy_at_s = 0.0
@@ -358,7 +358,7 @@ class Control:
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
         self._in_hand, self._done, counted = set(), [], 0
         async for delivery in session:
-            self._received += 1
+            self._was_empty = False
             tenant = self._tenant(delivery.message)
             if (is_allowed := self._carried_out.take(tenant)) or self._refused.take(tenant):
                 self._in_hand.add(delivery.tag)
@@ -400,22 +400,19 @@ class Control:
         and no message may arrive in between, because a message on its way to this worker is counted neither by the
         broker nor by the worker."""
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + CATCH_UP_WITHIN_S
-        empty_after: int | None = None
+        end_s, self._was_empty = loop.time() + CATCH_UP_WITHIN_S, False
         while True:
             if self.claiming.is_away:
-                self.behind, end_s, empty_after = BEHIND, loop.time() + CATCH_UP_WITHIN_S, None
+                self.behind, end_s, self._was_empty = BEHIND, loop.time() + CATCH_UP_WITHIN_S, False
             elif self.behind is not None:
                 waiting = await self._waiting(session)
                 if waiting and loop.time() >= end_s:
                     log.warning(signals.CONTROL_BEHIND, waiting=waiting, waited_s=CATCH_UP_WITHIN_S)
                     self.behind = None
-                elif waiting:
-                    empty_after = None
-                elif empty_after == self._received:
+                elif not waiting and self._was_empty:
                     self.behind = None
                 else:
-                    empty_after = self._received
+                    self._was_empty = not waiting
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _waiting(self, session: Session) -> int:

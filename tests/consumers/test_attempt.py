@@ -409,6 +409,34 @@ async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_
     assert two.calls == (FAILURES, 0)
 
 
+@pytest.mark.parametrize(
+    ("waits_s", "shortest_ms", "longest_ms"),
+    [
+        ((0.5, 40.0), 500, 750),
+        ((0.0, 40.0), 40_000, 40_000),
+        ((0.0, 0.0), 200, 300),
+    ],
+)
+async def test_if_nobody_may_be_called_the_request_waits_for_the_breaker_that_is_probed_first(
+    providers: Open,
+    monkeypatch: pytest.MonkeyPatch,
+    waits_s: tuple[float, float],
+    shortest_ms: int,
+    longest_ms: int,
+) -> None:
+    async def none(*_: Any, **__: Any) -> None:
+        return None
+
+    two = await providers()
+    monkeypatch.setattr(two.breakers, "enter", none)
+    monkeypatch.setattr(two.breakers, "wait_s", lambda route, _: waits_s[BOTH.index(route)])
+
+    outcome = await two.ask()
+
+    assert isinstance(outcome, Deferred)
+    assert shortest_ms <= outcome.delay_ms <= longest_ms
+
+
 async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_call_another(providers: Open) -> None:
     two = await providers(failing("rate_limited retry_after=20"))
     two.moves.has_room = False  # the other has no budget for this attempt, and may have some for the next

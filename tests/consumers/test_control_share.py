@@ -5,9 +5,10 @@ import json
 from collections import Counter
 
 import pytest
+from typing_extensions import override
 
 from consumers import control as messages
-from consumers.control import AT_ONCE_S, ControlAnswers
+from consumers.control import AT_ONCE_S, LOOK_EVERY_S, ControlAnswers
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -107,3 +108,59 @@ def test_without_that_right_requests_wait_for_less_than_a_second_after_the_last_
         return found
 
     assert virtually(story()) == [False, True]
+
+
+class Arriving(FakeSession):
+    """Delivers also what arrives later."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(log, [])
+        self.arrived: asyncio.Queue[FakeDelivery | None] = asyncio.Queue()
+
+    @override
+    async def __anext__(self) -> FakeDelivery:
+        if (delivery := await self.arrived.get()) is None:
+            raise StopAsyncIteration
+        return delivery
+
+
+@pytest.mark.parametrize(
+    ("looks", "is_read_after"),
+    [
+        ("empty empty", [False, True]),
+        ("empty waits empty empty", [False, False, False, True]),
+        ("empty arrived empty", [False, False, True]),
+        ("away away empty empty", [False, False, False, True]),
+        ("empty away empty empty", [False, False, False, True]),
+        ("empty empty away empty empty", [False, True, False, False, True]),
+    ],
+)
+def test_the_control_queue_counts_as_read_once_two_looks_in_turn_found_it_empty(
+    looks: str, is_read_after: list[bool]
+) -> None:
+    """`arrived`: a message came between two looks, so that one more may have been on its way at the first of them."""
+
+    async def story() -> list[bool]:
+        bench, found, waits = Bench(), list[bool](), 0
+        session = Arriving(bench.log)
+
+        async def ready(queues: list[str]) -> dict[str, int]:
+            return {"lane.control": waits}
+
+        reader = control(bench, session, ready=ready)
+        pause_s, running = LOOK_EVERY_S / 2, None
+        for look in looks.split():
+            waits, bench.store.trouble = int(look == "waits"), "away" if look == "away" else None
+            if look == "arrived":
+                message = Message(body=b"", type=n.STATUS_KEY, routing_key=n.STATUS_KEY)
+                session.arrived.put_nowait(FakeDelivery(message, bench.log))
+            running = running or asyncio.create_task(reader.run())
+            await asyncio.sleep(pause_s)
+            found.append(reader.behind is None)
+            pause_s = LOOK_EVERY_S
+        session.arrived.put_nowait(None)
+        assert running is not None
+        await running
+        return found
+
+    assert virtually(story()) == is_read_after
