@@ -332,10 +332,8 @@ class Control:
         self.behind: str | None = BEHIND
         """Not None while the control queue may have old cancellations, which were sent when no worker was connected or
         when the store was unavailable, so that no request should be worked on yet."""
-        self._was_empty = False
         self._in_hand: set[int] = set()
         self._done: list[Delivery] = []
-        self._busy_at_s = 0.0
 
     @property
     def trouble(self) -> str | None:
@@ -418,12 +416,12 @@ class Control:
     async def _waiting(self, session: Session) -> int:
         try:
             ready = sum((await self.ready([self.deliveries.queue])).values())
-            return ready + session.waiting + len(self._in_hand)
         except AccessRefused:  # this user may only consume: the queue counts as empty if no message arrives
             is_quiet = asyncio.get_running_loop().time() - self._busy_at_s > QUIET_S
-            return session.waiting + len(self._in_hand) or (0 if is_quiet else 1)
+            ready = 0 if is_quiet else 1
         except BrokerError:
-            return session.waiting + len(self._in_hand) or 1
+            ready = 1
+        return ready + session.waiting + len(self._in_hand)
 
     async def stop(self) -> None:
         await self.deliveries.stop()

@@ -12,7 +12,7 @@ from consumers.control import AT_ONCE_S, LOOK_EVERY_S, ControlAnswers
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import AccessRefused
+from lanekeeper.contract.problems import AccessRefused, BrokerError
 from tests.support.jobs import Bench, FakeDelivery, FakeSession, answers_of, control
 from tests.support.virtual_time import virtually
 
@@ -116,6 +116,12 @@ class Arriving(FakeSession):
     def __init__(self, log: list[str]) -> None:
         super().__init__(log, [])
         self.arrived: asyncio.Queue[FakeDelivery | None] = asyncio.Queue()
+        self.here = 0
+
+    @property
+    @override
+    def waiting(self) -> int:
+        return self.here
 
     @override
     async def __anext__(self) -> FakeDelivery:
@@ -133,27 +139,45 @@ class Arriving(FakeSession):
         ("away away empty empty", [False, False, False, True]),
         ("empty away empty empty", [False, False, False, True]),
         ("empty empty away empty empty", [False, True, False, False, True]),
+        ("away waits empty empty", [False, False, False, True]),
+        ("unreadable unreadable empty empty", [False, False, False, True]),
+        ("here here empty empty", [False, False, False, True]),
+        ("waits+here waits+here empty empty", [False, False, False, True]),
+        ("held empty empty", [False, False, True]),
+        ("waits+held waits+held empty empty", [False, False, False, True]),
     ],
 )
 def test_the_control_queue_counts_as_read_once_two_looks_in_turn_found_it_empty(
-    looks: str, is_read_after: list[bool]
+    monkeypatch: pytest.MonkeyPatch, looks: str, is_read_after: list[bool]
 ) -> None:
-    """`arrived`: a message came between two looks, so that one more may have been on its way at the first of them."""
+    """`arrived`: a message came between two looks, so that one more may have been on its way at the first of them.
+    `here`: one is in this process, and is not read yet. `held`: the store has not recorded one yet."""
 
     async def story() -> list[bool]:
-        bench, found, waits = Bench(), list[bool](), 0
+        bench, found = Bench(), list[bool]()
         session = Arriving(bench.log)
 
         async def ready(queues: list[str]) -> dict[str, int]:
-            return {"lane.control": waits}
+            if "unreadable" in look:
+                raise BrokerError("no answer")
+            return {"lane.control": int("waits" in look)}
 
+        async def find(identity: Identity) -> None:
+            await recorded.wait()
+
+        recorded = asyncio.Event()
+        monkeypatch.setattr(bench.store, "find", find)
         reader = control(bench, session, ready=ready)
         pause_s, running = LOOK_EVERY_S / 2, None
-        for look in looks.split():
-            waits, bench.store.trouble = int(look == "waits"), "away" if look == "away" else None
-            if look == "arrived":
+        for look in (each.split("+") for each in looks.split()):
+            session.here, bench.store.trouble = int("here" in look), "away" if "away" in look else None
+            if "arrived" in look:
                 message = Message(body=b"", type=n.STATUS_KEY, routing_key=n.STATUS_KEY)
                 session.arrived.put_nowait(FakeDelivery(message, bench.log))
+            if "held" not in look:
+                recorded.set()
+            elif running is None:
+                session.arrived.put_nowait(cancellations(bench, "shop")[0])
             running = running or asyncio.create_task(reader.run())
             await asyncio.sleep(pause_s)
             found.append(reader.behind is None)
