@@ -20,7 +20,6 @@ from consumers.providers.breakers import (
     FAILURES,
     OPEN_S,
     PROBE_EVERY_S,
-    REMEMBERED,
     WINDOW_S,
     Breaker,
     Breakers,
@@ -261,13 +260,13 @@ def test_without_the_store_each_process_probes_by_itself(hangs: bool) -> None:
 
 async def test_beyond_the_limit_the_breakers_that_are_open_longest_are_kept() -> None:
     these = await opened()
-    for each in range(2 * REMEMBERED):
+    for each in range(2000):
         route = Route(provider="anthropic", model=f"made up {each}", name="", account="")
         permit = await enter(these, 0, route)
         assert permit is not None
         await these.failed(permit, DOWN, 0, timeout_s=60)
 
-    assert len(these._all) == REMEMBERED
+    assert len(these._all) == 1000
     assert these.wait_s(HERE, 0) > 0
 
 
@@ -385,6 +384,19 @@ def test_if_calls_fail_although_the_free_probe_succeeds_the_pause_goes_on_with_c
     at_s = [at for at, *_ in world.probes]
     assert [by_call for *_, by_call in world.probes[:4]] == [False, True, True, True]
     assert at_s[-1] - at_s[-2] >= PROBE_EVERY_S, "not one error line for each request"
+
+
+@pytest.mark.parametrize(("later_s", "goes_on"), [(119.9, True), (120.1, False)])
+def test_a_pause_goes_on_if_a_call_fails_within_two_minutes_after_its_last_probe(later_s: float, goes_on: bool) -> None:
+    async def story(world: World) -> None:
+        await world.fail()
+        await asyncio.sleep(1 + later_s)
+        assert await world.fail()
+        await asyncio.sleep(5)
+
+    (first_s, *_), (second_s, _, by_call) = run(story, World(error=None)).probes
+    assert by_call == goes_on
+    assert second_s - first_s - later_s == pytest.approx(2 if goes_on else 1)
 
 
 @pytest.mark.parametrize("error", [None, RateLimitedError("429", status=429), RejectedError("404", status=404)])

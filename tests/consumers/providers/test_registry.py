@@ -84,6 +84,18 @@ async def test_limits_are_learned_also_from_a_failure_in_the_middle_of_a_stream(
 
 
 async def test_the_time_to_the_first_token_is_counted_once_for_each_stream(registry: Registry, asked: AskedFor) -> None:
-    await registry.call(HERE, asked("a story"), timeout_s=60, parts=keep_nothing)
+    counted: list[tuple[bool, int]] = []
 
-    assert sum(registry.calls["anthropic", "anthropic/haiku", MODEL].first_tokens.counts) == 1
+    async def parts(event: bytes) -> None:
+        counted.append(
+            (
+                b'"content_block_' in event,
+                sum(registry.calls["anthropic", "anthropic/haiku", MODEL].first_tokens.counts),
+            )
+        )
+
+    await registry.call(HERE, asked("a story"), timeout_s=60, parts=parts)
+
+    assert counted[0] == (False, 0), "the start of a message is no token"
+    assert {count for has_content, count in counted if has_content} == {1}
+    assert counted[-1][1] == 1

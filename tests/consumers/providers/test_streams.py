@@ -113,6 +113,24 @@ def test_bytes_in_any_pieces_give_the_events_of_the_standard(stream: bytes, cuts
     assert split(stream, [min(cut, len(stream)) for cut in cuts]) == by_lines(stream)
 
 
+def test_a_line_end_may_be_cut_in_two() -> None:
+    stream = b"data: 1\r\ndata: 2\r\n\r\ndata: 3\r\rdata: 4\n\n"
+    for cut in range(len(stream) + 1):
+        assert split(stream, [cut]) == [b"1\n2", b"3", b"4"]
+    assert split(stream, list(range(len(stream)))) == [b"1\n2", b"3", b"4"]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n\n"])
+def test_an_event_may_have_as_many_bytes_as_the_limit_and_a_thousand_lines(end: bytes) -> None:
+    EventSplitter(max_event_bytes=1000).feed(b"x" * 1000 + end)
+    with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
+        EventSplitter(max_event_bytes=1000).feed(b"x" * 1001 + end)
+    EventSplitter(max_event_bytes=9000).feed(b":\n" * 1000 + b":" + end)
+    if end:
+        with pytest.raises(AnswerTooLargeError, match="more than 1000 lines"):
+            EventSplitter(max_event_bytes=9000).feed(b":\n" * 1001 + b":" + end)
+
+
 def test_an_endless_event_is_refused() -> None:
     splitter = EventSplitter(max_event_bytes=1000)
     splitter.feed(b"data: " + b"x" * 900)

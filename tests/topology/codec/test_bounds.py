@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lanekeeper.contract.messages import Message
 from topology.codec import decoding
-from topology.codec.bounds import Measure, excess
+from topology.codec.bounds import Measure, excess, excess_in_steps
 
 ANY = st.recursive(
     st.none() | st.integers() | st.booleans() | st.text(alphabet='a,:[{}]"\\\n9é'),
@@ -70,6 +70,19 @@ def test_only_digits_outside_strings_count_as_a_number(digits: int) -> None:
     measure = Measure(1000)
     found = measure.add(b'["' + b"7" * 500 + b'",' + b"7" * digits + b"," + b"7" * 100 + b"]")
     assert (found is None) == (digits == 128)
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(6 * 1024 * 1024, 3), (6 * 1024 * 1024 + 1, 4)])
+def test_a_large_text_is_measured_in_steps_of_two_mib(size: int, pieces: int) -> None:
+    raw = b'"' + b"," * (size - 2) + b'"'
+    assert list(excess_in_steps(raw, max_values=100_000)) == [None] * (pieces - 1 + pieces)
+
+
+@pytest.mark.parametrize(("size", "is_measured"), [(32_768, False), (32_769, True)])
+def test_a_text_of_32_kib_is_not_measured_if_that_many_values_are_allowed(size: int, is_measured: bool) -> None:
+    raw = b"7" * size
+    assert (excess(raw, max_values=100_000) is not None) == is_measured
+    assert excess(raw, max_values=1000) is not None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from lanekeeper.contract.problems import RequestProblem
 from tests.support.pictures import picture, png
 from topology.codec import bounds, decoding
 from topology.codec.decoding import Request, app_of
-from topology.codec.headers import HopHeaders
+from topology.codec.headers import FlowHop, HopHeaders
 from topology.lanes import CRITICAL, LaneSpec
 
 NOW_MS = 1_790_000_000_000
@@ -240,6 +240,34 @@ def test_due_time_and_deadline_are_computed_from_the_headers(
 ) -> None:
     request = decode(message(headers=headers))
     assert (request.due_ms, request.deadline_ms) == (due_ms, deadline_ms)
+
+
+@pytest.mark.parametrize(
+    ("headers", "hop", "deadline_ms"),
+    [
+        ({}, None, NOW_MS + 120_000),
+        ({"x-lane-deadline-ms": 5000, "x-lane-sent-ms": NOW_MS - 700}, None, NOW_MS + 4300),
+        ({"x-lane-delay-ms": 3000}, None, NOW_MS + 123_000),
+        ({}, HopHeaders(first_seen_ms=NOW_MS - 9000), NOW_MS + 111_000),
+        ({}, HopHeaders(first_seen_ms=NOW_MS - 9000, due_ms=NOW_MS + 5), NOW_MS + 120_005),
+        ({}, HopHeaders(flow=FlowHop(step="sum", deadline_ms=NOW_MS + 77)), NOW_MS + 77),
+    ],
+)
+def test_the_deadline_is_known_without_the_body(
+    headers: dict[str, Any], hop: HopHeaders | None, deadline_ms: int
+) -> None:
+    found = message(b"not read", headers=headers)
+    assert decoding.deadline_of(found, lane=CRITICAL, hop=hop, now_ms=NOW_MS) == deadline_ms
+
+
+def test_a_direct_call_has_no_times() -> None:
+    request = decoding.unpublished("Hi", model="m", max_tokens=5)
+    assert json.loads(request.body) == {
+        "model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]
+    }  # fmt: skip
+    assert (request.start_ms, request.deadline_ms, request.call_s, request.rank) == (0, 0, 0, 0)
+    assert request.states_stream, "unless it certainly does not"
+    assert not request.stream
 
 
 def test_the_deadline_is_the_same_after_each_hop() -> None:

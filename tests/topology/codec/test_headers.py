@@ -1,6 +1,6 @@
 """Headers: what a requester may send, what is refused by name, and what is passed on at a hop."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -161,6 +161,25 @@ def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
     assert read_hop(hop_headers(hop)) == hop
     assert read_hop(hop_headers(HopHeaders())) == HopHeaders()
     assert hop_headers(HopHeaders()) == {n.ATTEMPT: 0, n.RAN_MS: 0}
+
+
+def test_what_the_headers_of_a_hop_leave_out_is_zero_to_the_next_worker() -> None:
+    """An empty value is not written, so no default may be anything else."""
+    flow = FlowHop(
+        step="s", deadline_ms=9, item_of="", body_hash="", digest="", input_bytes=0, routing_key="", items=0, done=0,
+        since_ms=0,
+    )  # fmt: skip
+    batch = BatchHop(
+        account="", provider="", model="", beta="", tokens=0, deadline_ms=0, tenant="", params_bytes=0, ticket="",
+        batch="", result_bytes=0, live=False, tries=0, held=(), held_until_ms=0,
+    )  # fmt: skip
+    hop = HopHeaders(
+        attempts=0, errors=(), first_seen_ms=None, due_ms=None, user_id=None, expiration=None, dead_at=None, replays=0,
+        replayed_at=None, redelivered=False, hop_ms=None, back_ms=None, is_fresh=False, ran_ms=0, deaths=0,
+        reply_try=0, reply_error=None, flow=flow, flow_unread="", batch=batch, batch_unread="",
+    )  # fmt: skip
+    assert read_hop(hop_headers(hop)) == hop
+    assert not any(getattr(read_hop({}), field.name) for field in fields(HopHeaders))
 
 
 def test_with_another_batch_the_headers_of_a_hop_stay_what_they_were() -> None:

@@ -128,6 +128,28 @@ def test_a_pdf_that_does_not_tell_its_pages_counts_by_its_size() -> None:
     assert tokens(pdf(999_999)) == MOST_PAGES * PAGE_TOKENS
 
 
+def test_what_is_read_of_one_body_has_its_documented_limits() -> None:
+    """A page has 3,068 tokens. A PDF that is not read has a page for each 100,000 bytes."""
+    image, small = picture(png(28, 28)), pdf(17)
+    assert tokens(small, *[image] * 3999) == 3999 + 17 * 3068
+    assert tokens(small, *[image] * 4000) == 4000 + 3068
+    assert tokens(*[image] * 4001) == 4000 + 4784
+    assert tokens(*[small] * 201) == (200 * 17 + 1) * 3068
+    assert tokens(pdf(0, raw=bytes(300_000))) == 4 * 3068
+    assert tokens(pdf(0, raw=bytes(299_997))) == 3 * 3068
+    assert tokens(pdf(601)) == 600 * 3068
+    assert tokens({"type": "document", "source": {"type": "url", "url": "https://x.test"}}) == 10 * 3068
+
+
+@pytest.mark.parametrize(("at", "pages"), [(524_288, 3), (524_289, 31)])
+def test_half_a_mib_at_each_end_of_a_pdf_is_searched(at: int, pages: int) -> None:
+    tree = b"<</Type/Pages /Count 3 >>"
+    before = bytes(at - len(tree) + 3)  # `<<` and ` >>` need not be read
+    assert tokens(pdf(0, raw=(before + tree).ljust(3_000_000, b"\0"))) == pages * 3068
+    after = (tree + bytes(at - len(tree) + 2)).rjust(3_000_000, b"\0")
+    assert tokens(pdf(0, raw=after)) == pages * 3068
+
+
 def test_a_document_by_its_address_counts_by_the_same_pages_for_every_model() -> None:
     by_id = {"type": "document", "source": {"type": "file", "file_id": "x"}}
 
