@@ -185,6 +185,60 @@ async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_n
     assert permit.is_probe
 
 
+class Held:
+    """A store in which another process holds the leases of all open breakers, or none."""
+
+    def __init__(self, *, by_another: bool) -> None:
+        self.by_another = by_another
+        self.asked: list[tuple[str, float]] = []
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        self.asked.append((name, for_s))
+        return not self.by_another
+
+    async def let_go(self, name: str, owner: str) -> None:
+        self.asked.append((name, -1))
+
+
+@pytest.mark.parametrize(("times", "by_another", "is_open"), [(2, True, False), (3, True, True), (9, False, False)])
+async def test_from_three_failures_on_it_opens_if_that_of_another_process_is_open(
+    times: int, by_another: bool, is_open: bool
+) -> None:
+    store = Held(by_another=by_another)
+    these = breakers(store)
+    await fail(these, 0, times=times)
+
+    assert (these.wait_s(HERE, 0) > 0) == is_open
+    assert store.asked == [("breaker anthropic m", 0)] * max(0, times - 2)
+
+
+async def test_the_lease_is_held_as_long_as_it_is_open_and_given_back_after_an_answer_to_the_probe() -> None:
+    store = Held(by_another=False)
+    these = await opened(store)
+    assert store.asked.pop() == ("breaker anthropic m", these.wait_s(HERE, 0))
+    probe = await enter(these, OPEN_S)
+    assert probe is not None
+    assert store.asked.pop() == ("breaker anthropic m", 30)
+    await these.answered(probe, OPEN_S)
+    assert store.asked.pop() == ("breaker anthropic m", -1)
+    store.asked.clear()
+    for _ in range(2):
+        call = await enter(these, OPEN_S)
+        assert call is not None
+        assert not call.is_probe
+        await these.answered(call, OPEN_S)
+    assert store.asked == []
+
+
+async def test_while_another_process_probes_no_call_is_made() -> None:
+    store = Held(by_another=False)
+    these = await opened(store)
+    store.by_another = True
+    assert await enter(these, OPEN_S) is None
+    assert these.states(OPEN_S)["anthropic m"]["state"] == "open"
+    assert these.wait_s(HERE, OPEN_S) > 0
+
+
 async def test_an_answer_resets_the_count_of_failures() -> None:
     these = breakers()
     await fail(these, 0, times=FAILURES - 1)

@@ -1,4 +1,5 @@
 import email.utils
+from datetime import UTC, datetime
 
 import pytest
 
@@ -10,7 +11,8 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.providers.errors import classify, from_event, read_retry_after_s
+from consumers.limits.base import BucketHeaders, RateHeaders
+from consumers.providers.errors import classify, from_event, read_rate, read_retry_after_s, refuse_html
 
 NOW_S = 1_790_000_000.0
 
@@ -202,3 +204,101 @@ def test_no_part_of_the_key_is_left_where_a_long_message_is_cut() -> None:
     detail = from_event({"error": {"type": "api_error", "message": message}}, secret=secret).detail
 
     assert "sk-" not in detail
+
+
+def limits(kind: str = "requests", **said: str) -> RateHeaders | None:
+    return read_rate({f"anthropic-ratelimit-{kind}-{name}": value for name, value in said.items()}, now_s=NOW_S)
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "remaining", "expected"),
+    [
+        ("requests", "50", "50", (50, 50)),
+        ("requests", "50", "51", (50, None)),
+        ("requests", "1", "0", (1, 0)),
+        ("input-tokens", "1000", "1500", (1000, 1000)),  # Anthropic rounds what remains, up to half a thousand
+        ("input-tokens", "1000", "1501", (1000, None)),
+        ("output-tokens", "4000", "4500", (4000, 4000)),
+        ("output-tokens", "999999999999", "0", (999_999_999_999, 0)),
+        ("output-tokens", "1000000000000", "7", (None, 7)),
+        ("output-tokens", "4e3", " 5 ", (4000, 5)),
+        ("output-tokens", "4" + " " * 19, "5", (None, None)),  # less than any account has
+        ("output-tokens", "4000" + " " * 16, "5", (4000, 5)),
+        ("output-tokens", "4000" + " " * 17, "5", (None, 5)),
+        ("output-tokens", "nan", "-1", None),
+        ("output-tokens", "inf", "٣", None),
+        ("output-tokens", "", "many", None),
+        ("requests", "0.9", "5", None),
+        ("input-tokens", "999", "5", None),
+    ],
+)
+def test_a_limit_is_read_and_impossible_figures_are_ignored(
+    kind: str, limit: str, remaining: str, expected: tuple[float | None, float | None] | None
+) -> None:
+    rate = limits(kind, limit=limit, remaining=remaining)
+    found = None if rate is None else getattr(rate, kind.replace("-", "_"))
+
+    wanted = None if expected in (None, (None, None)) else BucketHeaders(limit=expected[0], remaining=expected[1])
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("reset_s", "is_read"), [(NOW_S, True), (NOW_S + 86_400, True), (NOW_S + 86_401, False), (NOW_S - 86_401, False)]
+)
+def test_a_limit_whose_reset_is_more_than_a_day_away_is_ignored(reset_s: float, is_read: bool) -> None:
+    reset = datetime.fromtimestamp(reset_s, UTC).isoformat()
+
+    assert (limits(limit="50", reset=reset) is not None) == is_read
+
+
+@pytest.mark.parametrize("reset", ["", "soon", "99999-01-01"])
+def test_a_limit_with_a_reset_that_is_no_time_is_ignored(reset: str) -> None:
+    assert limits(limit="50", reset=reset) is None
+
+
+@pytest.mark.parametrize(
+    ("content_type", "is_page"),
+    [
+        ("text/html", True),
+        (" Text/HTML; charset=utf-8", True),
+        ("application/xhtml+xml", True),
+        ("application/json", False),
+        ("text/plain", False),
+        ("", False),
+    ],
+)
+def test_a_page_of_html_in_place_of_an_answer_is_the_accounts_fault(content_type: str, is_page: bool) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    if not is_page:
+        refuse_html(200, headers)
+        return
+    with pytest.raises(AccountError) as refused:
+        refuse_html(200, headers)
+    assert refused.value.reason == "a page of HTML answers at its base URL (200)"
+    assert (refused.value.status, refused.value.type) == (200, "broken_answer")
+    assert isinstance(refused.value.otherwise, TransientError)
+
+
+def test_of_an_error_message_300_characters_are_kept_and_of_its_type_60() -> None:
+    event = {"error": {"type": "t" * 100, "message": "m" * 20_000}, "request_id": "r" * 100}
+    error = from_event(event, secret="")
+
+    assert len(error.detail.split(": ", 1)[1]) == 300
+    assert (error.type, error.request_id) == ("t" * 60, "r" * 60)
+    assert error.had_begun
+
+
+@pytest.mark.parametrize(("length", "is_cut"), [(10_000, False), (10_001, True)])
+def test_the_length_of_the_key_is_cut_off_a_message_that_is_not_read_to_its_end(length: int, is_cut: bool) -> None:
+    words = (" " * 20_000 + "end")[-(length - len("in the middle of the stream: ")) :]
+    detail = from_event({"error": {"type": "api_error", "message": words}}, secret="sk").detail
+
+    assert detail.endswith("end") != is_cut
+
+
+def test_a_date_to_retry_after_may_be_a_day_away() -> None:
+    def wait_s(of_s: float) -> float | None:
+        return read_retry_after_s({"retry-after": email.utils.formatdate(NOW_S + of_s, usegmt=True)}, now_s=NOW_S)
+
+    assert (wait_s(86_400), wait_s(-86_400), wait_s(86_401), wait_s(-86_401)) == (86_400, 0, None, None)
+    assert read_retry_after_s({"retry-after": "86400"}, now_s=NOW_S) == 86_400

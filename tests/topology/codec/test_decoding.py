@@ -174,6 +174,100 @@ def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
         assert json.loads(found.body)["messages"][0]["content"] == prompt
 
 
+# handlers and pipelines
+
+PIPED = {"x-lane-pipeline": "digest"}
+
+
+def decode_named(found: Message, *, hop: HopHeaders | None = None) -> Request:
+    return decoding.decode(
+        found, lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS, handlers={"resize"}, pipelines={"digest"}
+    )
+
+
+def test_the_body_for_a_handler_or_a_pipeline_is_any_json_and_is_not_changed() -> None:
+    handled = decode_named(message(b"[1, 2]", type="resize"))
+    assert (handled.handler, handled.pipeline, handled.body, handled.model) == ("resize", "", b"[1, 2]", "resize")
+    piped = decode_named(message(b"[1, 2]", headers=PIPED))
+    assert (piped.handler, piped.pipeline, piped.body, piped.model) == ("", "digest", b"[1, 2]", CRITICAL.model)
+    for said in ("", "messages", None):
+        assert decode_named(message(WHOLE, type=said)).handler == ""
+    with pytest.raises(RequestProblem, match="not JSON"):
+        decode_named(message(b"[1, 2", type="resize"))
+    flow = FlowHop(step="sum", deadline_ms=NOW_MS + 77, input_bytes=6)
+    state = decoding.state_of(b"[1, 2]")
+    later = decode_named(message(state, headers=PIPED), hop=HopHeaders(flow=flow))
+    assert (later.body, later.deadline_ms) == (state, NOW_MS + 77)
+    assert decoding.input_of(later.body, 6) == b"[1, 2]"
+
+
+@pytest.mark.parametrize(
+    ("properties", "named"),
+    [
+        ({"type": "crop"}, "type 'crop': no handler has this name (registered: resize)"),
+        ({"type": "resize", "headers": {"x-lane-stream": True}}, "a handler's answer is not streamed"),
+        ({"headers": {"x-lane-pipeline": "other"}}, "'other' is no pipeline (declared: digest)"),
+        ({"headers": PIPED, "type": "resize"}, "type 'resize' and header x-lane-pipeline: give one of them"),
+        ({"headers": {**PIPED, "x-lane-stream": True}}, "a pipeline's answer is not streamed"),
+        (
+            {"headers": {**PIPED, "x-lane-body": "s3://a/b", "x-lane-body-sha256": "0" * 64}},
+            "a pipeline's input is the message's body",
+        ),
+    ],
+)
+def test_a_handler_or_pipeline_is_refused_if_it_is_unknown_or_cannot_do_what_is_asked(
+    properties: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(RequestProblem) as refused:
+        decode_named(message(**properties))
+    assert (refused.value.code, named in refused.value.detail) == ("invalid_request", True)
+
+
+# bodies that lie elsewhere
+
+AWAY = {"x-lane-body": "s3://a/b", "x-lane-body-sha256": "0" * 64}
+
+
+@pytest.mark.parametrize("encoding", [None, "", "identity", "Identity"])
+def test_a_body_that_lies_elsewhere_is_not_read_yet(encoding: str | None) -> None:
+    request = decode(message(b"", headers=AWAY, content_encoding=encoding))
+    assert (request.body, request.model, request.max_tokens) == (b"", CRITICAL.model, 1024)
+    assert request.kept is not None
+    assert request.no_batch
+    assert decode_named(message(b"", headers=AWAY, type="resize")).model == "resize"
+
+
+def test_a_body_that_was_fetched_is_read_and_is_in_no_batch() -> None:
+    found = message(b"", headers=AWAY)
+    request = decoding.decode(found, lane=CRITICAL, request_id="r-1", hop=None, now_ms=NOW_MS, raw=WHOLE)
+    assert (request.body, request.kept, request.no_batch) == (WHOLE, None, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "encoding", "code", "named"),
+    [(b"{}", None, "invalid_request", "2 bytes"), (b"", "GZIP", "unsupported_media", "'GZIP'")],
+)
+def test_a_body_that_lies_elsewhere_is_neither_here_too_nor_packed(
+    body: bytes, encoding: str | None, code: str, named: str
+) -> None:
+    problem = refused(message(body, headers=AWAY, content_encoding=encoding))
+    assert (problem.code, named in problem.detail) == (code, True)
+
+
+@pytest.mark.parametrize("size", [2, 3, 200])
+def test_a_routing_key_has_its_application_as_second_word(size: int) -> None:
+    assert app_of(".".join(["critical", "shop", *["x"] * size])) == "shop"
+
+
+def test_a_long_call_may_take_the_time_to_its_deadline() -> None:
+    assert decode(message()).call_s == 60
+    assert decode(message(headers={"x-lane-long-call": True})).call_s == 120
+    assert decode(message(headers={"x-lane-long-call": True, "x-lane-deadline-ms": 500_000})).call_s == 500
+    flow = HopHeaders(flow=FlowHop(step="sum", deadline_ms=NOW_MS + 77))
+    assert decode(message(headers={"x-lane-long-call": True}), hop=flow).call_s == 3600
+    assert decode(message(), hop=flow).deadline_ms == NOW_MS + 77
+
+
 # headers that workers write
 
 

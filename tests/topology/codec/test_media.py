@@ -150,6 +150,35 @@ def test_half_a_mib_at_each_end_of_a_pdf_is_searched(at: int, pages: int) -> Non
     assert tokens(pdf(0, raw=after)) == pages * 3068
 
 
+@pytest.mark.parametrize(
+    ("size", "tokens_seen"),
+    [((1, 1), 1), ((28, 29), 2), ((4000, 1), 56), ((1568, 784), 1568), ((3136, 28), 56), ((100_000, 28), 56)],
+)
+def test_a_larger_image_is_scaled_down_to_1568_pixels(size: tuple[int, int], tokens_seen: int) -> None:
+    """Each 28 pixels a side are a token, and no side has less than a pixel."""
+    assert tokens(picture(png(*size)), model=OLD) == tokens_seen
+    assert tokens(picture(png(*reversed(size))), model=OLD) == tokens_seen
+
+
+@pytest.mark.parametrize(
+    ("raw", "pages"),
+    [
+        (b"/Type/Pages /Count 7", 7),  # cut: neither beginning nor end
+        (b"/Type/Pages /Other 7 >>", 1),
+        (b"/Count 7 << /Type/Pages >> /Count 8", 1),
+        (b"<< /Type/Pages /Count 2 >> << /Type/Pages /Count 5 >> << /Type/Pages /Count 3 >>", 5),
+        (b"<< /Type/Pages >>" * 63 + b"<< /Type/Pages /Count 5 >>", 5),
+        (b"<< /Type/Pages >>" * 64 + b"<< /Type/Pages /Count 5 >>", 1),
+        (b"/Count 9 << /Count 5" + b" " * 16_373 + b"/Type/Pages >>", 5),
+        (b"/Count 9 << /Count 5" + b" " * 16_374 + b"/Type/Pages >>", 9),
+        (b"<< /Type/Pages" + b" " * (16_384 - 8) + b"/Count 5", 5),
+        (b"<< /Type/Pages" + b" " * (16_384 - 7) + b"/Count 5", 1),
+    ],
+)
+def test_the_number_of_pages_stands_in_the_page_tree(raw: bytes, pages: int) -> None:
+    assert tokens(pdf(0, raw=raw)) == pages * 3068
+
+
 def test_a_document_by_its_address_counts_by_the_same_pages_for_every_model() -> None:
     by_id = {"type": "document", "source": {"type": "file", "file_id": "x"}}
 
