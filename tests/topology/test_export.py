@@ -105,12 +105,41 @@ def test_definitions_are_json_and_contain_every_object_once() -> None:
     } == {"prod"}
 
 
+@pytest.mark.parametrize(
+    ("role", "tags", "is_limited"),
+    [
+        ("application", "", True),
+        ("client", "", True),
+        ("worker", "", False),
+        ("operator", "monitoring", False),
+        ("deployer", "management", False),
+    ],
+)
+def test_a_user_has_the_tags_of_its_role_and_a_requester_has_limits(role: Role, tags: str, is_limited: bool) -> None:
+    (user,) = definitions(TOPOLOGY, "/", [User("me", role, HASH)])["users"]
+
+    assert (user["tags"], user["hashing_algorithm"]) == (tags, "rabbit_password_hashing_sha256")
+    assert user.get("limits") == ({"max-connections": 200, "max-channels": 2000} if is_limited else None)
+
+
+def test_a_client_may_publish_the_control_messages_of_requesters_alone() -> None:
+    users = [User("c", "client", HASH, lanes=("normal",)), User("w", "worker", HASH)]
+    requests, control = definitions(TOPOLOGY, "/", users)["topic_permissions"]
+
+    assert (requests["exchange"], requests["write"], requests["read"]) == (
+        "lane.requests", r"^(normal)\.{username}\.", "^$"
+    )  # fmt: skip
+    assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result|change)$")
+    assert User("x" * 64, "worker", HASH)
+
+
 def test_the_control_queue_refuses_publishers_when_it_is_full() -> None:
     (policy,) = definitions(TOPOLOGY, "prod")["policies"]
 
     assert (policy["vhost"], policy["pattern"], policy["apply-to"]) == ("prod", r"^(lane\.control)$", "queues")
     assert policy["definition"]["overflow"] == "reject-publish"
-    assert {"max-length", "max-length-bytes"} <= policy["definition"].keys()
+    assert (policy["definition"]["max-length"], policy["definition"]["max-length-bytes"]) == (5_000, 16_777_216)
+    assert policy["priority"] == 0, "any policy of the operator's goes before it"
 
 
 def test_a_reply_queue_is_limited_refuses_when_full_and_does_not_dead_letter() -> None:
@@ -118,5 +147,7 @@ def test_a_reply_queue_is_limited_refuses_when_full_and_does_not_dead_letter() -
 
     assert queue["durable"]
     assert queue["arguments"]["x-overflow"] == "reject-publish"
-    assert {"x-max-length", "x-max-length-bytes", "x-message-ttl"} <= queue["arguments"].keys()
+    assert queue["arguments"]["x-max-length"] == 10_000
+    assert queue["arguments"]["x-max-length-bytes"] == 268_435_456
+    assert queue["arguments"]["x-message-ttl"] == 86_400_000, "a day"
     assert not any("dead-letter" in argument for argument in queue["arguments"])

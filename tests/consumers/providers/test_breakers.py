@@ -301,11 +301,15 @@ class Away:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_without_the_store_each_process_probes_by_itself(hangs: bool) -> None:
     async def story() -> None:
+        clock = asyncio.get_running_loop().time
         these = await opened(Away(hangs=hangs))
 
+        began_s = clock()
         probe = await enter(these, OPEN_S)
         assert probe is not None
+        assert clock() - began_s == hangs, "it waits for the store for a second"
         await these.answered(probe, OPEN_S)
+        assert clock() - began_s == 2 * hangs
 
         assert these.wait_s(HERE, OPEN_S) == 0
 
@@ -416,6 +420,24 @@ def test_a_paused_provider_is_probed_ever_more_seldom_until_once_a_minute_and_ca
         ("provider.paused", "error"),
         ("provider.resumed", "warning"),
     ]
+
+
+def test_a_pause_is_told_with_its_age_and_the_time_to_its_next_probe() -> None:
+    async def story(world: World) -> None:
+        await world.fail()
+        now_s = asyncio.get_running_loop().time()
+        told = world.pauses.figures(now_s + 0.75)
+        assert told == {"one": {"reason": KEY.reason, "error": KEY.brief, "for_s": 0.8, "probe_in_s": 0.2}}
+        assert world.pauses.figures(now_s + 7)["one"]["probe_in_s"] == 0
+        assert world.wait_s == 1
+        assert world.breakers.down_s(ONE, now_s + 7) == 7
+        assert world.breakers.hindrance([ONE, OTHER]) == "one: it refuses the key"
+        world.error = None
+        await asyncio.sleep(1.5)
+        assert world.breakers.hindrance([ONE]) is None
+        assert world.pauses.figures(now_s) == {}
+
+    run(story)
 
 
 def test_waiting_requests_ask_again_only_when_the_next_probe_has_been_made() -> None:

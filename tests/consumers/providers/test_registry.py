@@ -1,15 +1,17 @@
 """One call: the provider's name for the model, the price, and what is learned from the response."""
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
 
-from consumers.failures import OverloadedError, RateLimitedError
+from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.job import Route
-from consumers.limits.base import Feedback, Kind
+from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.registry import Registry, asking_for
-from consumers.spending import Prices
+from consumers.providers.registry import Answer, Calls, Registry, asking_for
+from consumers.spending import Prices, Usage
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 
@@ -85,6 +87,7 @@ async def test_limits_are_learned_also_from_a_failure_in_the_middle_of_a_stream(
 
 async def test_the_time_to_the_first_token_is_counted_once_for_each_stream(registry: Registry, asked: AskedFor) -> None:
     counted: list[tuple[bool, int]] = []
+    began_s = time.monotonic()
 
     async def parts(event: bytes) -> None:
         counted.append(
@@ -99,3 +102,56 @@ async def test_the_time_to_the_first_token_is_counted_once_for_each_stream(regis
     assert counted[0] == (False, 0), "the start of a message is no token"
     assert {count for has_content, count in counted if has_content} == {1}
     assert counted[-1][1] == 1
+    taken = registry.calls["anthropic", "anthropic/haiku", MODEL]
+    assert 0 < taken.first_tokens.sum <= taken.times["answered"].sum <= time.monotonic() - began_s
+
+
+async def test_what_a_call_took_and_used_is_counted_by_its_outcome(
+    registry: Registry, heard: list[tuple[str, Feedback]], asked: AskedFor
+) -> None:
+    began_s = time.monotonic()
+    got = await registry.call(HERE, asked("hello"), timeout_s=60, parts=None)
+    with pytest.raises(OverloadedError):
+        await registry.call(HERE, asked("[[fault: overloaded]]"), timeout_s=60, parts=None)
+    took_s = time.monotonic() - began_s
+
+    counted = registry.calls["anthropic", "anthropic/haiku", MODEL]
+    assert {outcome: sum(times.counts) for outcome, times in counted.times.items()} == {
+        "answered": 1,
+        OverloadedError("529").cause: 1,
+    }
+    assert 0 < sum(times.sum for times in counted.times.values()) <= took_s
+    assert (counted.inputs.sum, counted.outputs.sum) == (got.usage.input_tokens, got.usage.output_tokens)
+    assert (counted.uncached, counted.cache_read, counted.cache_write) == (got.usage.input_tokens, 0, 0)
+    assert counted.usd == got.cost_usd
+    assert counted.usd > 0
+    assert sum(counted.first_tokens.counts) == 0, "it was not streamed"
+    assert next(told.counted for _, told in heard) == Amounts(1, got.usage.input_tokens, 0)
+    assert all(0 < (told.took_s or 0) <= took_s for _, told in heard)
+
+
+def test_tokens_read_from_the_cache_do_not_count_against_the_limits() -> None:
+    usage = Usage(input_tokens=1, output_tokens=2, cache_creation_input_tokens=4, cache_read_input_tokens=8)
+    answer = Answer(body=b"", model="m", provider="p", usage=usage, cost_usd=0.5)
+    calls = Calls()
+    for _ in range(2):
+        calls.count(answer)
+
+    assert answer.counted == Amounts(1, 5, 2)
+    assert (calls.inputs.sum, calls.outputs.sum) == (26, 4)
+    assert (calls.uncached, calls.cache_write, calls.cache_read, calls.usd) == (2, 8, 16, 1)
+    assert answer.saved_usd == 0
+
+
+async def test_a_model_without_a_price_is_counted_with_the_others(registry: Registry, asked: AskedFor) -> None:
+    unknown = replace(HERE, model="my-model")
+    await registry.call(unknown, asked(), timeout_s=60, parts=None)
+
+    assert registry.calls.keys() == {("anthropic", "anthropic/haiku", "other")}
+
+
+async def test_the_batch_of_a_provider_that_is_gone_is_a_transient_failure(registry: Registry) -> None:
+    assert registry.batches("gone") is None
+    assert registry.batches("anthropic") is not None
+    with pytest.raises(TransientError, match="'gone' of its batch is gone"):
+        await registry.from_batch(replace(HERE, provider="gone"), b"{}")

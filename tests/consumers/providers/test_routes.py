@@ -1,7 +1,7 @@
 """Chains: which providers are called for a model, in which order, and what is wrong with a table of them."""
 
 from consumers.job import Chain
-from consumers.providers.routes import UNCONFIGURED, ProviderModels, Routes, RoutesSpec, model_class
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec, model_class
 
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
 FIRST = ProviderModels(name="anthropic")
@@ -82,9 +82,9 @@ def test_all_models_of_a_class_share_one_account_of_their_provider() -> None:
 def test_beyond_a_limit_model_names_invented_by_requests_share_one_account() -> None:
     routes = Routes(RoutesSpec(providers=(FIRST,), lane_models={"batch": {"house-1"}, "normal": None}))
 
-    accounts = {routes.of("normal", "", f"made-up-{each}").routes[0].account for each in range(2 * UNCONFIGURED)}
+    accounts = {routes.of("normal", "", f"made-up-{each}").routes[0].account for each in range(600)}
 
-    assert len(accounts) == UNCONFIGURED + 1
+    assert len(accounts) == 257
     assert "anthropic/other" in accounts
     assert routes.of("batch", "", "house-1").routes[0].account == "anthropic/house-1"
     assert routes.of("normal", "", SONNET).routes[0].account == "anthropic/sonnet"

@@ -4,6 +4,7 @@ import base64
 import json
 import struct
 import zlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -19,6 +20,8 @@ from consumers.providers.streams import (
     EventSplitter,
     FrameSplitter,
     StreamedMessage,
+    bounded,
+    from_json,
     parse_event,
     read_answer,
     to_json,
@@ -45,9 +48,10 @@ def test_an_impossible_usage_figure_is_ignored(name: str, absurd: object) -> Non
 
 
 def test_the_largest_possible_call_is_counted_in_full() -> None:
-    assert usage(input_tokens=MOST_TOKENS, output_tokens=128_000) == Usage(
-        input_tokens=MOST_TOKENS, output_tokens=128_000
+    assert usage(input_tokens=10_000_000, output_tokens=128_000) == Usage(
+        input_tokens=10_000_000, output_tokens=128_000
     )
+    assert usage(input_tokens=10_000_001) == usage()
 
 
 def split(stream: bytes, cuts: list[int] | None = None) -> list[bytes]:
@@ -239,6 +243,24 @@ def test_a_damaged_byte_is_detected(at: int, flip: int) -> None:
         FrameSplitter(max_event_bytes=1000).feed(bytes(damaged))
 
 
+def test_a_frame_may_have_as_many_bytes_as_the_limit() -> None:
+    whole = event(b'{"type":"ping"}')
+    assert FrameSplitter(max_event_bytes=len(whole)).feed(whole) == [b'{"type":"ping"}']
+    with pytest.raises(AnswerTooLargeError):
+        FrameSplitter(max_event_bytes=len(whole) - 1).feed(whole)
+
+
+@pytest.mark.parametrize("code", ["throttlingException", "validationException", "modelStreamErrorException", ""])
+@pytest.mark.parametrize("names", [("exception", "exception_type"), ("error", "error_code")])
+def test_a_fault_without_a_message_is_told_by_its_code(code: str, names: tuple[str, str]) -> None:
+    kind, named = names
+    headers = {"message_type": kind, named: code}
+    (data,) = FrameSplitter(max_event_bytes=1000).feed(frame(b"{}", before=b"", **headers))
+    known = {"throttlingException": "rate_limit_error", "validationException": "invalid_request_error"}
+
+    assert json.loads(data) == {"type": "error", "error": {"type": known.get(code, "api_error"), "message": code}}
+
+
 def test_an_event_that_is_too_large_is_refused_before_it_is_complete() -> None:
     with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
         FrameSplitter(max_event_bytes=1000).feed(event(b"x" * 2000)[:12])
@@ -368,6 +390,75 @@ def test_an_event_that_is_no_json_object_is_a_broken_stream(data: bytes) -> None
         parse_event(data)
 
     assert caught.value.type == "broken_stream"
+
+
+@pytest.mark.parametrize(("characters", "is_kept"), [(256, True), (257, False)])
+def test_a_name_of_more_than_256_characters_is_not_read(characters: int, is_kept: bool) -> None:
+    name = "m" * characters
+    message = {"type": "message", "model": name, "content": [], "stop_reason": "end_turn"}
+
+    answer = read_answer(message, b"{}", provider="p", request_id="r")
+    assert answer.model == (name if is_kept else "")
+    assert (answer.stop_reason, answer.provider, answer.request_id) == ("end_turn", "p", "r")
+    assert answer.usage == usage()
+    if not is_kept:
+        with pytest.raises(TransientError, match="no stop_reason"):
+            read_answer({**message, "stop_reason": name}, b"{}", provider="p", request_id=None)
+
+
+@pytest.mark.parametrize("changed", [{"type": "error"}, {"content": "text"}, {"content": None}, {"stop_reason": None}])
+def test_an_answer_that_is_no_whole_message_is_a_failure(changed: dict[str, Any]) -> None:
+    message = {"type": "message", "model": "m", "content": [], "stop_reason": "end_turn", **changed}
+    with pytest.raises(TransientError) as caught:
+        read_answer(message, b"{}", provider="p", request_id=None)
+
+    assert caught.value.type == ("unfinished" if "stop_reason" in changed else "broken_answer")
+
+
+async def test_a_body_may_have_as_many_bytes_as_the_limit() -> None:
+    async def body() -> AsyncIterator[bytes]:
+        yield b"12"
+        yield b"345"
+
+    assert [piece async for piece in bounded(body(), 5)] == [b"12", b"345"]
+    with pytest.raises(AnswerTooLargeError, match="more than 4 bytes, see there"):
+        [piece async for piece in bounded(body(), 4, hint=", see there")]
+
+
+@pytest.mark.parametrize("text", [b'"\\ud83d"', b'["\\ud83d", 1]'])
+def test_half_a_character_at_the_end_of_an_answer_is_read(text: bytes) -> None:
+    assert from_json(text) == json.loads(text)
+
+
+@pytest.mark.parametrize("text", [b'["\\ud83d", NaN]', b'["\\ud83d"', b'"\\x"', b'["\\ud83d",' + b"[" * 100_000])
+def test_what_is_no_json_besides_half_a_character_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        from_json(text)
+
+
+def least_values(*deltas: dict[str, Any]) -> int:
+    """The smallest limit of keys and values with which an answer of these pieces is accepted."""
+    parts = [START, *block(0, {"type": "text", "text": "", "citations": None}, *deltas), end(), STOP]
+
+    def refuses(max_values: int) -> bool:
+        streamed = StreamedMessage(max_values=max_values)
+        try:
+            for each in parts:
+                streamed.add(each, json.dumps(each).encode())
+        except AnswerTooLargeError:
+            return True
+        return False
+
+    return next(most for most in range(500) if not refuses(most))
+
+
+def test_what_is_in_a_text_is_no_value_and_a_citation_counts_with_its_event() -> None:
+    text = {"type": "text_delta", "text": ",,[["}
+    citation = {"type": "citations_delta", "citation": {"cited_text": "a"}}
+    least = least_values(text)
+
+    assert least_values(*[text] * 100) == least
+    assert least_values(text, citation) - least == least_values(*[citation] * 2) - least_values(citation) > 5
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])

@@ -72,6 +72,17 @@ def test_only_digits_outside_strings_count_as_a_number(digits: int) -> None:
     assert (found is None) == (digits == 128)
 
 
+def test_escapes_are_understood_wherever_the_text_is_cut() -> None:
+    text = rb'{"a\\":"b\",,\\\",,","\\\\":[1,"\"[[{{"]}'
+    for first in range(len(text) + 1):
+        for second in range(first, len(text) + 1):
+            cut = (text[:first], text[first:second], text[second:])
+            exact, less = Measure(6), Measure(5)
+            assert [exact.add(piece) for piece in cut] == [None] * 3
+            assert exact.left == 0
+            assert any(less.add(piece) for piece in cut)
+
+
 @pytest.mark.parametrize(("size", "pieces"), [(6 * 1024 * 1024, 3), (6 * 1024 * 1024 + 1, 4)])
 def test_a_large_text_is_measured_in_steps_of_two_mib(size: int, pieces: int) -> None:
     raw = b'"' + b"," * (size - 2) + b'"'

@@ -64,7 +64,9 @@ def progressive(width: int, height: int) -> bytes:
 
 
 @pytest.mark.parametrize("made", [png, jpeg, progressive, gif, lossy, lossless, extended])
-@pytest.mark.parametrize(("size", "standard", "high"), [((1000, 700), 900, 900), ((3840, 2160), 1560, 4784)])
+@pytest.mark.parametrize(
+    ("size", "standard", "high"), [((56, 28), 2, 2), ((1000, 700), 900, 900), ((3840, 2160), 1560, 4784)]
+)
 def test_an_image_counts_by_its_size_in_pixels(made: Any, size: tuple[int, int], standard: int, high: int) -> None:
     """The documented examples: 3840x2160 is scaled to 1456x819, or 2576x1449."""
     assert tokens(picture(made(*size)), model=OLD) == pytest.approx(standard, rel=0.01)
