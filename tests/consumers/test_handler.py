@@ -137,7 +137,7 @@ async def test_what_another_version_wrote_of_a_batch_waits_for_it_as_it_is(bench
 
     outcome = await handle(bench, job)
 
-    assert isinstance(outcome, Deferred)
+    assert outcome == Deferred(delay_ms=5000, reason="another version")
     await bench.settler.settle(job, outcome)
     (sent,) = bench.publisher.sent
     assert (sent.message.headers[n.BATCH], sent.message.body) == (written, BODY + b"{1}")

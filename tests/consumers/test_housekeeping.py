@@ -1,6 +1,7 @@
 """Dead letters beyond the limits are removed, the oldest first; only one process at a time does that."""
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -65,6 +66,15 @@ async def test_dead_letters_beyond_the_number_or_size_are_removed_oldest_first(
     queue = Queue(*map(float, range(20, 0, -1)), body=b"x" * 100)
     assert await looking_after(queue, **bound).look() == 20 - left
     assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+async def test_each_removed_dead_letter_is_counted_and_told(is_exported: bool, tmp_path: Path) -> None:
+    limits = looking_after(Queue(3, 2, 1), max_count=1, folder=tmp_path if is_exported else None)
+    await limits.look()
+    assert (limits.exported, limits.dropped) == ((2, 0) if is_exported else (0, 2))
+    told = [json.loads(each) for each in limits.lifecycle._notices.bodies]  # type: ignore[attr-defined]
+    assert [(each["event"], each["exported"]) for each in told] == [("removed", is_exported)] * 2
 
 
 @pytest.mark.parametrize(("small", "removed"), [(8, 0), (7, 9)])

@@ -20,6 +20,7 @@ from consumers.failures import (
     UNSENT,
     AccountError,
     AnswerTooLargeError,
+    BreakerOpen,
     Meaning,
     OverloadedError,
     ProviderError,
@@ -149,10 +150,19 @@ def test_requests_that_failed_together_are_retried_at_different_times() -> None:
         (TransientError("a prompt", type="cut", request_id="a" * 101), "cut (?)"),
         (TransientError("a prompt", type="a\n", request_id="a\n"), "TransientError (?)"),
         (TransientError("a prompt", type="cut"), "cut"),
+        (AnswerTooLargeError("a prompt"), "too_large"),
     ],
 )
 def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
     assert error.brief == brief
+
+
+def test_the_other_failures_say_what_is_too_large_and_for_how_long_nobody_may_be_called() -> None:
+    assert str(AnswerTooLargeError("9 bytes")) == (
+        "the provider's answer has 9 bytes: ask for less (a smaller max_tokens, fewer or smaller results of tools)"
+    )
+    error = BreakerOpen(7.25)
+    assert (error.retry_in_s, str(error)) == (7.25, "no provider may be called for 7.2 s")
 
 
 @pytest.mark.parametrize(

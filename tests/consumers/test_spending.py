@@ -40,6 +40,7 @@ from consumers.spending import (
     Usage,
 )
 from consumers.state.base import Completion, StoreUnavailable
+from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
@@ -299,6 +300,24 @@ async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_f
     ground.store.resets_in_s = 1
 
     assert isinstance(await ground.enter(ground.job()), Refused)
+
+
+@pytest.mark.parametrize(("left_ms", "most_ms"), [(60_000, 60_000), (3_600_000, 90_000)])
+async def test_over_a_cap_a_request_waits_for_the_next_day_or_nearly_to_its_deadline(
+    left_ms: int, most_ms: int
+) -> None:
+    ground, delays_ms = Ground(lanes={"critical": Cap(requests=1)}), []
+    ground.store.resets_in_s = 30
+    await ground.enter(ground.job())
+    for _ in range(200):
+        outcome = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS, n.DEADLINE_MS: left_ms}))
+        assert isinstance(outcome, Deferred)
+        assert outcome.reason == "lane"
+        delays_ms.append(outcome.delay_ms)
+    assert 30_000 <= min(delays_ms) < 35_000
+    assert most_ms - 2000 < max(delays_ms) <= most_ms
+    late = ground.job(headers={n.SENT_MS: NOW_MS, n.DEADLINE_MS: 30_000})
+    assert isinstance(await ground.enter(late), Refused)
 
 
 async def test_a_model_without_a_price_is_refused_under_a_cap_in_dollars() -> None:

@@ -13,14 +13,14 @@ from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.large_bodies import Fetching
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Replayed, Retried, Stepped
+from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Replayed, Retried, Stepped
 from consumers.progress import Progress
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.jobs import NOW_MS, Bench, decoded, read, routes_of
 from tests.support.virtual_time import virtually
-from topology.codec.headers import FlowHop
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -29,6 +29,7 @@ class FakeClaiming(Claiming):
     def __init__(self) -> None:
         self.answer: Granted | Running | Ended = Granted(token=1)
         self.released: list[int | None] = []
+        self.steps: list[str] = []
 
     @override
     async def claim(self, job: Job) -> Granted | Running | Ended:
@@ -37,6 +38,7 @@ class FakeClaiming(Claiming):
     @override
     async def release(self, job: Job, *, due_ms: int | None = None, step: str = "") -> None:
         self.released.append(due_ms)
+        self.steps.append(step)
 
 
 class Ground:
@@ -119,12 +121,26 @@ async def test_the_progress_of_a_pipeline_is_told_and_its_claim_kept_until_its_s
     assert progress.told == [("step", {"step": "b", "done": 1, "of": 3})]
 
 
+async def test_the_claim_of_a_pipeline_that_nobody_follows_is_released_after_a_step() -> None:
+    ground = Ground()
+    step = Stepped(flow=FlowHop(step="b", deadline_ms=NOW_MS), state=b"", lane="critical", step="a", delay_ms=7)
+    assert await ground.leave(ground.job(), step) == [NOW_MS + 7]
+
+
+@pytest.mark.parametrize(("step", "told"), [("", "waiting for a batch"), ("draft", "draft, waiting for a batch")])
+async def test_the_claim_of_what_waits_in_a_batch_tells_so_and_its_step(step: str, told: str) -> None:
+    ground = Ground()
+    some = ground.job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=FlowHop(step=step, deadline_ms=NOW_MS))))
+    assert await ground.leave(some, Batched(params=b"")) == [None]
+    assert ground.claiming.steps == [told]
+
+
 async def test_the_progress_tells_of_a_retry() -> None:
     ground, progress = Ground(), Told()
     some = ground.job()
     some.progress = progress
     assert await ground.leave(some, Retried(delay_ms=7, error="529 of org-1", brief="529")) == [NOW_MS + 7]
-    await ground.leave(some, Deferred(delay_ms=7, reason="rpm"))
+    assert await ground.leave(some, Deferred(delay_ms=9, reason="rpm")) == [NOW_MS + 7, NOW_MS + 9]
     assert progress.told == [("retrying", {"attempt": 0, "delay_ms": 7, "error": "529"})]
 
 
@@ -152,17 +168,20 @@ def job(*, deadline_ms: int = 60_000) -> Job:
     return read(Bench().job(body=b"", headers={n.SENT_MS: NOW_MS, **headers}))
 
 
-async def enter(found: bytes | Exception | None, some: Job) -> Outcome | None:
+async def enter(found: bytes | Exception | None, some: Job, *, now_ms: int = NOW_MS) -> Outcome | None:
     decoding = Decoding(Parsing(), routes_of("one").of)
-    return await fetch_body(some, decoded(some), fetching=Fetches(found), decoding=decoding, now_ms=lambda: NOW_MS)
+    return await fetch_body(some, decoded(some), fetching=Fetches(found), decoding=decoding, now_ms=lambda: now_ms)
 
 
-@pytest.mark.parametrize(("deadline_ms", "took_s"), [(20_000, 20), (90_000, 60)])
-def test_a_fetch_that_hangs_ends_after_a_minute_or_at_the_deadline(deadline_ms: int, took_s: float) -> None:
+@pytest.mark.parametrize(("deadline_ms", "late_ms", "took_s"), [(20_000, 0, 20), (90_000, 0, 60), (1000, 5000, 0)])
+def test_a_fetch_that_hangs_ends_after_a_minute_or_at_the_deadline(
+    deadline_ms: int, late_ms: int, took_s: float
+) -> None:
     async def story() -> float:
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        assert isinstance(await enter(None, job(deadline_ms=deadline_ms)), Deferred)
+        found = await enter(None, job(deadline_ms=deadline_ms), now_ms=NOW_MS + late_ms)
+        assert found == Deferred(delay_ms=2000, reason="body unavailable")
         return clock() - began_s
 
     assert virtually(story()) == pytest.approx(took_s, abs=0.1)
