@@ -16,6 +16,7 @@ from aiohttp import web
 
 from consumers.failures import (
     AccountError,
+    AnswerTooLargeError,
     OverloadedError,
     ProviderError,
     RateLimitedError,
@@ -23,10 +24,20 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.limits.base import NOTHING, Amounts, Underway
-from consumers.providers.anthropic import AnthropicProvider, Dialect, bound_error_body, set_stream
+from consumers.providers.anthropic import (
+    AnthropicProvider,
+    Dialect,
+    Lookups,
+    bound_error_body,
+    client_options,
+    parse_message,
+    set_stream,
+)
 from consumers.providers.registry import Answer
+from consumers.providers.streams import StreamedMessage
 from service.simulated.app import SimulatedAPI
 from tests.support.malicious import MESSAGE as FIELDS
+from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 
 from .conftest import KEY, Answering, AskedFor, Handler
@@ -88,6 +99,13 @@ def test_the_body_gets_the_right_stream_field_and_is_otherwise_unchanged(
     body: bytes, streamed: bool, sent: bytes
 ) -> None:
     assert set_stream(body, streamed) == sent
+
+
+def test_a_body_that_certainly_states_nothing_is_not_read() -> None:
+    assert set_stream(b'{"stream" no json', True, is_stated=False) == b'{"stream":true,"stream" no json'
+    assert set_stream(b'{"stream" no json', False, is_stated=False) == b'{"stream" no json'
+    with pytest.raises(RejectedError, match="too large"):
+        set_stream(b'{"stream": false, "a": 1e999}', True)
 
 
 async def test_the_only_headers_are_key_version_beta_and_traceparent(api: SimulatedAPI, asked: AskedFor) -> None:
@@ -366,6 +384,256 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
     assert type(later) is type(first)
     assert repr(vars(later)) == repr(vars(first))
     assert later.detail == first.detail
+
+
+def refusing(status: int) -> tuple[list[str], Handler]:
+    """A handler that answers calls of a model, and lists no models: it answers that with this status."""
+    calls: list[str] = []
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        calls.append(f"{request.method} {request.rel_url}")
+        if request.method == "GET":
+            return web.Response(status=status, body=b"{}" if status == 200 else b"")
+        assert (await request.json())["max_tokens"] == 1
+        return web.Response(body=SHORT)
+
+    return calls, answer
+
+
+LISTED, CALLED = "GET /v1/models?limit=1", "POST /v1/messages"
+
+
+@pytest.mark.parametrize(
+    ("status", "calls"),
+    [
+        (200, [LISTED]),
+        (400, [LISTED, CALLED]),
+        (403, [LISTED, CALLED]),
+        (404, [LISTED, CALLED]),
+        (405, [LISTED, CALLED]),
+        (401, [LISTED]),
+        (402, [LISTED]),
+        (422, [LISTED]),
+        (500, [LISTED]),
+        (501, [LISTED]),
+    ],
+)
+async def test_a_free_probe_lists_the_models_and_calls_one_where_there_is_no_list(
+    status: int, calls: list[str], answering: Answering
+) -> None:
+    made, handler = refusing(status)
+    async with answering(handler) as provider:
+        if calls == [LISTED] and status != 200:
+            with pytest.raises(ProviderError):
+                await provider.probe("m", by_call=False)
+        else:
+            await provider.probe("m", by_call=False)
+        assert made == calls
+        made.clear()
+        await provider.probe("m", by_call=True)
+        assert made == [CALLED]
+
+
+@pytest.mark.parametrize(("max_tokens", "streamed"), [(21_333, False), (21_334, True)])
+async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed(
+    max_tokens: int, streamed: bool, answering: Answering, asked: AskedFor
+) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        bodies.append(await request.json())
+        return web.Response(status=400)
+
+    async with answering(answer) as provider:
+        with pytest.raises(RejectedError):
+            await provider.stream(asked(max_tokens=max_tokens), timeout_s=60, parts=None)
+    assert bodies[0].get("stream", False) == streamed
+
+
+@pytest.mark.parametrize(("more", "is_refused"), [(0, False), (-1, True), (-len(SHORT) + 5, True)])
+async def test_a_whole_answer_may_have_as_many_bytes_as_the_limit(
+    more: int, is_refused: bool, answering: Answering, asked: AskedFor
+) -> None:
+    _, handler = failing(GOOD)
+    async with answering(handler) as provider:
+        provider.max_answer_bytes = len(SHORT) + more
+        if is_refused:
+            with pytest.raises(AnswerTooLargeError, match=f"more than {len(SHORT) + more} bytes .LANEKEEPER_RESULTS"):
+                await provider.stream(asked(), timeout_s=60, parts=None)
+        else:
+            assert (await provider.stream(asked(), timeout_s=60, parts=None)).body == SHORT
+
+
+@pytest.mark.parametrize(
+    ("url", "is_here"),
+    [
+        ("http://127.0.0.1:8080/v1", True),
+        ("http://127.9.9.9", True),
+        ("http://[::1]:1", True),
+        ("http://localhost", True),
+        ("http://10.0.0.1", False),
+        ("https://api.anthropic.com", False),
+        ("https://localhost.example", False),
+        ("", False),
+    ],
+)
+async def test_clients_do_not_retry_or_follow_and_use_a_proxy_only_to_other_machines(url: str, is_here: bool) -> None:
+    options = client_options(url)
+    http = options["http_client"]
+
+    assert (options["max_retries"], options["open_telemetry"], http.follow_redirects) == (0, False, False)
+    assert (options["timeout"].connect, options["timeout"].read) == (5.0, None)
+    assert http.trust_env != is_here
+    await http.aclose()
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "told"),
+    [(b"<", "", "(no content type, 1 bytes)"), (b"<<", "t" * 60, f"({'t' * 50}, 2 bytes)")],
+)
+def test_an_answer_that_is_no_json_is_told_by_its_type_and_size(body: bytes, content_type: str, told: str) -> None:
+    with pytest.raises(TransientError, match="is not JSON") as caught:
+        parse_message(body, content_type)
+    assert told in caught.value.detail
+    assert parse_message(b"[1]", content_type) == {}
+    assert parse_message(b'{"a":1}', content_type) == {"a": 1}
+
+
+def sse(**event: Any) -> bytes:
+    return b"data: %b\n\n" % json.dumps(event).encode()
+
+
+BEGIN = sse(type="message_start", message={"type": "message", "model": "m", "content": [], "usage": {}})
+PING = sse(type="ping")
+BLOCK = sse(type="content_block_start", index=0, content_block={"type": "text", "text": ""})
+TOKEN = sse(type="content_block_delta", index=0, delta={"type": "text_delta", "text": "a"})
+END = sse(type="message_delta", delta={"stop_reason": "end_turn"}, usage={}) + sse(type="message_stop")
+
+
+def read_in_time(
+    *timed: tuple[float, bytes], timeout_s: float, pause_s: float, forwarding_s: float = 0, most_bytes: int = 4000
+) -> float:
+    """Read a stream whose pieces come after these seconds. Returns how long it took."""
+
+    async def body() -> AsyncIterator[bytes]:
+        for after_s, piece in timed:
+            await asyncio.sleep(after_s)
+            yield piece
+
+    async def forward(_: bytes) -> None:
+        await asyncio.sleep(forwarding_s)
+
+    async def story() -> float:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        provider = AnthropicProvider(None, name="a", secret="", max_answer_bytes=most_bytes)
+        async with asyncio.timeout(timeout_s) as limit:
+            await provider._read_stream(
+                body(), StreamedMessage(), urgent=0, limit=limit, pause_s=pause_s, parts=forward
+            )
+        return clock() - began_s
+
+    return virtually(story())
+
+
+@pytest.mark.parametrize(
+    "early", [[], [(9, BEGIN)], [(4, BEGIN), (5, PING)]], ids=["nothing", "start", "start and ping"]
+)
+def test_what_comes_before_the_first_token_does_not_lengthen_the_time_for_it(early: list[tuple[float, bytes]]) -> None:
+    so_far = sum(after_s for after_s, _ in early)
+    begin = [] if early else [(0.0, BEGIN)]
+    took_s = read_in_time(*early, *begin, (9.9 - so_far, BLOCK), (0, END), timeout_s=10, pause_s=10)
+    assert took_s == pytest.approx(9.9)
+    with pytest.raises(TimeoutError):
+        read_in_time(*early, *begin, (10.1 - so_far, BLOCK), (0, END), timeout_s=10, pause_s=10)
+
+
+def test_after_the_first_token_each_pause_has_the_same_limit() -> None:
+    begin = [(1.0, BEGIN), (1.0, BLOCK)]
+    slow = [(19.9, TOKEN)] * 5
+    assert read_in_time(*begin, *slow, (19.9, END), timeout_s=5, pause_s=20) == pytest.approx(2 + 6 * 19.9)
+    with pytest.raises(TimeoutError):
+        read_in_time(*begin, *slow, (20.1, END), timeout_s=5, pause_s=20)
+    with pytest.raises(TimeoutError):
+        read_in_time(*begin, (19.9, TOKEN[:9]), (0.2, TOKEN[9:]), (0, END), timeout_s=5, pause_s=20)
+
+
+def test_forwarding_takes_nothing_of_the_time_for_the_first_token_or_of_a_pause() -> None:
+    took_s = read_in_time((1, BEGIN), (3.9, BLOCK), (4.9, TOKEN), (4.9, END), timeout_s=5, pause_s=5, forwarding_s=100)
+    assert took_s == pytest.approx(14.7 + 500)
+
+
+def test_after_the_last_event_the_end_of_the_body_is_awaited_for_a_tenth_of_a_second() -> None:
+    whole = [(0.0, BEGIN + BLOCK + TOKEN + END)]
+    assert read_in_time(*whole, timeout_s=5, pause_s=5) == 0
+    assert read_in_time(*whole, (60, b"\n"), timeout_s=5, pause_s=5) == pytest.approx(0.1)
+    with pytest.raises(TransientError, match="without message_stop"):
+        read_in_time((0, BEGIN), timeout_s=5, pause_s=5)
+
+
+def test_a_stream_may_have_four_times_as_many_bytes_as_an_answer_and_an_event_a_quarter() -> None:
+    comments = b":" + b"x" * 97 + b"\n\n"  # 100 bytes
+    rest = BEGIN + BLOCK + TOKEN + END
+    most = 4 * 4000 - len(rest)
+    many = [(0.0, comments)] * (most // 100)
+    fill = b":" + b"x" * (most % 100 - 3 + 100) + b"\n\n"
+    read_in_time(*many[1:], (0, fill), (0, rest), timeout_s=5, pause_s=5)
+    with pytest.raises(AnswerTooLargeError, match="more than 16000 bytes"):
+        read_in_time(*many[1:], (0, fill), (0, b":" + rest), timeout_s=5, pause_s=5)
+    for size in (1000, 1001):
+        event = [(0.0, b":" + b"x" * (size - 1) + b"\n\n"), (0.0, rest)]
+        if size == 1000:
+            read_in_time(*event, timeout_s=5, pause_s=5)
+        else:
+            with pytest.raises(AnswerTooLargeError, match="more than 1000 bytes"):
+                read_in_time(*event, timeout_s=5, pause_s=5)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_passed_on"),
+    [
+        (200, b"any", True),
+        (400, ERROR % b"invalid_request_error", True),
+        (404, ERROR % b"not_found_error", True),
+        (529, ERROR % b"overloaded_error", True),
+        (401, ERROR % b"authentication_error", False),
+        (402, ERROR % b"billing_error", False),
+        (400, ERROR % b"invalid: the key is sk-its-key", False),
+        (302, ERROR % b"invalid_request_error", False),
+        (400, b'{"type": "message", "error": {}}', False),
+        (400, b'{"type": "error", "error": "no"}', False),
+        (400, b'["error"]', False),
+        (502, b"<html>", False),
+    ],
+)
+async def test_a_look_up_passes_on_answers_and_errors_of_anthropics_that_are_not_about_the_key(
+    status: int, body: bytes, is_passed_on: bool, answering: Answering
+) -> None:
+    asked, handler = failing((status, body, {"x-more": "1"}))
+    async with answering(handler) as provider:
+        lookups = Lookups(str(provider.client.base_url), api_key="sk-its-key")
+        if is_passed_on:
+            found = await lookups.call("/v1/models", query={"limit": "5"}, beta="b")
+            assert (found.status, found.headers["x-more"], found.body) == (status, "1", body)
+        else:
+            with pytest.raises(ProviderError) as refused:
+                await lookups.call("/v1/models", query={"limit": "5"}, beta="b")
+            assert "sk-its-key" not in refused.value.detail
+        await lookups.aclose()
+    (call,) = asked
+    assert (call.method, str(call.rel_url), call.headers["anthropic-beta"]) == ("GET", "/v1/models?limit=5", "b")
+
+
+async def test_a_look_up_with_a_body_is_posted_and_its_answer_has_at_most_4_mib(answering: Answering) -> None:
+    asked, handler = failing((200, b"x" * 4_194_304, {}), (200, b"x" * 4_194_305, {}))
+    async with answering(handler) as provider:
+        lookups = Lookups(str(provider.client.base_url), api_key="k")
+        found = await lookups.call("/v1/messages/count_tokens", body=b'{"a":1}', query={})
+        assert len(found.body) == 4_194_304
+        with pytest.raises(AnswerTooLargeError):
+            await lookups.call("/v1/messages/count_tokens", body=b'{"a":1}', query={})
+        await lookups.aclose()
+    assert [(call.method, await call.read()) for call in asked] == [("POST", b'{"a":1}')] * 2
 
 
 READ, UNREAD, TOGETHER = "read while idle", "not read yet", "together with the answer"

@@ -422,6 +422,15 @@ def test_a_paused_provider_is_probed_ever_more_seldom_until_once_a_minute_and_ca
     ]
 
 
+@pytest.mark.parametrize(("status", "by_call"), [(401, False), (402, True), (403, False)])
+def test_an_unpaid_account_is_probed_by_calls_of_a_model(status: int, by_call: bool) -> None:
+    async def story(world: World) -> None:
+        await world.fail(AccountError("no", reason="no", status=status))
+        await asyncio.sleep(1.5)
+
+    assert [each for *_, each in run(story).probes] == [by_call]
+
+
 def test_a_pause_is_told_with_its_age_and_the_time_to_its_next_probe() -> None:
     async def story(world: World) -> None:
         await world.fail()
