@@ -374,6 +374,13 @@ async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.
     bench.log.clear()
     for each in found:
         each.times_delivered = FAULTS_AT_MOST
+    bench.publisher.failing[NAMES.delay(0)] = BrokerUnreachable("gone")
+    away = Gathering(*found, bench=bench)
+    await away.run(settled=3)
+    assert away.settled == ["reject"] * 3, "what was not sent back is not acknowledged"
+
+    bench.log.clear()
+    bench.publisher.failing.clear()
     last = Gathering(*found, bench=bench)
     await last.run(settled=3)
     assert last.settled == ["ack"] * 3

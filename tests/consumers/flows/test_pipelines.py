@@ -7,12 +7,22 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from consumers.clock import moment_text
 from consumers.decoding import Parsing
-from consumers.flows.pipelines import AT_ONCE, ITEMS_AT_MOST, Pipelines, PipelineSpec, StepSpec, output_of, with_output
+from consumers.flows.pipelines import (
+    AT_ONCE,
+    ITEMS_AT_MOST,
+    Pipelines,
+    PipelineSpec,
+    StepSpec,
+    _side_of,
+    output_of,
+    with_output,
+)
 from consumers.job import Chain, Decoded, Job, Route
-from consumers.outcomes import Answered, Buried, Deferred, Refused, Stepped
+from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Stepped
 from consumers.providers.registry import Registry
-from consumers.state.base import Granted, Identity
+from consumers.state.base import Completion, Granted, Identity
 from lanekeeper import __version__
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -62,7 +72,7 @@ class NarrowPublisher(FakePublisher):
 def given(bench: Bench, body: bytes) -> tuple[Job, Decoded]:
     job = read(bench.job())
     found = decoded(job)
-    job.decoded = replace(found, request=replace(found.request, pipeline="p", body=body))
+    job.decoded = replace(found, request=replace(found.request, pipeline="p", body=body, states_stream=True))
     return job, job.decoded
 
 
@@ -75,6 +85,7 @@ async def test_a_step_with_a_handler_needs_no_provider(step: StepSpec, chain: Ch
 
     assert await pipelines(bench, step).enter(job, found) is None
     assert decoded(job).request.handler == step.handler
+    assert not decoded(job).request.states_stream
     assert decoded(job).chain == chain
 
 
@@ -194,9 +205,17 @@ async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_tha
     assert with_output(outcome.state, "t", b"3") == outcome.state[:-2] + b',"t":3}}'
 
 
-@pytest.mark.parametrize(("code", "runs_again"), [("attempts_exhausted", False), ("cancelled", True)])
-async def test_of_the_items_of_a_lost_delivery_only_those_that_were_cancelled_are_published_again(
-    code: str, runs_again: bool
+@pytest.mark.parametrize(
+    ("code", "dead_ms", "runs_again"),
+    [
+        ("attempts_exhausted", None, False),
+        ("cancelled", None, True),
+        ("attempts_exhausted", 999, False),
+        ("attempts_exhausted", 1000, True),
+    ],
+)
+async def test_of_the_items_that_failed_those_are_published_again_that_were_cancelled_or_failed_before_the_replay(
+    code: str, dead_ms: int | None, runs_again: bool
 ) -> None:
     bench = Bench()
     bench.store.now_ms = 0
@@ -208,7 +227,8 @@ async def test_of_the_items_of_a_lost_delivery_only_those_that_were_cancelled_ar
     assert isinstance(claim, Granted)
     await bench.store.complete(item, fingerprint(), failed(code), token=claim.token)
 
-    job.delivery.redelivered = True
+    job.delivery.redelivered = dead_ms is None
+    job.hop = replace(job.hop, dead_at=None if dead_ms is None else moment_text(dead_ms))
     await steps.enter(job, found)
 
     assert [each.message.message_id for each in bench.publisher.sent] == [item.id] * (1 + runs_again)
@@ -345,7 +365,7 @@ async def test_an_answer_takes_the_pipeline_to_its_next_step_and_that_of_the_las
         if name == "t":
             moved = await steps.enter(job, found)
             assert isinstance(moved, Stepped), "it stands in another lane"
-            assert (moved.lane, moved.flow.step) == ("batch", "t")
+            assert (moved.lane, moved.flow.step, moved.delay_ms, moved.of) == ("batch", "t", 0, 0)
             assert steps.after(job, answer) is answer
         else:
             assert await steps.enter(job, found) is None
@@ -373,3 +393,107 @@ def test_the_state_of_a_pipeline_has_a_most() -> None:
     assert with_output(state, "s", b"1" * room)
     with pytest.raises(RequestProblem, match=f"have {UNPACKED_BYTES + 1} bytes, allowed are {UNPACKED_BYTES}"):
         with_output(state, "s", b"1" * (room + 1))
+
+
+async def end(bench: Bench, item: Identity, completion: Completion) -> None:
+    bench.store.now_ms = 0
+    claim = await bench.store.claim(item, fingerprint())
+    assert isinstance(claim, Granted)
+    await bench.store.complete(item, fingerprint(), completion, token=claim.token)
+
+
+async def again(steps: Pipelines, job: Job, found: Decoded, outcome: Outcome | None) -> Outcome | None:
+    """What becomes of the delivery that this outcome publishes."""
+    assert isinstance(outcome, Stepped)
+    job.hop = replace(job.hop, flow=outcome.flow)
+    job.decoded = replace(found, request=replace(found.request, body=outcome.state))
+    return await steps.enter(job, job.decoded)
+
+
+EACH = StepSpec(name="s", handler="h", each="input")
+
+
+async def test_an_item_that_the_store_has_lost_is_published_again() -> None:
+    bench, other = Bench(), Bench()
+    job, found = given(bench, b"[1]")
+    outcome = await again(pipelines(other, EACH), job, found, await pipelines(bench, EACH).enter(job, found))
+    assert isinstance(outcome, Stepped)
+    (item,), (published,) = bench.publisher.sent, other.publisher.sent
+    assert published.message.message_id == item.message.message_id
+
+
+@pytest.mark.parametrize(("user", "tenant", "told"), [(None, "", False), ("a", "a", False), (None, "a", True)])
+async def test_an_item_belongs_to_the_tenant_of_its_pipeline(user: str | None, tenant: str, told: bool) -> None:
+    bench = Bench()
+    job, found = given(bench, b"[1]")
+    job.hop, job.identity = replace(job.hop, user_id=user), Identity(tenant, job.id)
+    await pipelines(bench, EACH).enter(job, found)
+    (item,) = bench.publisher.sent
+    assert item.message.headers.get(n.TENANT) == (tenant if told else None)
+
+
+@pytest.mark.parametrize("step", [{"handler": "h"}, {"prompt": "x", "model": "own"}, {"prompt": "x"}])
+async def test_the_model_of_a_fan_out_that_is_the_last_step_is_that_of_its_items(step: dict[str, str]) -> None:
+    bench = Bench()
+    job, found = given(bench, b"[]")
+    outcome = await pipelines(bench, StepSpec(name="s", each="input", **step)).enter(job, found)  # type: ignore[arg-type]
+    assert isinstance(outcome, Answered)
+    lane = next(lane for lane in DEFAULT_LANES if lane.name == "critical")
+    assert (outcome.body, outcome.model) == (b"[]", step.get("handler") or step.get("model") or lane.model)
+
+
+@pytest.mark.parametrize("most", [17, 18])
+async def test_the_outputs_of_all_items_have_a_most_with_what_divides_them(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    steps = pipelines(bench, EACH)
+    job, found = given(bench, b"[1,2]")
+    outcome = await steps.enter(job, found)
+    for each in bench.publisher.sent:
+        await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), answered("12345678"))
+    monkeypatch.setattr("consumers.flows.pipelines.UNPACKED_BYTES", most)
+    outcome = await again(steps, job, found, outcome)
+    if most == 18:
+        assert isinstance(outcome, Answered)
+        assert outcome.body == b"[12345678,12345678]"
+    else:
+        assert isinstance(outcome, (Refused, Buried))
+        assert "have 18 bytes, allowed are 17" in outcome.problem.detail
+
+
+async def test_a_fan_out_looks_as_far_as_so_many_items_wait() -> None:
+    bench = Bench()
+    steps = pipelines(bench, EACH)
+    job, found = given(bench, b"[" + b",".join([b"1"] * 150) + b"]")
+    outcome = await steps.enter(job, found)
+    ids = [each.message.message_id or "" for each in bench.publisher.sent]
+    for k, ended in ((100, 0), (0, 2)):
+        await end(bench, Identity(job.identity.tenant, ids[k]), answered("1"))
+        outcome = await again(steps, job, found, outcome)
+        assert isinstance(outcome, Stepped)
+        assert outcome.done == ended
+
+
+@pytest.mark.parametrize("side_queues", [0, 8])
+async def test_an_item_has_its_number_and_goes_to_a_side_queue_or_else_at_once_to_its_lane(side_queues: int) -> None:
+    bench = Bench()
+    seen = list[tuple[str, int]]()
+    steps = pipelines(bench, StepSpec(name="s", prompt="{{ number }} {{ item }}", each="input"))
+    steps.lanes = {name: replace(lane, side_queues=side_queues) for name, lane in steps.lanes.items()}
+    steps.seen = lambda lane, number: seen.append((lane, number))
+    job, found = given(bench, b'["a","b"]')
+    number = _side_of(job.identity.tenant, steps.lanes["critical"])
+    await steps.enter(job, found)
+    prompts = [json.loads(each.message.body)["messages"][0]["content"] for each in bench.publisher.sent]
+    assert prompts == ["1 a", "2 b"]
+    for each in bench.publisher.sent:
+        assert each.routing_key.startswith("critical.")
+        assert each.exchange == (NAMES.delay(0) if number is None else NAMES.side_exchange(number))
+        assert each.message.headers.get(NAMES.delay_bit(0)) is (False if number is None else None)
+    assert seen == ([] if number is None else [("critical", number)] * 2)
+
+
+def test_workers_of_all_versions_look_for_a_tenant_in_the_same_side_queue_first() -> None:
+    lane = replace(DEFAULT_LANES[0], side_queues=8)
+    assert [_side_of(tenant, lane) for tenant in ("", "a", "b", "crm", "shop", "search")] == [6, 6, 7, 1, 6, 0]
