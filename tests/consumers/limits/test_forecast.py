@@ -225,3 +225,53 @@ def test_a_lane_saves_for_a_request_only_from_its_arrival_on() -> None:
         assert loop.time() - began_s == pytest.approx(2.65, abs=0.01)
 
     virtually(story())
+
+
+@pytest.mark.parametrize(("spec", "is_known"), [(BudgetSpec(), False), (SPEC, True)])
+def test_a_wait_for_a_limit_that_is_only_assumed_is_told_as_not_known_and_refuses_no_request(
+    spec: BudgetSpec, is_known: bool
+) -> None:
+    account = new_account(spec)
+    account.buckets[1].lower(0)
+
+    found = forecast.wait(account, NORMAL, tokens(100), 0.0)
+
+    assert (found.reason, found.is_known, found.least_s > 0) == ("itpm", is_known, is_known)
+    assert found.seconds > 0
+
+
+def test_a_request_that_need_not_wait_has_a_known_wait_of_nothing() -> None:
+    assert forecast.wait(new_account(BudgetSpec()), NORMAL, tokens(1), 0.0) == (0.0, "rpm", 0.0, True)
+
+
+def test_of_calls_those_that_are_not_hopeless_come_before_the_next_one() -> None:
+    account = new_account(BudgetSpec(accounts={"a": AccountCaps(concurrency=1)}))
+    account.concurrency.call_s = 10.0
+    account.concurrency.begin(CRITICAL, "", (), 0.0)
+    waiters = [Waiter(BATCH, Amounts(1, 1, 1), arrived_s=0.0, until_s=until_s) for until_s in (100.0, 100.0, 25.0)]
+    for waiter in waiters:
+        account.join(waiter)
+
+    assert [waiter for waiter, _ in forecast.hopeless(account, 3.0)] == waiters[2:]
+
+
+@pytest.mark.parametrize(("needs", "ahead"), [((0, 0, 10), None), ((1, 0, 10), (0, 10, 10)), ((0, 10, 10), None)])
+def test_a_request_waits_for_a_bucket_in_debt_only_if_it_or_one_before_it_needs_something_of_it(
+    needs: tuple[float, float, float], ahead: tuple[float, float, float] | None
+) -> None:
+    account = new_account()
+    account.buckets[1].level = -500
+    if ahead is not None:
+        account.waiting_elsewhere = [Amounts(*ahead), NOTHING, NOTHING]
+
+    found = forecast.wait(account, CRITICAL, Amounts(*needs), 0.0)
+
+    assert (found.reason, found.seconds > 4) == (("rpm", False) if needs == (0, 0, 10) else ("itpm", True))
+
+
+def test_if_nothing_must_flow_in_for_those_before_it_a_request_waits_only_for_its_own_part() -> None:
+    account = new_account()
+    account.buckets[1].level, account.buckets[1].savings = 100, [0.0, 0.0, 0.0]
+    account.join(Waiter(BATCH, tokens(30), arrived_s=0.0))
+
+    assert forecast.wait(account, BATCH, tokens(20), 0.0).least_s == pytest.approx(20 / 5)

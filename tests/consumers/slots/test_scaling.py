@@ -551,6 +551,22 @@ async def test_while_slots_become_free_a_scout_goes_out_only_between_several_ten
     await lane.end()
 
 
+@pytest.mark.parametrize(("waiting", "goes"), [(1, False), (2, True)])
+@in_virtual_time
+async def test_in_a_slow_lane_of_one_tenant_a_scout_goes_out_for_more_than_begin_in_a_quarter_of_a_second(
+    waiting: int, goes: bool
+) -> None:
+    lane = Lane(waiting=waiting)
+    await asyncio.sleep(0.1)
+    lane.fill()
+    for _ in range(20):  # four calls a second
+        await asyncio.sleep(0.25)
+        lane.slots.end("crm")
+        assert lane.slots.begin("crm")
+    assert bool(lane.scouts) == goes
+    await lane.end()
+
+
 @in_virtual_time
 async def test_while_a_scout_is_out_requests_over_their_tenants_share_are_set_aside() -> None:
     lane = Lane(waiting=10)
