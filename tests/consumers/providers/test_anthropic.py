@@ -386,6 +386,12 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
     assert later.detail == first.detail
 
 
+async def test_by_default_an_answer_has_at_most_16_mib(api: SimulatedAPI) -> None:
+    provider = AnthropicProvider.at(api.base_url, api_key=KEY)
+    assert (provider.max_answer_bytes, provider.max_values) == (16_777_216, 100_000)
+    await provider.aclose()
+
+
 def refusing(status: int) -> tuple[list[str], Handler]:
     """A handler that answers calls of a model, and lists no models: it answers that with this status."""
     calls: list[str] = []

@@ -174,6 +174,22 @@ async def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() 
     assert these.states(0)["anthropic m"]["state"] == "open"
 
 
+async def test_a_breaker_that_opens_is_told_with_its_error_and_the_tenths_of_a_second_until_its_probe() -> None:
+    these = breakers()
+    await fail(these, 0, times=FAILURES - 1)
+    permit = await enter(these, 0)
+    assert permit is not None
+    change = await these.failed(permit, DOWN, 0, timeout_s=60)
+
+    assert change is not None
+    left_s = these.wait_s(HERE, 0)
+    assert left_s != round(left_s, 1)
+    assert change.fields == {
+        "provider": "anthropic", "model": "m", "state": "open", "error": DOWN.brief, "retry_in_s": round(left_s, 1),
+    }  # fmt: skip
+    assert these.states(0) == {"anthropic m": {"state": "open", "retry_in_s": round(left_s, 1)}}
+
+
 async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> None:
     these = await opened()
 

@@ -392,6 +392,11 @@ def test_an_event_that_is_no_json_object_is_a_broken_stream(data: bytes) -> None
     assert caught.value.type == "broken_stream"
 
 
+def test_an_answer_is_written_as_short_as_can_be_and_half_a_character_as_an_escape() -> None:
+    assert to_json({"a": "é", "b": [1, 2]}) == '{"a":"é","b":[1,2]}'.encode()
+    assert to_json({"a": "é\ud83d"}) == rb'{"a":"\u00e9\ud83d"}'
+
+
 @pytest.mark.parametrize(("characters", "is_kept"), [(256, True), (257, False)])
 def test_a_name_of_more_than_256_characters_is_not_read(characters: int, is_kept: bool) -> None:
     name = "m" * characters
