@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from lanekeeper import bodies
-from lanekeeper.bodies import BodiesFull, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
+from lanekeeper.bodies import BodiesFull, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge, without_secrets
 from lanekeeper.contract.messages import BodyAddress
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
@@ -132,7 +132,28 @@ async def test_a_share_counts_what_is_there_for_every_process_and_what_was_remov
 
 async def test_what_is_being_written_is_counted_once(store: BodyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "SCAN_EVERY_S", 0.0)
-    await store.keep([b"x" * 100] * 5, tenant="a")
+    pieces = [b"x" * 100_000] * 5  # more than a file's buffer, so that a scan finds them
+    full = BodyStore(store.url, in_all_bytes=1_000_000)
+    await full.keep(pieces, tenant="a")
+    with pytest.raises(BodiesFull, match="500001 bytes there"):
+        await full.keep([b"x"], tenant="a")
+    full.close()
+
+
+async def test_between_scans_the_folder_is_not_read(
+    store: BodyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    await store.keep([])
+    old = tmp_path / "bodies" / f"1000000000-{'0' * 32}"
+    old.write_bytes(b"")
+    now_s = 59.9
+    await store.keep([])
+    assert old.exists()
+    now_s = 60.0
+    await store.keep([])
+    assert not old.exists()
 
 
 async def test_an_expired_body_that_another_process_removed_first_is_gone(
@@ -229,6 +250,10 @@ async def test_the_cause_of_an_error_has_no_key_and_no_signature(text: str) -> N
     assert caught.value.cause.startswith("OSError: ")
     assert "…" in caught.value.cause
     assert "SECRET" not in f"{caught.value.cause} {caught.value} {caught.value.__cause__}"
+
+
+def test_the_cause_of_an_error_is_cut() -> None:
+    assert without_secrets("x" * 1001) == "x" * 1000
 
 
 async def test_a_body_is_copied_into_a_file_in_pieces_and_checked(store: BodyStore) -> None:

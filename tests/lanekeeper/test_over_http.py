@@ -260,6 +260,9 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
         ({"priority": 9}, "priority: found 9"),
         ({"tenant": "other"}, "tenant"),
         ({"headers": {"x-mine": "1"}}, "header x-mine"),
+        ({"headers": {"x-lane-a": "1\r\nx-lane-tenant: other"}}, "header x-lane-a: has a line break"),
+        ({"headers": {"x-lane-a": b"1\n"}}, "header x-lane-a: has a line break"),
+        ({"headers": {"x-lane-a": b"\xe9"}}, "header x-lane-a: has a line break, or another character"),
     ],
 )
 async def test_what_http_cannot_carry_is_refused_before_it_is_sent(

@@ -48,6 +48,13 @@ def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:
     assert load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "guest"}})})
 
 
+def test_the_brokers_user_speaks_for_its_own_tenant_and_a_password_is_no_user() -> None:
+    url = {"LANEKEEPER_AMQP_URL": "amqp://crm:sesame@localhost/"}
+    load_settings(environ={**url, "LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "crm"}})})
+    with pytest.raises(SettingsError, match="the broker's user 'crm', who is not in LANEKEEPER_SPEAKERS"):
+        load_settings(environ={**url, "LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "sesame"}})})
+
+
 def test_keys_are_read_again_when_their_file_has_changed_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

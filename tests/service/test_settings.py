@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings, simulating
@@ -444,6 +445,16 @@ def test_a_value_may_equal_the_one_that_bounds_it(env: dict[str, str]) -> None:
 @pytest.mark.parametrize(("length", "shown"), [(58, "x" * 58 + "'"), (59, "x" * 59 + "…")])
 def test_a_long_value_is_cut_in_an_error(length: int, shown: str) -> None:
     assert f"found '{shown}, allowed" in wrong(env={"LANEKEEPER_GRACE_S": "x" * length})
+
+
+def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load().namespace = "x"
+    with pytest.raises(ValidationError) as refused:
+        Settings(namespace=SECRET.upper(), management_url=SECRET)  # type: ignore[arg-type]
+    assert SECRET not in str(refused.value).lower()
+    with pytest.raises(ValidationError, match="no_setting"):
+        Settings(no_setting=1)  # type: ignore[call-arg]
 
 
 def test_a_file_whose_name_is_too_long_is_not_there() -> None:

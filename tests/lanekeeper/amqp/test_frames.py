@@ -24,7 +24,7 @@ from lanekeeper.amqp.wire import (
     message_of,
     write_table,
 )
-from lanekeeper.contract.messages import UNREADABLE, Message
+from lanekeeper.contract.messages import UNREADABLE, Headers, Message
 from tests.support.examples import examples
 
 CONTENT_TYPE, HEADERS, CORRELATION_ID, REPLY_TO, TIMESTAMP, USER_ID = (1 << bit for bit in (15, 13, 10, 9, 6, 4))
@@ -112,6 +112,13 @@ def test_nested_arrays_and_tables_have_a_maximum_depth(kind: bytes) -> None:
 
     assert list(delivered(HEADERS, deep(NESTED_LEVELS - 1)).headers) == ["k"]
     assert list(delivered(HEADERS, deep(NESTED_LEVELS)).headers) == [UNREADABLE]
+
+
+def test_a_header_that_was_not_changed_is_passed_on_in_the_bytes_in_which_it_came() -> None:
+    headers = delivered(HEADERS, table(b"\x01aI\x00\x00\x00\x07" + b"\x01bt\x01")).headers
+    assert isinstance(headers, Headers)
+    headers["c"] = 5
+    assert [headers.encoded(name) for name in "abc"] == [b"I\x00\x00\x00\x07", b"t\x01", 5]
 
 
 def test_a_table_with_too_many_values_is_named() -> None:

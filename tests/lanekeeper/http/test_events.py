@@ -1,7 +1,12 @@
 """Server-Sent Events: the same, however the bytes are cut into chunks."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -9,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanekeeper import http
-from lanekeeper.http import Event, Events, EventTooLarge, OverHttp
+from lanekeeper.contract.problems import BrokerUnreachable, ReplyLost
+from lanekeeper.http import Event, Events, EventTooLarge, HttpAnswer, OverHttp, seconds_of
 
 STREAM = (
     b": a comment\r\nretry: 10\r\n\r\nid: 1\r\nevent: queued\r\ndata: {}\r\n\r\n"
@@ -43,6 +49,90 @@ def test_an_event_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -
     reading = Events()
     assert not [event for _ in range(30) for event in reading.read(b"data:\n")]
     assert list(reading.read(b"\n")) == [Event("message", b"\n" * 29, "")]
+
+
+def clocked(monkeypatch: pytest.MonkeyPatch, waits: Callable[[float], None]) -> Callable[[], float]:
+    """The module's clock, which a second's pause moves on by a second; every pause is 1 s."""
+    now_s = [100.0]
+
+    async def sleep(pause_s: float) -> None:
+        now_s[0] += pause_s
+        waits(now_s[0])
+
+    def clock() -> float:
+        return now_s[0]
+
+    loop = SimpleNamespace(time=clock)
+    monkeypatch.setattr(http, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop))
+    return clock
+
+
+@asynccontextmanager
+async def no_stream(path: str, headers: object) -> AsyncIterator[None]:
+    if path:
+        raise BrokerUnreachable("away")
+    yield
+
+
+class CallerLeaves(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("end", "error", "lasts_s"), [(None, ReplyLost, 31), (130.0, CallerLeaves, 90)])
+async def test_a_lost_stream_is_tried_again_for_30_s_or_as_long_as_its_caller_waits(
+    monkeypatch: pytest.MonkeyPatch, end: float | None, error: type[Exception], lasts_s: int
+) -> None:
+    def waits(now_s: float) -> None:
+        if now_s == 190:
+            raise CallerLeaves
+
+    pauses = Mock(return_value=1.0)
+    monkeypatch.setattr(http, "pause_s", pauses)
+    clock = clocked(monkeypatch, waits)
+    gateway = OverHttp("http://host", api_key=None, ssl_context=None, tracing=None)
+    monkeypatch.setattr(gateway, "_streamed", no_stream)
+    with pytest.raises(error):
+        await anext(gateway._events(Mock(id="id-1", end=end)))
+    assert clock() == 100 + lasts_s
+    assert [each.args for each in pauses.call_args_list][:3] == [(0,), (1,), (2,)]
+    assert pauses.call_args.kwargs == {"first_s": 0.2, "cap_s": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("limits", "tries_s"),
+    [
+        ({"within_s": 0}, [1]),
+        ({"within_s": 0, "waits_s": 20}, [21]),
+        ({"within_s": 12}, [10, 10, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]),
+        ({"within_s": 12, "absent_within_s": 2}, [10, 10, 10]),
+    ],
+)
+async def test_each_try_of_a_call_has_10_s_or_what_is_left_but_at_least_1(
+    monkeypatch: pytest.MonkeyPatch, limits: Any, tries_s: list[int]
+) -> None:
+    tried: list[float] = []
+
+    async def call_once(method: str, path: str, timeout_s: float, *_: object) -> HttpAnswer:
+        tried.append(timeout_s)
+        return HttpAnswer(503, b"")
+
+    pauses = Mock(return_value=1.0)
+    monkeypatch.setattr(http, "pause_s", pauses)
+    clocked(monkeypatch, lambda now_s: None)
+    gateway = OverHttp("http://host", api_key=None, ssl_context=None, tracing=None)
+    monkeypatch.setattr(gateway, "_call_once", call_once)
+    with pytest.raises(BrokerUnreachable):
+        await gateway._call("POST", "/", **limits)
+    assert tried == tries_s
+    assert pauses.call_args.args == (len(tries_s) - 1,)
+    assert pauses.call_args.kwargs == {"first_s": 0.2, "cap_s": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"), [("7", 7), ("0", 0), ("-1", 0), ("3600", 3600), ("3601", 3600), ("soon", None), (None, None)]
+)
+def test_a_gateway_may_ask_for_a_pause_of_an_hour_at_most(told: str | None, seconds: float | None) -> None:
+    assert seconds_of(told) == seconds
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, LanekeeperError, RequestProblem
 from lanekeeper.telemetry import logs, signals
-from lanekeeper.telemetry.figures import SECONDS
-from lanekeeper.telemetry.tracing import Tracing, record_answer, record_request, trace_url
+from lanekeeper.telemetry.figures import SECONDS, TOKENS
+from lanekeeper.telemetry.tracing import Tracing, record_answer, record_request, record_status, trace_url
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -144,6 +144,21 @@ def test_a_trace_has_a_page_where_there_is_a_jaeger(jaeger: str | None, trace: s
 
 def test_a_quantile_is_known_to_a_factor_of_three() -> None:
     assert all(low < high <= 3 * low for low, high in pairwise(SECONDS))
+
+
+def test_tokens_are_counted_from_one_to_those_of_the_largest_context() -> None:
+    assert (TOKENS[:3], TOKENS[-1], len(TOKENS)) == ((1, 4, 16), 67_108_864, 14)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(299, None), (300, "300"), (503, "503")])
+def test_an_http_call_has_failed_from_status_300_on(recorded: Recorded, status: int, kind: str | None) -> None:
+    with recorded.tracing.process(request(), queue="lane.critical") as span:
+        record_status(span, status)
+
+    told = recorded.span("process lane.critical")
+    attributes = told.attributes or {}
+    assert (attributes["http.response.status_code"], attributes.get("error.type")) == (status, kind)
+    assert told.status.status_code is (StatusCode.UNSET if kind is None else StatusCode.ERROR)
 
 
 def test_without_structlog_an_event_goes_to_the_standard_logger(
