@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings, simulating
 from service.config.settings import Settings
+from service.config.value_types import listed
 from tests.support.settings import lane, load, wrong
 
 SECRET = "s3cret"
@@ -455,6 +456,37 @@ def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> Non
     assert SECRET not in str(refused.value).lower()
     with pytest.raises(ValidationError, match="no_setting"):
         Settings(no_setting=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("env", "url"),
+    [
+        ({"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://host:4318/"}, None),
+        ({}, None),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://host:4318/"},
+            "http://host:4318/v1/metrics",
+        ),
+    ],
+)
+def test_metrics_are_sent_to_the_collector_unless_turned_off(env: dict[str, str], url: str | None) -> None:
+    assert load(env=env).metrics_url == url
+
+
+@pytest.mark.parametrize(("chance", "is_allowed"), [("0", True), ("1", True), ("-0.1", False), ("1.1", False)])
+def test_a_chance_is_from_0_to_1(chance: str, is_allowed: bool) -> None:
+    env = {"LANEKEEPER_FAILPOINTS": f"after_store:{chance}"}
+    if is_allowed:
+        assert load(env=env).failpoints == {"after_store": float(chance)}
+    else:
+        assert "probability from 0 to 1" in wrong(env=env)
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [("abcde", "'a', 'b', 'c', 'd', 'e'"), ("abcdef", "'a', 'b', 'c', 'd', 'e' and 1 more")]
+)
+def test_of_many_names_the_first_five_are_told(names: str, told: str) -> None:
+    assert listed(names) == told
 
 
 def test_a_file_whose_name_is_too_long_is_not_there() -> None:
