@@ -21,7 +21,7 @@ from consumers.limits.budgets import Estimates
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
 from consumers.progress import Progress
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.breakers import FAILURES, Breakers, Pauses
+from consumers.providers.breakers import FAILURES, Breakers, Change, Pauses, Permit
 from consumers.providers.registry import Registry
 from consumers.slots.pausing import Pausing
 from consumers.spending import Prices
@@ -391,6 +391,18 @@ async def test_a_failure_that_opens_the_last_breaker_is_no_attempt_however_soon_
     assert isinstance(outcome, Deferred)
     assert two.job.attempted is not None
     assert not two.job.attempted.counts
+
+
+async def test_a_breaker_that_a_call_begins_to_probe_is_told(providers: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = await providers()
+    permit = Permit(BOTH[0], "m-1", change=Change("breaker", {"state": "probing"}))
+
+    async def enter(*_: Any, **__: Any) -> Permit:
+        return permit
+
+    monkeypatch.setattr(two.breakers, "enter", enter)
+    await two.ask()
+    assert two.bench.log[0] == "event: breaker"
 
 
 async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(

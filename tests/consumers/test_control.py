@@ -8,8 +8,10 @@ import pytest
 import structlog
 
 from consumers import settle
+from consumers.clock import moment_text
+from consumers.control import _state
 from consumers.outcomes import Answered
-from consumers.state.base import Cancelling, Completion, Identity, StoreUnavailable
+from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
@@ -118,6 +120,21 @@ async def test_an_invalid_control_message_is_refused_and_acknowledged(
     assert answer.headers.get(n.REQUEST_ID, "") == document["request"]
     assert (document["type"], document["status"]) == ("urn:lanekeeper:problem:invalid-request", 400)
     assert document["detail"]
+
+
+@pytest.mark.parametrize(
+    ("found", "state"),
+    [
+        (None, {"status": "unknown", "attempts": 0}),
+        (Found(completion=None, running=True, attempts=2), {"status": "running", "attempts": 2}),
+        (
+            Found(completion=None, running=False, attempts=1, due_ms=NOW_MS, step="draft"),
+            {"status": "waiting", "attempts": 1, "step": "draft", "due_at": moment_text(NOW_MS)},
+        ),
+    ],
+)
+def test_the_state_of_a_request_that_has_not_ended(found: Found | None, state: dict[str, Any]) -> None:
+    assert _state("m-1", found) == {"id": "m-1", **state}
 
 
 async def test_status_questions_in_the_control_queue_are_ignored(bench: Bench) -> None:

@@ -155,6 +155,13 @@ def test_the_requesters_priority_is_restored(priority: int | None, is_fresh: boo
     assert original_priority(side_priority(priority, is_fresh=is_fresh)) == priority
 
 
+@pytest.mark.parametrize(("item_of", "is_item"), [(None, False), ("", False), ("m-0", True)])
+def test_only_what_a_fan_out_published_is_an_item(item_of: str | None, is_item: bool) -> None:
+    flow = None if item_of is None else FlowHop(step="a", deadline_ms=NOW_MS, item_of=item_of)
+    job = Bench().job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=flow)))
+    assert job.is_item is is_item
+
+
 def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
     assert original_priority(side_priority(9, is_fresh=False)) == 9
     assert side_priority(10, is_fresh=False) == side_priority(200, is_fresh=False) == side_priority(9, is_fresh=False)

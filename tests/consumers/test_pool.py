@@ -39,6 +39,7 @@ class FakeDeliveries(Deliveries):
         self.sessions_opened = 0
         self.waiting: list[FakeDelivery] = []
         self.looks = 0
+        self.keeps_channel: list[bool] = []
         self._ended = False
 
     @override
@@ -68,6 +69,10 @@ class FakeDeliveries(Deliveries):
     @override
     async def resume(self) -> None:
         self.is_paused = False
+
+    @override
+    async def consume_again(self, *, keeps_channel: bool) -> None:
+        self.keeps_channel.append(keeps_channel)
 
     @override
     async def stop(self) -> None:
@@ -136,6 +141,23 @@ async def test_an_unforeseen_error_dead_letters_its_request_and_affects_no_other
     dead = bench.to("lane.dead")
     assert (dead.message_id, dead.headers[n.DEAD_CODE]) == ("bad", "internal")
     assert "secret" not in dead.headers[n.DEAD_DETAIL]
+
+
+async def test_a_consumer_begins_again_on_the_same_channel_only_while_a_delivery_is_in_hand() -> None:
+    bench, may_end = Bench(), asyncio.Event()
+
+    async def wait(job: Job) -> Outcome:
+        await may_end.wait()
+        return ANSWERED
+
+    working = Working(bench, wait)
+    await working.pool.consume_again()
+    working.deliver(bench.delivery())
+    await until(lambda: working.pool.in_hand == 1)
+    await working.pool.consume_again()
+    assert working.deliveries.keeps_channel == [False, True]
+    may_end.set()
+    await working.stop()
 
 
 async def test_what_a_delivery_took_is_timed_under_its_queue() -> None:

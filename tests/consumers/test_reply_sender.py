@@ -201,6 +201,15 @@ def bench() -> Bench:
     return Bench()
 
 
+@pytest.mark.parametrize("address", [None, "lane.critical"])
+async def test_without_an_address_that_may_be_answered_nothing_is_sent_and_the_request_is_settled(
+    bench: Bench, address: str | None
+) -> None:
+    assert await bench.settler.settle(bench.job(reply_to=address), ANSWERED)
+    assert bench.publisher.sent == []
+    assert "ack" in bench.log
+
+
 async def come_back(bench: Bench) -> Outcome:
     """Deliver the last delayed copy, and settle it."""
     sent = [each for each in bench.publisher.sent if each.exchange.startswith("lane.delay.")][-1]
@@ -289,9 +298,11 @@ class Broken(BodyStore):
     def __init__(self, kind: str, works_at_s: float = 1e9) -> None:
         super().__init__("file:///bodies")
         self._kind, self._works_at_s = kind, works_at_s
+        self.tried_s: list[float] = []
 
     @override
     async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
+        self.tried_s.append(asyncio.get_running_loop().time() - 1000)
         if asyncio.get_running_loop().time() >= self._works_at_s:
             return BodyAddress("file:///bodies/answer", "0" * 64)
         if self._kind == "hangs":
@@ -311,8 +322,10 @@ def brought(bodies: BodyStore, publisher: FakePublisher) -> tuple[Outcome, float
 
 @pytest.mark.parametrize(("kind", "cause"), [("hangs", "no answer"), ("full", "No space left on device")])
 def test_if_its_store_fails_for_five_seconds_it_is_sent_as_it_is_if_the_broker_takes_it(kind: str, cause: str) -> None:
+    broken = Broken(kind)
     with capture_logs() as logs:
-        found, took_s = brought(Broken(kind), FakePublisher([]))
+        found, took_s = brought(broken, FakePublisher([]))
+    assert broken.tried_s[:3] == pytest.approx([0, 0.5, 1] if kind == "full" else [0])
     assert found is LARGE
     assert took_s == pytest.approx(5)
     assert [(each["event"], each["error"], each["within_s"]) for each in logs] == [("answer.unkept", cause, 5)]

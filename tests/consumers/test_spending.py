@@ -167,6 +167,30 @@ def test_an_amount_taken_yesterday_is_not_given_back_today() -> None:
     virtually(story())
 
 
+@pytest.mark.parametrize(("limit", "used"), [(10, 3.0), (4, 3.0)])
+async def test_what_was_granted_to_a_request_that_no_longer_waits_is_given_back(limit: int, used: float) -> None:
+    may_answer = asyncio.Event()
+
+    class Slow(MemoryAllowances):
+        async def take(self, *given: Any, **more: Any) -> Any:
+            await may_answer.wait()
+            return await super().take(*given, **more)
+
+    store = Slow()
+    store.used["cap lane batch requests"] = 3
+    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=limit)}))
+    taking = asyncio.create_task(take(spending, spending.bounds("batch", ""), Spent(2)))
+    await asyncio.sleep(0)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    may_answer.set()
+    with capture_logs() as logs:
+        await spending.finish(within_s=30)
+        await spending.finish(within_s=30)
+    assert counted(store) == {"cap lane batch requests": used}
+    assert [each["event"] for each in logs if each["log_level"] == "error"] == []
+
+
 async def test_if_the_store_is_unavailable_at_the_end_the_estimate_stays_counted() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))

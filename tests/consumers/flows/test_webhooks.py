@@ -102,6 +102,9 @@ async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch
     finally:
         answered.set()
         assert all(isinstance(each, OSError) for each in await asyncio.gather(*asking, return_exceptions=True))
+    await resolver.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        await resolver.resolve("a.example.com")
 
 
 def test_without_hosts_webhooks_are_off() -> None:
