@@ -258,10 +258,10 @@ DEFAULTS: Final[Mapping[str, Price]] = MappingProxyType(
     {
         "claude-fable-5-2": Price(8, 40),  # this price is from a reseller
         "claude-fable-5-1": Price(10, 50),
-        "claude-opus-5-5": Price(4, 20, 0.20),
+        "claude-opus-5-5": Price(4, 20, 0.20, 5),
         "claude-opus-5": Price(5, 25),
-        "claude-sonnet-5-5": Price(2, 10),
-        "claude-sonnet-5": Price(2, 10),
+        "claude-sonnet-5-5": Price(2, 10, 0.20, 2.50),
+        "claude-sonnet-5": Price(2, 10, 0.20, 2.50),
         "claude-haiku-5-5": Price(0.10, 0.50),  # the list says "from" this price; further tiers are unknown
         "claude-haiku-4-5": Price(1, 5),
     }

@@ -81,7 +81,7 @@ async def test_all_stores_are_closed_when_what_is_removed_is_gone(own: BodyStore
     fetching.forget(naming(kept))
     await fetching.aclose(within_s=10)
     for store in (own, other):
-        with pytest.raises(RuntimeError, match="shutdown"):
+        with pytest.raises(BodiesUnavailable, match="RuntimeError"):
             await store.keep([b"{}"])
     again = BodyStore(own.url)
     with pytest.raises(BodyError):
