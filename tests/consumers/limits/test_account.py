@@ -19,6 +19,7 @@ from consumers.limits.base import (
     Kind,
     RateHeaders,
     Reservation,
+    Wait,
 )
 from consumers.limits.learned import FORGOTTEN_AFTER_S
 from consumers.providers.errors import read_rate
@@ -589,3 +590,25 @@ def test_impossible_values_are_ignored(told: dict[str, str], found: tuple[float,
     header = None if heard is None else next(each for each in heard if each.limit is not None)
 
     assert (None if header is None else (header.limit, header.remaining)) == found
+
+
+def test_the_figures_count_what_has_flowed_in_until_now() -> None:
+    account = new_account()
+    account.buckets[0].lower(0)
+
+    assert dict(account.figures(105.0))["rpm"] == {"limit": 60, "left": 5, "used": 5}
+
+
+def test_a_provider_that_tells_no_limits_has_no_figures_of_them() -> None:
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(Feedback(kind=Kind.ANSWERED), 0)
+
+    assert dict(account.figures(0.0)) == {"concurrency": {"used": 0}}
+
+
+def test_a_request_whose_task_does_not_wait_yet_cannot_be_refused() -> None:
+    waiter = Waiter(0, Amounts(1, 1, 1), arrived_s=0)
+    waiter.refuse(Wait(1.0, "rpm"))
+
+    assert waiter.future is None
+    assert not waiter.is_gone

@@ -501,3 +501,26 @@ def test_a_request_needs_at_most_what_the_limits_allow_in_a_minute() -> None:
     account.join(waiter)
 
     assert waiter.amounts == pytest.approx((1, 30_000, 8_000))
+
+
+@pytest.mark.parametrize(
+    ("refused", "begun", "is_bad"), [(8, 8, True), (7.9, 8, False), (8, 80, True), (8, 81, False), (9, 90, True)]
+)
+def test_a_trial_needs_eight_refused_calls_and_a_tenth_of_all(refused: float, begun: float, is_bad: bool) -> None:
+    sample = Sample()
+    sample.refused, sample.begun = refused, begun
+
+    assert sample.is_bad is is_bad
+
+
+@pytest.mark.parametrize(("accepted", "is_lowered"), [(12.4, True), (12.6, False)])
+def test_while_the_accepted_calls_grow_by_more_than_a_fifth_no_trial_begins(accepted: float, is_lowered: bool) -> None:
+    calls = Concurrency(None, SHARES)
+    calls.tick(0.5)
+    for number in range(16):
+        call(calls, f"refused {number}", 1.5, is_refused=True)
+    calls._count_time(2.0)
+    calls._accepted, calls._call_s, calls._passed_s = 10.0, accepted, 1.0
+    calls.tick(2.0)
+
+    assert (calls.limit < inf) is is_lowered

@@ -11,6 +11,7 @@ import uvloop
 from consumers.limits.account import ROUNDING, Account
 from consumers.limits.base import (
     Amounts,
+    BucketHeaders,
     BudgetSpec,
     Feedback,
     Kind,
@@ -333,3 +334,23 @@ def test_an_account_without_waiting_requests_is_not_looked_at() -> None:
         assert bench.turns.wake_ups == 0
 
     virtually(story())
+
+
+@pytest.mark.parametrize("is_tried", [False, True])
+def test_a_low_limit_that_nothing_has_confirmed_for_three_minutes_is_discarded_before_a_request_waits_for_it(
+    is_tried: bool,
+) -> None:
+    async def told() -> None:
+        budgets = own_budgets(BudgetSpec())
+        rate = RateHeaders(BucketHeaders(limit=10), BucketHeaders(), BucketHeaders())
+        budgets.learn(ACCOUNT, Feedback(kind=Kind.ANSWERED, rate=rate))
+        account = budgets.turns(ACCOUNT).account
+        await asyncio.sleep(180)
+        assert account.per_minute().requests == 10
+        if is_tried:
+            await budgets.try_reserve(ACCOUNT, lane="normal", amounts=ONE)
+        else:
+            await budgets.reserve(ACCOUNT, lane="normal", amounts=ONE, until=None)
+        assert account.per_minute().requests == 50
+
+    virtually(told())
