@@ -300,15 +300,24 @@ async def test_a_full_batch_queue_is_waited_for(collecting: Collecting) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [RateLimitedError("later", status=429, retry_after_s=100), AccountError("no key", reason="its key is refused")],
+    [RateLimitedError("later", status=429, retry_after_s=102.4), AccountError("no key", reason="its key is refused")],
 )
 async def test_a_provider_that_takes_no_batch_is_waited_for(collecting: Collecting, error: ProviderError) -> None:
     collecting.provider.refusals = [error]
     (sent,) = await collecting.take(await collecting.gathered(*items(3)))
-    assert delay_ms(sent) >= 1000 * (error.retry_after_s or 25.6)
+    assert delay_ms(sent) == (102_400 if error.retry_after_s else 25_600)
     again = collecting.read(sent)
     assert (await collecting.again(again)).stage is Stage.SUBMITTED
     assert len(collecting.submitted()) == 1
+
+
+async def test_a_provider_that_cannot_be_asked_for_a_ticket_s_batch_is_waited_for(collecting: Collecting) -> None:
+    collecting.provider.failing = TransientError("down", status=500, retry_after_s=204.8)
+    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    (sent,) = await collecting.take(ticket)
+    assert (delay_ms(sent), collecting.read(sent).stage) == (204_800, Stage.ADOPTING)
+    assert collecting.collector.counts["unsubmitted"] == 1
+    assert not collecting.submitted()
 
 
 async def test_what_is_refused_as_a_whole_is_split_until_the_wrong_request_is_alone(collecting: Collecting) -> None:
@@ -459,8 +468,9 @@ async def test_of_two_copies_of_a_ticket_one_at_a_time_is_worked_on(collecting: 
 async def test_before_a_batch_is_made_of_fewer_requests_its_ticket_says_of_how_many(collecting: Collecting) -> None:
     whole = await collecting.gathered(*items(3))
     ticket = replace(whole, stage=Stage.ADOPTING, requests=3, items=whole.items[1:])
-    ticket = await collecting.again(ticket)
-    assert (ticket.requests, collecting.submitted()) == (2, [])
+    (sent,) = await collecting.take(ticket)
+    ticket = collecting.read(sent)
+    assert (ticket.requests, delay_ms(sent), collecting.submitted()) == (2, 0, [])
     await collecting.again(ticket)
     await forget(collecting, "msgbatch_1")
     again = await collecting.again(await collecting.again(ticket, redelivered=True))
