@@ -283,7 +283,7 @@ class StreamedMessage:
         self._max_bytes = max_bytes
         self.size = 0
         self._measure = Measure(max_values)
-        self._left = max_values
+        self._left = self._max_values = max_values
 
     def add(self, event: dict[str, Any], data: bytes = b"") -> bool:
         """Add an event, of which `data` is the JSON. Returns True if it was the last one, `message_stop`. Raises
@@ -338,7 +338,7 @@ class StreamedMessage:
             case "content_block_delta":
                 self._blocks[event["index"]].add(event["delta"])
             case "content_block_start":
-                self._blocks[event["index"]] = _Block(event["content_block"])
+                self._blocks[event["index"]] = _Block(event["content_block"], Measure(self._max_values))
             case "message_start":
                 self._message = {**event["message"]}
             case "message_delta":
@@ -376,10 +376,10 @@ class _Block:
 
     __slots__ = ("_fields", "_json", "_lists", "_strings", "measure")
 
-    def __init__(self, fields: dict[str, Any]) -> None:
+    def __init__(self, fields: dict[str, Any], measure: Measure) -> None:
         self._fields = {**fields}
         self._lists: dict[str, list[Any]] = {}
-        self.measure = Measure(0)
+        self.measure = measure
         self._strings: dict[str, list[str]] = {}
         self._json: list[str] = []
 

@@ -466,6 +466,16 @@ def test_what_is_in_a_text_is_no_value_and_a_citation_counts_with_its_event() ->
     assert least_values(text, citation) - least == least_values(*[citation] * 2) - least_values(citation) > 5
 
 
+def test_the_error_of_a_block_that_is_too_rich_names_the_limit() -> None:
+    streamed = StreamedMessage(max_values=100)
+    piece = {"type": "input_json_delta", "partial_json": "," * 101}
+    parts = [START, *block(0, {"type": "tool_use", "id": "toolu_1", "name": "x", "input": {}}, piece)]
+
+    with pytest.raises(AnswerTooLargeError, match="more than 100 keys and values"):
+        for each in parts:
+            streamed.add(each, json.dumps(each).encode())
+
+
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_a_number_that_json_cannot_hold_is_a_broken_stream(number: float) -> None:
     with pytest.raises(TransientError) as caught:
