@@ -469,11 +469,12 @@ def test_what_is_in_a_text_is_no_value_and_a_citation_counts_with_its_event() ->
 def test_the_error_of_a_block_that_is_too_rich_names_the_limit() -> None:
     streamed = StreamedMessage(max_values=100)
     piece = {"type": "input_json_delta", "partial_json": "," * 101}
-    parts = [START, *block(0, {"type": "tool_use", "id": "toolu_1", "name": "x", "input": {}}, piece)]
+    start, begin, delta, *_ = [START, *block(0, {"type": "tool_use", "id": "toolu_1", "name": "x", "input": {}}, piece)]
+    for each in (start, begin):
+        streamed.add(each, json.dumps(each).encode())
 
     with pytest.raises(AnswerTooLargeError, match="more than 100 keys and values"):
-        for each in parts:
-            streamed.add(each, json.dumps(each).encode())
+        streamed.add(delta, json.dumps(delta).encode())
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
