@@ -126,8 +126,7 @@ async def test_410_ends_it_for_good(vhost: Vhost) -> None:
             await until(lambda: worker.parts.posting.posted["gone"])
             await until(lambda: app.holds(0, "lane.webhooks"))
             assert len(hook.posts) == 1
-            row = await worker.parts.store.webhook(Identity("", "w-410"))
-            assert row is not None
+            row = await until(lambda: worker.parts.store.webhook(Identity("", "w-410")))
             assert json.loads(row)["state"] == "gone"
             assert not app.dead_of("w-410")
 
