@@ -91,7 +91,7 @@ def read_usage(counts: object) -> Usage:
 
     def count(name: str) -> int:
         value = given.get(name)
-        return value if type(value) is int and value in range(MOST_TOKENS + 1) else 0
+        return value if type(value) is int and 0 <= value <= MOST_TOKENS else 0
 
     return Usage(
         input_tokens=count("input_tokens"),

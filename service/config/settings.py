@@ -296,7 +296,7 @@ class DeadSettings(Section):
     message counts as one. Further ones are only answered."""
 
     def spec(self) -> DeadSpec:
-        return DeadSpec(**self.model_dump(exclude={"invalid_per_hour"}))
+        return DeadSpec(max_count=self.max_count, max_bytes=self.max_bytes, keep_s=self.keep_s, folder=self.folder)
 
 
 class RetrySettings(Section):

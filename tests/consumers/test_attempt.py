@@ -29,7 +29,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI, SimulatedOptions
-from tests.support.jobs import NOW_MS, Bench, decoded, read
+from tests.support.jobs import NOW_MS, Bench, Told, decoded, read
 from topology.lanes import NORMAL
 
 MODEL, FALLBACK = "claude-haiku-5-5", "claude-sonnet-5-5"
@@ -58,17 +58,6 @@ class Moves(BudgetGate):
         if self.has_room:
             job.reserved = reserve(to)
         return self.has_room
-
-
-class Told(Progress):
-    """Records what is told of a request's steps."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
-
-    @override
-    def tell(self, kind: str, **detail: Any) -> None:
-        self.told.append((kind, detail))
 
 
 class TwoProviders:

@@ -26,6 +26,7 @@ from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
 from consumers.limits.budgets import Estimates, own_budgets
+from consumers.progress import Progress
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
@@ -424,3 +425,14 @@ def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
         speakers=("gateway",),
         **given,
     )
+
+
+class Told(Progress):
+    """Records what is told of a request's steps."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+
+    @override
+    def tell(self, kind: str, **detail: Any) -> None:
+        self.told.append((kind, detail))

@@ -662,7 +662,7 @@ class Tables:
             ("DELETE FROM enqueued WHERE until_ms <= ?", at.today),
         )
         removed = sum(self._execute(statement, (value,)).rowcount for statement, value in others)
-        return removed + self._expire_waiting(at) + self.remove(at, next_step(deque(map(Surplus._make, found))))
+        return removed + self.remove(at, next_step(deque(map(Surplus._make, found)))) + self._expire_waiting(at)
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
         return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)

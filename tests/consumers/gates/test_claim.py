@@ -14,11 +14,10 @@ from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.large_bodies import Fetching
 from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Replayed, Retried, Stepped
-from consumers.progress import Progress
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
-from tests.support.jobs import NOW_MS, Bench, decoded, read, routes_of
+from tests.support.jobs import NOW_MS, Bench, Told, decoded, read, routes_of
 from tests.support.virtual_time import virtually
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 
@@ -98,15 +97,6 @@ async def test_a_copy_that_was_worked_on_before_may_still_have_to_be_dead_letter
     ended = Completion(status="ok", code="", body=b"{}", headers={}, ended_ms=1)
     found = await ground.enter(Ended(completion=ended, is_same_message=is_same_message), ground.job(delivery=delivery))
     assert found == Replayed(completion=ended, buries=is_same_message and redelivered)
-
-
-class Told(Progress):
-    def __init__(self) -> None:
-        self.told: list[tuple[str, dict[str, Any]]] = []
-
-    @override
-    def tell(self, kind: str, **detail: Any) -> None:
-        self.told.append((kind, detail))
 
 
 @pytest.mark.parametrize(("answer", "released"), [(None, [NOW_MS + 7]), (ANSWERED, [])])
