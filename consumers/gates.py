@@ -213,7 +213,7 @@ class BrakeGate:
             delay_ms = min(delay_ms, pause.until_ms - now_ms + self.rng.uniform(0, LEAST_MS))
         if pause not in self._next_ms:
             self._next_ms = {each: next for each, next in self._next_ms.items() if each in self.brake.pauses.values()}
-        self._next_ms[pause] = max(self._next_ms.get(pause, 0.0), now_ms) + 1000 / BACK_PER_S
+        self._next_ms[pause] = max(self._next_ms.get(pause, now_ms), now_ms) + 1000 / BACK_PER_S
         return round(min(max(delay_ms, self._next_ms[pause] - now_ms), LONGEST_MS))
 
 
@@ -400,8 +400,7 @@ class CapsGate:
         if not bounds or job.stopped is not None:
             return None
         if job.batch is not None and job.batch.held:  # it was counted when it was gathered
-            ends_s = _loop_s() + (job.batch.held_until_ms - self.now_ms()) / 1000
-            self._held[job] = Hold(bounds, Spent(*job.batch.held), ends_s)
+            self._held[job] = self._counted(job, job.batch)
             job.batch = replace(job.batch, held=(), held_until_ms=0)
             return None
         if job.batch_result is not None:  # it is paid for already
@@ -471,9 +470,11 @@ class CapsGate:
             case Replayed(completion=completion) if completion.code != "cancelled":
                 return  # it was delivered twice, and the first one has counted it
             case Refused() | Buried() | Dropped() | Replayed():
-                ends_s = _loop_s() + (job.batch.held_until_ms - self.now_ms()) / 1000
-                bounds = self.spending.bounds(job.lane_name, job.identity.tenant)
-                self.spending.correct(Hold(bounds, Spent(*job.batch.held), ends_s), Spent())
+                self.spending.correct(self._counted(job, job.batch), Spent())
+
+    def _counted(self, job: Job, batch: BatchHop) -> Hold:
+        bounds = self.spending.bounds(job.lane_name, job.identity.tenant)
+        return Hold(bounds, Spent(*batch.held), _loop_s() + (batch.held_until_ms - self.now_ms()) / 1000)
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
         left_ms = request.deadline_ms - self.now_ms()

@@ -39,7 +39,7 @@ from consumers.spending import (
     Total,
     Usage,
 )
-from consumers.state.base import Completion, StoreUnavailable
+from consumers.state.base import Completion, Stop, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
 from lanekeeper.telemetry import signals
@@ -64,8 +64,33 @@ def test_the_cost_of_a_call_follows_from_its_tokens_including_cached_ones() -> N
     )
 
 
-def test_a_cached_token_of_opus_costs_a_twentieth() -> None:
-    assert Prices().cost_usd("claude-opus-5-5", Usage(cache_read_input_tokens=1_000_000)) == pytest.approx(0.20)
+@pytest.mark.parametrize(
+    ("model", "in_usd", "out_usd", "read_usd", "write_usd"),
+    [
+        ("claude-fable-5-2", 8, 40, 0.80, 10),
+        ("claude-fable-5-1", 10, 50, 1, 12.50),
+        ("claude-opus-5-5", 4, 20, 0.20, 5),
+        ("claude-opus-5", 5, 25, 0.50, 6.25),
+        ("claude-sonnet-5-5", 2, 10, 0.20, 2.50),
+        ("claude-sonnet-5", 2, 10, 0.20, 2.50),
+        ("claude-haiku-5-5", 0.10, 0.50, 0.01, 0.125),
+        ("claude-haiku-4-5", 1, 5, 0.10, 1.25),
+    ],
+)
+def test_a_million_tokens_cost_what_is_listed(
+    model: str, in_usd: float, out_usd: float, read_usd: float, write_usd: float
+) -> None:
+    for usage, usd in (
+        (Usage(input_tokens=1_000_000), in_usd),
+        (Usage(output_tokens=1_000_000), out_usd),
+        (Usage(cache_read_input_tokens=1_000_000), read_usd),
+        (Usage(cache_creation_input_tokens=1_000_000), write_usd),
+    ):
+        assert Prices().cost_usd(model, usage) == pytest.approx(usd)
+
+
+def test_what_has_used_nothing_costs_nothing() -> None:
+    assert (Prices().cost_usd(MODEL, Usage()), Spent(), Total()) == (0, (0, 0, 0), (0, 0, 0, 0))
 
 
 def test_an_answer_in_a_batch_costs_its_share_and_saves_the_rest() -> None:
@@ -136,6 +161,43 @@ def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> Non
         assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
 
     virtually(story())
+
+
+def test_how_much_of_each_cap_is_used_is_known_until_the_next_day_of_those_asked_for_last() -> None:
+    async def story() -> None:
+        store = MemoryAllowances()
+        store.resets_in_s = 100
+        spending = Spending(store, CapsSpec(tenants={"*": Cap(requests=10)}))
+        for number in range(10_001):
+            await take(spending, spending.bounds("batch", f"t-{number}"), Spent(3))
+        used = {bound.who: amount for bound, amount in spending.used().items()}
+        assert (len(used), used["t-10000"], "t-0" in used) == (10_000, 3, False)
+        await asyncio.sleep(100)
+        assert set(spending.used().values()) == {0}
+
+    virtually(story())
+
+
+async def test_of_several_processes_one_tells_of_a_level_and_no_larger_request_makes_a_cap_seem_full() -> None:
+    store, reports = MemoryAllowances(), list[Mapping[str, Any]]()
+
+    def publish(event: str, **figures: Any) -> None:
+        reports.append({"event": event, **figures})
+
+    for amount, is_granted in ((11.0, False), (5.00004, True), (1.0, True), (10.0, False)):
+        spending = Spending(store, CapsSpec(lanes={"batch": Cap(usd=10)}))
+        found = await spending.take(spending.bounds("batch", ""), Spent(usd=amount), publish=publish)
+        assert isinstance(found, Hold) is is_granted
+
+    told = {"event": "cap", "cap": "cap lane batch usd", "limit": 10}
+    assert reports == [
+        {**told, "percent": percent, "used": used} for percent, used in ((50, 5.0), (80, 6.0), (100, 6.0))
+    ]
+
+
+def test_only_a_cap_in_dollars_needs_prices() -> None:
+    assert CapsSpec(tenants={"*": Cap(requests=1), "shop": Cap(usd=1)}).in_money
+    assert not CapsSpec(lanes={"batch": Cap(tokens=1)}).in_money
 
 
 async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> None:
@@ -344,6 +406,26 @@ async def test_over_a_cap_a_request_waits_for_the_next_day_or_nearly_to_its_dead
     assert isinstance(await ground.enter(late), Refused)
 
 
+async def test_a_request_that_was_cancelled_is_not_counted() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job()
+    job.stop(Stop.CANCELLED)
+    assert await ground.enter(job) is None
+    assert ground.store.used == {}
+
+
+async def test_without_a_cap_a_failure_that_may_have_been_paid_counts_nowhere() -> None:
+    ground = Ground()
+    await ground.through(ground.job(), RETRIED, usage=None)
+    assert ground.spending.totals() == {"lane": {}, "tenant": {}}
+
+
+async def test_a_lost_call_of_a_model_without_a_price_counts_its_tokens_alone() -> None:
+    ground = Ground(lanes={"critical": Cap(tokens=10_000, usd=1)})
+    await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 100, 50), lost=(("unpriced-1", ESTIMATE),))
+    assert counted(ground.store) == {"cap lane critical tokens": 1650, "cap lane critical usd": 0}
+
+
 async def test_a_model_without_a_price_is_refused_under_a_cap_in_dollars() -> None:
     ground = Ground(lanes={"critical": Cap(usd=1)})
 
@@ -466,14 +548,29 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
     ground = Ground(lanes={"critical": Cap(requests=1)})
     job = ground.job(exchange="lane.due", headers=await gathered(ground))
 
+    before = job.batch
     assert await ground.enter(job) is None
+    assert job.batch == BatchHop(ticket="t"), "it is counted once, for this delivery"
     await ground.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
     await ground.gate.end(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
     await ground.spending.finish(within_s=30)
 
     assert job.batch is not None
-    assert job.batch.held[0] == 1
+    assert before is not None
+    assert (job.batch.ticket, job.batch.held) == ("t", before.held)
+    assert job.batch.held_until_ms == pytest.approx(before.held_until_ms, abs=60_000)
     assert ground.store.used["cap lane critical requests"] == 1
+
+
+@pytest.mark.parametrize(("left_ms", "used"), [(2000, 0), (-2000, 1)])
+async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(left_ms: int, used: int) -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    headers = await gathered(ground) | batched(held=(1, 1500, COST), held_until_ms=NOW_MS + left_ms)
+    job = ground.job(exchange="lane.due", headers=headers)
+    await ground.gate.end(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical requests"] == used
 
 
 async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> None:

@@ -83,11 +83,13 @@ async def test_a_body_that_lies_elsewhere_runs_live() -> None:
     assert await enter(job) is None
 
 
-async def test_a_request_that_is_large_beside_a_batch_runs_live() -> None:
-    large = {**BODY, "messages": [{"role": "user", "content": "h" * 130_000}]}
-    assert await enter(a_job(body=large)) is None
-    roomy = replace(BATCH, batches=BatchSpec(enabled=True, bytes=16_000_000))
-    assert isinstance(await enter(a_job(roomy, body=large)), Batched)
+@pytest.mark.parametrize(("more_bytes", "is_gathered"), [(0, True), (-32, False)])
+async def test_a_request_of_more_than_a_32nd_of_a_batch_runs_live(more_bytes: int, is_gathered: bool) -> None:
+    outcome = await enter(a_job())
+    assert isinstance(outcome, Batched)
+    size = len(json.dumps(BODY)) + len(outcome.params)
+    lane = replace(BATCH, batches=BatchSpec(enabled=True, bytes=32 * size + more_bytes))
+    assert isinstance(await enter(a_job(lane)), Batched) is is_gathered
 
 
 async def test_a_request_that_was_cancelled_is_not_gathered() -> None:

@@ -89,6 +89,21 @@ async def test_it_comes_back_at_its_deadline_and_soon_after_the_pause_ends() -> 
     assert await world.delay_ms() == 2000
 
 
+async def test_at_its_deadline_it_comes_back_at_once() -> None:
+    world = World(PAUSE)
+    job = world.job(deadline_ms=300)
+    world.now_ms += 300
+    assert await world.delay_ms(job) == 1
+
+
+async def test_what_comes_back_with_the_result_of_its_batch_passes() -> None:
+    world = World(PAUSE)
+    job = world.job()
+    job.batch_result = b"{}"
+    assert await world.enter(job) is None
+    assert world.bench.log == []
+
+
 async def test_of_very_many_only_some_come_back_in_a_second() -> None:
     world = World(PAUSE)
     job = world.job()

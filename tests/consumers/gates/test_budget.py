@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -317,6 +317,13 @@ def test_requests_for_one_account_may_wait_in_all_slots_but_one() -> None:
     assert enter(room, "a", lane="batch") == [None]
 
 
+@pytest.mark.parametrize(("slots", "first"), [(1, [None, 0.25]), (2, [None, 0.25]), (4, [None, None, None, 0.25])])
+def test_of_any_number_of_slots_one_stays_free_but_one_request_may_always_wait(
+    slots: int, first: list[float | None]
+) -> None:
+    assert enter(WaitingRoom(), *"a" * len(first), slots=slots) == first
+
+
 def test_while_only_requests_for_one_account_follow_the_moments_double_up_to_fifteen_seconds() -> None:
     room = WaitingRoom()
     enter(room, "a", "a")
@@ -391,5 +398,97 @@ def test_with_a_single_provider_no_wait_is_predicted(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(on.budgets, "predicted_wait", asked.append)
         assert await on.enter(on.job()) is None
         assert asked == []
+
+    story(tell)
+
+
+@dataclass
+class Asked:
+    """A budget that notes what it is asked, and grants nothing."""
+
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def reserve(self, account: str, **asked: Any) -> Reservation:
+        self.asked.append(asked)
+        raise WaitTooLong(Wait(7.25, "rpm", 6.5))
+
+
+@pytest.mark.parametrize(
+    ("left_ms", "run_ms", "by_s"),
+    [
+        (20_000, 4000, 14.0),  # half as much again as the last call took
+        (6200, 4000, 0.25),  # what can begin at once is tried
+        (100, 4000, 0.1),
+        (20_000, 0, 20.0),
+    ],
+)
+def test_a_call_may_begin_until_it_could_no_longer_end_before_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, left_ms: int, run_ms: int, by_s: float
+) -> None:
+    async def tell(on: Ground) -> None:
+        known, budget = on.job(), Asked()
+        assert await on.enter(known) is None
+        if run_ms:
+            known.attempted = Attempted(started_ms=on.now_ms(), run_ms=run_ms, usage=Amounts(1, 10, 10))
+            await on.gate.leave(known, decoded(known), DONE)
+        monkeypatch.setattr(on.budgets, "reserve", budget.reserve)
+        refused = await on.enter(on.job(deadline_ms=left_ms))
+        assert isinstance(refused, Refused)
+        assert refused.problem.detail == (
+            f"not answered within {left_ms} ms: it could start in 6500 ms at the earliest (waiting for rpm of one/m), "
+            f"its call may take {run_ms * 3 // 2} ms, and {left_ms} ms are left"
+        )
+        assert budget.asked[0]["until"] - on.loop.time() == pytest.approx(by_s)
+
+    story(tell)
+
+
+@pytest.mark.parametrize(("came_before", "since_s"), [(True, 1.5), (False, None)])
+def test_only_a_request_that_comes_back_stands_where_it_stood(
+    monkeypatch: pytest.MonkeyPatch, came_before: bool, since_s: float | None
+) -> None:
+    async def tell(on: Ground) -> None:
+        job, budget = on.job(), Asked()
+        job.hop = replace(job.hop, redelivered=came_before)
+        monkeypatch.setattr(on.budgets, "reserve", budget.reserve)
+        await asyncio.sleep(1.5)
+        await on.enter(job)
+        arrived = budget.asked[0]["arrived"]
+        assert (None if arrived is None else on.loop.time() - arrived) == pytest.approx(since_s)
+
+    story(tell)
+
+
+@pytest.mark.parametrize(
+    ("overflow_s", "wait_s", "taken"), [(None, 1.0, ONE), (None, 1.01, TWO), (5.0, 5.0, ONE), (5.0, 5.01, TWO)]
+)
+def test_a_request_stays_with_its_provider_for_the_lanes_target_or_as_the_operator_says(
+    monkeypatch: pytest.MonkeyPatch, overflow_s: float | None, wait_s: float, taken: Route
+) -> None:
+    async def tell(on: Ground) -> None:
+        async def predicted(account: str, **_: Any) -> Wait:
+            return Wait(wait_s if account == "one/m" else 0.0, "rpm")
+
+        monkeypatch.setattr(on.budgets, "predicted_wait", predicted)
+        on.gate.spec = replace(on.spec, overflow_s=overflow_s)
+        job = on.job()
+        assert await on.enter(job) is None
+        assert job.reserved is not None
+        assert job.reserved.route == taken
+
+    story(tell, ONE, TWO)
+
+
+def test_what_was_reserved_is_given_back_if_no_call_was_made_and_nothing_is_reserved_for_a_batchs_result() -> None:
+    async def tell(on: Ground) -> None:
+        job = on.job()
+        await on.enter(job)
+        assert used(on)[0] == 1
+        await on.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="paused"))
+        assert used(on) == [0, 0, 0]
+        job.batch_result = b"{}"
+        assert await on.enter(job) is None
+        assert (job.reserved, used(on)) == (None, [0, 0, 0])
+        await on.gate.leave(job, decoded(job), DONE)
 
     story(tell)

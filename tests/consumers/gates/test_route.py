@@ -6,18 +6,31 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.failures import TransientError
 from consumers.gates import HOLD_S, await_route, later
 from consumers.job import Decoded, Job, Route
-from consumers.outcomes import Deferred, Outcome, Refused
+from consumers.outcomes import Deferred, Dropped, Outcome, Refused
 from consumers.providers.breakers import FAILURES, Breakers
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
+from consumers.state.base import Stop
+from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
-from topology.lanes import BATCH, CRITICAL, LaneSpec
+from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
+
+
+class Drawn(random.Random):
+    """Draws the least or the most."""
+
+    share = 0.0
+
+    @override
+    def uniform(self, a: float, b: float) -> float:
+        return a + self.share * (b - a)
 
 
 class Ground:
@@ -27,7 +40,7 @@ class Ground:
         providers = tuple(ProviderModels(name=name) for name in names or ("one", "two"))
         self.routes = Routes(RoutesSpec(providers=providers, **more))
         self.breakers = Breakers(rng=random.Random(1))
-        self.rng = random.Random(1)
+        self.rng = Drawn()
 
     def job(self, **headers: Any) -> Job:
         body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % MODEL.encode()
@@ -37,8 +50,8 @@ class Ground:
     async def enter(self, job: Job) -> Outcome | None:
         return await await_route(job, decoded(job), breakers=self.breakers, now_ms=lambda: NOW_MS, rng=self.rng)
 
-    def later(self, job: Job, of: Decoded) -> Outcome:
-        return later(job, of, 1.0, breakers=self.breakers, now_ms=lambda: NOW_MS, rng=self.rng)
+    def later(self, job: Job, of: Decoded, wait_s: float) -> Outcome:
+        return later(job, of, wait_s, breakers=self.breakers, now_ms=lambda: NOW_MS, rng=self.rng)
 
     @property
     def all(self) -> tuple[Route, ...]:
@@ -84,19 +97,80 @@ def test_a_request_is_delayed_with_the_reason_if_the_breaker_stays_open_long() -
     virtually(story())
 
 
-@pytest.mark.parametrize(("lane", "least_s", "most_s"), [(CRITICAL, 5, 7.5), (BATCH, 30, 45)])
-def test_the_delay_grows_with_the_outage_within_the_lanes_limits(lane: LaneSpec, least_s: float, most_s: float) -> None:
+MINUTE_MS = 60_000
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "down_s", "target_s", "left_ms", "delays_ms"),
+    [
+        (1.0, (8, 40), 10, 10 * MINUTE_MS, [2000, 3000]),  # a quarter of the shorter outage
+        (1.0, (90, 90), 4, 10 * MINUTE_MS, [20_000, 30_000]),  # at most five times the lane's target
+        (3.0, (0, 0), 10, 10 * MINUTE_MS, [3000, 4500]),
+        (0.1, (0, 0), 10, 10 * MINUTE_MS, [200, 300]),
+        (1.0, (600, 600), 60, 8000, [4000, 4000]),  # at most half of the time until the deadline
+        (3.0, (0, 0), 10, 4000, [3000, 3000]),
+        (3.0, (0, 0), 10, 3001, [3000, 3000]),
+        (3.0, (0, 0), 10, 3000, []),
+    ],
+)
+async def test_the_delay_grows_with_the_outage_within_the_lanes_limits_and_half_of_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+    wait_s: float,
+    down_s: tuple[float, float],
+    target_s: float,
+    left_ms: int,
+    delays_ms: list[int],
+) -> None:
+    ground = Ground()
+    times_s = dict(zip(("one", "two"), down_s, strict=True))
+    monkeypatch.setattr(Breakers, "down_s", lambda _, route, __: times_s[route.provider])
+    job = ground.job(**{n.SENT_MS: NOW_MS, n.DEADLINE_MS: left_ms})
+    of, found = replace(decoded(job), lane=replace(CRITICAL, target_wait_s=target_s)), list[Outcome]()
+    for ground.rng.share in (0.0, 1.0):
+        found.append(ground.later(job, of, wait_s))
+    if delays_ms:
+        assert found == [Deferred(delay_ms=each, reason="breaker") for each in delays_ms]
+    else:
+        assert "no provider may be called for 3000 ms, and 3000 ms are left" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("share", "waits_s", "left_ms", "took_s", "passes"),
+    [
+        (0.0, [2.0, 0.0], MINUTE_MS, 2.0, True),
+        (1.0, [2.0, 0.0], MINUTE_MS, 2.2, True),  # so that not all make the first call
+        (1.0, [0.9, 0.0], MINUTE_MS, 1.1, True),
+        (1.0, [0.0], MINUTE_MS, 0.0, True),
+        (0.0, [2.9, 0.0], MINUTE_MS, 2.9, True),
+        (0.0, [3.0], MINUTE_MS, 0.0, False),
+        (0.0, [2.0, 1.5], MINUTE_MS, 2.0, False),
+        (0.0, [2.4, 0.0], 2500, 2.4, True),
+    ],
+)
+def test_a_request_waits_up_to_three_seconds_for_a_provider(
+    monkeypatch: pytest.MonkeyPatch, share: float, waits_s: list[float], left_ms: int, took_s: float, passes: bool
+) -> None:
+    async def story() -> None:
+        ground = Ground()
+        ground.rng.share = share
+        clock, left = asyncio.get_running_loop().time, iter(waits_s)
+        monkeypatch.setattr(Breakers, "least_wait_s", lambda *_: next(left))
+        began_s, job = clock(), ground.job(**{n.SENT_MS: NOW_MS, n.DEADLINE_MS: left_ms})
+        outcome = await ground.enter(job)
+        assert (outcome is None) is passes
+        assert clock() - began_s == pytest.approx(took_s)
+
+    virtually(story())
+
+
+def test_a_cancellation_ends_the_wait_for_a_provider() -> None:
     async def story() -> None:
         ground = Ground("one")
         (route,) = ground.all
-        while ground.breakers.down_s(route, asyncio.get_running_loop().time()) < 120:
-            await ground.break_(route)
+        await ground.break_(route)
         job = ground.job()
-
-        outcome = ground.later(job, replace(decoded(job), lane=lane))
-
-        assert isinstance(outcome, Deferred)
-        assert least_s <= outcome.delay_ms / 1000 <= most_s + 2
+        job.stop(Stop.CANCELLED)
+        assert isinstance(await ground.enter(job), Dropped)
 
     virtually(story())
 
@@ -130,14 +204,3 @@ def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once()
         assert asyncio.get_running_loop().time() == began_s
 
     virtually(story())
-
-
-async def test_a_request_is_deferred_for_at_most_half_of_the_time_until_its_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ground = Ground()
-    monkeypatch.setattr(Breakers, "down_s", lambda *_: 1000.0)
-    job = ground.job(**{"x-lane-deadline-ms": 8000})
-    outcome = ground.later(job, decoded(job))
-    assert isinstance(outcome, Deferred)
-    assert outcome.delay_ms == 4000

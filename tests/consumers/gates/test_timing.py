@@ -151,6 +151,26 @@ async def test_a_wait_of_more_than_a_minute_is_counted(delay_ms: int, noted: str
     assert (claiming.noted, claiming.weights) == ([noted], weights)
 
 
+async def test_a_wait_that_a_worker_has_counted_before_is_not_refused() -> None:
+    claiming = FakeClaiming(WaitingLimit.TOTAL)
+    headers = {n.DUE_MS: NOW_MS + 2 * MINUTE_MS}
+    assert isinstance(await entered(claiming, 2 * MINUTE_MS, headers=headers, exchange="lane.due"), Deferred)
+    assert (claiming.noted, claiming.weights) == (["short"], [])
+
+
+@pytest.mark.parametrize(("took_ms", "left_ms"), [(0, 500), (200, 300), (500, 0), (700, 0)])
+async def test_a_wait_is_shorter_by_the_time_that_the_store_took(took_ms: int, left_ms: int) -> None:
+    job, times_ms = read(Bench().job(headers={n.DELAY_MS: 500})), iter((NOW_MS, NOW_MS + took_ms))
+    claiming, bodies = FakeClaiming(), Fetching(None, most_bytes=0)
+    found = await defer_until_due(job, decoded(job), claiming=claiming, bodies=bodies, now_ms=lambda: next(times_ms))
+    assert found == Deferred(delay_ms=left_ms, reason="scheduled", due_ms=NOW_MS + 500)
+
+
+async def test_a_request_waits_until_it_is_due_to_the_millisecond() -> None:
+    assert isinstance(await entered(FakeClaiming(), 500, late_ms=499), Deferred)
+    assert await entered(FakeClaiming(), 500, late_ms=500) is None
+
+
 async def test_each_16_kib_of_a_body_count_as_a_request() -> None:
     claiming = FakeClaiming()
     body = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"%s"}]}' % (b"a" * 40_000)
@@ -196,10 +216,15 @@ async def test_a_request_that_has_ended_is_not_refused_because_others_wait(limit
         assert isinstance(found, Refused)
 
 
-async def test_a_message_that_was_published_twice_is_refused_in_silence() -> None:
-    found = await entered(FakeClaiming(WaitingLimit.REPEATED), 2 * MINUTE_MS)
+@pytest.mark.parametrize(
+    ("limit", "is_repeat"), [(WaitingLimit.REPEATED, True), (WaitingLimit.TENANT, False), (WaitingLimit.TOTAL, False)]
+)
+async def test_only_a_message_that_was_published_twice_is_refused_in_silence(
+    limit: WaitingLimit, is_repeat: bool
+) -> None:
+    found = await entered(FakeClaiming(limit), 2 * MINUTE_MS)
     assert isinstance(found, Refused)
-    assert found.is_repeat
+    assert found.is_repeat is is_repeat
 
 
 DEBOUNCED = {n.DEBOUNCE: "doc"}
