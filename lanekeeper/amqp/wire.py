@@ -112,7 +112,7 @@ def _message(found: dict[str, Any], body: bytes, exchange: str, routing_key: str
         routing_key=routing_key,
         type=found.pop("message_type", None),
         timestamp_s=None if at is None else at.timestamp(),
-        persistent=found.pop("delivery_mode", 2) != 1,
+        persistent=found.pop("delivery_mode", None) != 1,
         **found,
     )
 

@@ -1,18 +1,19 @@
 """The store of bodies that are too large for a message."""
 
+import io
 import os
 import stat
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
 from lanekeeper import bodies
 from lanekeeper.bodies import BodiesFull, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge, without_secrets
-from lanekeeper.contract.messages import BodyAddress
+from lanekeeper.contract.messages import BodyAddress, body_address_in
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 
@@ -164,6 +165,27 @@ async def test_an_expired_body_that_another_process_removed_first_is_gone(
     monkeypatch.setattr(store._files, "rm_file", Mock(side_effect=FileNotFoundError))
     await store.sweep()
     await store.keep([b"x" * 500])
+
+
+async def test_an_object_store_is_written_and_read_in_parts_of_5_mib_the_least_that_s3_takes() -> None:
+    store = BodyStore("memory://parts")
+    with patch.object(store._files, "open", wraps=store._files.open) as opened:
+        kept = await store.keep([b"hello"])
+        await store.fetch_into(io.BytesIO(), kept)
+    store.close()
+    assert [each.kwargs["block_size"] for each in opened.call_args_list] == [5_242_880] * 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "address"),
+    [
+        ({"x-lane-body": "s3://b/1", "x-lane-body-sha256": HELLO}, BodyAddress("s3://b/1", HELLO)),
+        ({"x-lane-body": "s3://b/1"}, None),
+        ({"x-lane-body-sha256": HELLO}, None),
+    ],
+)
+def test_a_message_names_its_body_by_address_and_digest(headers: dict[str, str], address: BodyAddress | None) -> None:
+    assert body_address_in(headers) == address
 
 
 async def test_the_size_of_a_body_is_asked_of_the_store(store: BodyStore) -> None:

@@ -94,9 +94,9 @@ async def test_a_wait_of_another_type_is_refused() -> None:
             await client.result("id", wait_s=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("identified", "user"), [(True, "app"), (False, None)])
-async def test_an_identified_client_names_its_user_in_each_message(identified: bool, user: str | None) -> None:
-    client = Client("amqp://app:secret@127.0.0.1:1/", identified=identified)
+@pytest.mark.parametrize(("settings", "user"), [({"identified": True}, "app"), ({}, None)])
+async def test_an_identified_client_names_its_user_in_each_message(settings: Any, user: str | None) -> None:
+    client = Client("amqp://app:secret@127.0.0.1:1/", **settings)
     client._loop = asyncio.get_running_loop()
     assert client._outgoing({}, "normal.a.b", {}, stream=False).message.user_id == user
 
@@ -110,22 +110,24 @@ async def test_an_identified_client_names_its_user_in_each_message(identified: b
         ({"full_within_s": 60, "deadline_s": 5}, 5, 5),
         ({"deadline_s": 1}, 1, 1),
         ({"deadline_s": 100}, 30, 2),
+        ({"message_id": "id-1"}, 30, 2),
     ],
 )
 async def test_a_request_is_published_for_as_long_as_it_may_wait_and_no_longer_than_its_deadline(
     options: Options, publish_s: float, full_s: float
 ) -> None:
-    client = Client(AMQP, publish_within_s=30)
+    client = Client(AMQP)
     client._loop = asyncio.get_running_loop()
     outgoing = client._outgoing({}, "normal.a.b", options, stream=False)
     assert (outgoing.publish_within_s, outgoing.full_within_s) == (publish_s, full_s)
     assert outgoing.timeout_s == bound_s(outgoing.message)
+    assert (outgoing.chose_id, outgoing.may_be_published) == ("message_id" in options, False)
     assert client._outgoing({}, "normal.a.b", options, stream=False, timeout_s=7).timeout_s == 7
 
 
 @pytest.mark.parametrize(
     ("error", "told", "sent"),
-    [(AccessRefused("no"), "no", 1), (ClientMisused("closed"), "closed", 2), (TimeoutError(), "not within", 2)],
+    [(AccessRefused("no"), "no", 1), (ClientMisused("closed"), "closed", 2), (TimeoutError(), "not within 3 s", 2)],
 )
 async def test_a_cancellation_that_cannot_be_sent_is_told_and_one_that_is_refused_is_the_last(
     error: Exception, told: str, sent: int
@@ -137,6 +139,50 @@ async def test_a_cancellation_that_cannot_be_sent_is_told_and_one_that_is_refuse
             await asyncio.gather(*client._cancelling)
     assert (sending.call_count, len(logs)) == (sent, sent)
     assert (logs[0]["request"], logs[0]["error"].startswith(told)) == ("id-1", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "are_cancelled"),
+    [
+        ({}, {}, True),
+        ({}, {"cancel_abandoned": False}, False),
+        ({"cancel_abandoned": False}, {}, False),
+        ({"cancel_abandoned": False}, {"cancel_abandoned": True}, False),
+    ],
+)
+async def test_abandoned_requests_are_cancelled_unless_the_client_or_the_request_says_no(
+    settings: Any, options: Options, are_cancelled: bool
+) -> None:
+    client = Client(HTTP, **settings)
+    with patch.object(client._transport, "send_cancellation") as sending:
+        client.abandon("id-1", options)
+        await asyncio.gather(*client._cancelling)
+    assert sending.called == are_cancelled
+
+
+ANY_JSON = {"handler": "chunk"}
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "is_taken"),
+    [
+        ({}, {}, True),
+        (io.BytesIO(b"{}"), {}, True),
+        ([1], {}, False),
+        ("text", {"headers": {"my": 1}, "handler": None}, False),
+        ([1], ANY_JSON, True),
+        ((1,), {"pipeline": "p"}, True),
+        ("text", {"headers": {"x-lane-pipeline": "p"}}, True),
+        (5, ANY_JSON, False),
+    ],
+)
+async def test_a_list_or_a_text_is_a_body_for_a_handler_or_a_pipeline_alone(
+    body: Any, options: Any, is_taken: bool
+) -> None:
+    client = Client(AMQP)
+    client._loop = asyncio.get_running_loop()
+    with nullcontext() if is_taken else pytest.raises(InvalidArgument, match=f"body: found {type(body).__name__}"):
+        client._outgoing(body, "normal.a.b", options, stream=False)
 
 
 @pytest.mark.parametrize(("length", "is_taken"), [(255, True), (256, False)])
@@ -202,30 +248,38 @@ def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks() -> Non
 
 
 def test_the_client_waits_until_shortly_after_the_deadline_if_there_is_one() -> None:
-    def awaited_s(**options: float) -> float | None:
+    def awaited_s(**options: object) -> float | None:
         return bound_s(request_message({}, options, stream=False, user="crm"))  # type: ignore[arg-type]
 
     assert awaited_s() is None
     assert awaited_s(deadline_s=10) == 15
     assert awaited_s(deadline_s=10, delay_s=2) == 17
+    assert awaited_s(deadline_s=10, at=datetime.now(UTC)) is None
 
 
-@pytest.mark.parametrize("priority", [-1, 10, 200, 256])
-def test_a_priority_that_workers_refuse_is_not_sent(priority: int) -> None:
+@pytest.mark.parametrize("priority", [-1, 10, 200, 256, None])
+def test_a_priority_that_workers_refuse_is_not_sent(priority: Any) -> None:
     with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
         request_message({}, Options(priority=priority), stream=False, user="crm")
-    assert refused.value.code == "invalid_request"
+    assert (refused.value.code, refused.value.status) == ("invalid_request", 400)
+
+
+@pytest.mark.parametrize("priority", [0, 9])
+def test_a_priority_from_0_to_9_is_sent(priority: int) -> None:
+    assert request_message({}, Options(priority=priority), stream=False, user="crm").priority == priority
 
 
 def test_an_unknown_option_is_an_error_that_names_it_and_those_that_are_known() -> None:
     with pytest.raises(TypeError, match=r"unknown option: id; known: .*message_id"):
         request_message({}, {"id": "k-1"}, stream=False, user="crm")  # type: ignore[typeddict-unknown-key]
+    assert not Options.__required_keys__
 
 
 def test_options_become_headers_and_given_headers_override_them() -> None:
     options = Options(
         deadline_s=1.5, delay_s=0.25, at=datetime(2026, 5, 1, tzinfo=UTC), beta="b", pipeline="p",
-        webhook="https://a.example/h", debounce="k", headers={"x-lane-deadline-ms": 7},
+        webhook="https://a.example/h", debounce="k", headers={"x-lane-deadline-ms": 7}, message_id="id-1", priority=4,
+        handler="chunk", tenant="crm", cancel_abandoned=True, full_within_s=1,
     )  # fmt: skip
     message = request_message(b"{}", options, stream=True, user="crm")
 
@@ -242,6 +296,7 @@ def test_options_become_headers_and_given_headers_override_them() -> None:
         "x-lane-debounce": "k",
     }
     assert (message.body, message.priority, message.content_type) == (b"{}", 4, "application/json")
+    assert (message.message_id, message.type) == ("id-1", "chunk")
 
 
 ERRORS = {

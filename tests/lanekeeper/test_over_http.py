@@ -5,7 +5,9 @@ import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock, patch
 
+import aiohttp
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
@@ -24,7 +26,9 @@ from lanekeeper import (
     Problem,
     PublishRefused,
     TopologyMismatch,
+    http,
 )
+from lanekeeper.contract.messages import Message
 from lanekeeper.http import HttpAnswer, _error_of
 from tests.support.fake_gateway import CUT, KEY, FakeGateway, Refusal
 from tests.support.waiting import until
@@ -93,12 +97,28 @@ async def test_a_failed_gateway_may_have_taken_the_request(gateway: FakeGateway)
             await client.publish(BODY, key=LANE)
 
 
-async def test_a_stream_goes_on_after_a_lost_connection(gateway: FakeGateway, client: Client) -> None:
+@pytest.mark.parametrize("fault", [CUT, 500])
+async def test_a_stream_goes_on_after_its_last_event_when_the_connection_is_lost(
+    gateway: FakeGateway, client: Client, fault: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = Mock(return_value=0.0)
+    monkeypatch.setattr(http, "pause_s", pauses)
     gateway.posted["id-1"] = b"{}"
-    gateway.faults += [202, CUT]
-    gateway.streams.append(["id: 1\nevent: event\ndata: {}\n\n"])
+    gateway.faults += [202, fault]
+    gateway.streams += [["id: 1\nevent: event\ndata: {}\n\n"], []]
     came = [each async for each in client.stream(BODY, key=LANE, message_id="id-1")]
     assert [type(each) for each in came] == [Part, Final]
+    assert [call.headers.get("last-event-id") for call in gateway.called("GET")] == [None, None, "1"]
+    assert {each.args for each in pauses.call_args_list} == {(0,)}, "what came in between was no failure"
+
+
+async def test_parts_are_numbered_and_a_restart_begins_again(gateway: FakeGateway, client: Client) -> None:
+    kinds = ("running", "event", "event", "restart", "event")
+    gateway.streams.append([f"id: {id}\nevent: {kind}\ndata: {{}}\n\n" for id, kind in enumerate(kinds)])
+    came = [each async for each in client.stream(BODY, key=LANE)]
+    assert [(each.kind, each.seq) for each in came if isinstance(each, Part)] == [
+        ("event", 0), ("event", 1), ("restart", 0), ("event", 1),
+    ]  # fmt: skip
 
 
 async def test_a_result_is_asked_for_as_long_as_its_caller_waits_and_no_proxy_closes_the_connection(
@@ -119,11 +139,68 @@ async def test_a_request_carries_the_trace_in_which_it_is_made(gateway: FakeGate
     assert gateway.called("POST")[0].headers["traceparent"] == f"00-{7:032x}-{8:016x}-01"
 
 
+async def test_a_request_is_posted_with_its_id_its_lane_and_its_options(gateway: FakeGateway, client: Client) -> None:
+    headers = {"x-lane-no-batch": True, "x-lane-webhook": "https://a.example/Hook", "baggage": b"a=B"}
+    await client.publish([1], key=LANE, message_id="id-1", handler="chunk", deadline_s=1.5, headers=headers)
+    (call,) = gateway.calls
+    sent = {name.lower(): value for name, value in call.headers.items()}
+    assert (call.body, sent["accept-encoding"], sent["x-api-key"]) == (b"[1]", "identity", KEY)
+    assert sent.keys() >= {"x-lane-sent-ms"}
+    assert {
+        name: value for name, value in sent.items() if name.startswith(("x-lane", "idem", "content-type", "bag"))
+    } == {
+        "content-type": "application/json",
+        "idempotency-key": "id-1",
+        "x-lane-name": "normal",
+        "x-lane-type": "chunk",
+        "x-lane-sent-ms": sent["x-lane-sent-ms"],
+        "x-lane-deadline-ms": "1500",
+        "x-lane-no-batch": "true",
+        "x-lane-webhook": "https://a.example/Hook",
+        "baggage": "a=B",
+    }
+
+
+async def test_a_cancellation_does_not_wait_for_the_answers_of_other_calls(
+    gateway: FakeGateway, client: Client
+) -> None:
+    gateway.posted["id-1"] = b"{}"
+    answers = asyncio.Event()
+    gateway.faults.append(answers)
+    waiting = asyncio.create_task(client.result("id-1"))
+    await until(lambda: gateway.called("GET"))
+    async with asyncio.timeout(10):
+        assert await client.cancel("id-1") == "told"
+    answers.set()
+    await waiting
+
+
+async def test_a_large_body_has_more_time_and_a_stream_may_be_silent_for_a_minute(
+    gateway: FakeGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[aiohttp.ClientTimeout] = []
+    send = aiohttp.ClientSession.request
+
+    def request(session: aiohttp.ClientSession, *given: Any, timeout: aiohttp.ClientTimeout, **more: Any) -> Any:
+        limits.append(timeout)
+        return send(session, *given, timeout=timeout, **more)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "request", request)
+    async for _ in client.stream(b"x" * 1024 * 1024, key=LANE):
+        pass
+    await client.cancel(next(iter(gateway.posted)))
+    assert [(each.total, each.sock_connect, each.sock_read) for each in limits] == [
+        (pytest.approx(14), None, None),
+        (None, 10, 60),
+        (None, pytest.approx(5, abs=0.5), pytest.approx(5, abs=0.5)),
+    ]
+
+
 async def test_over_http_no_other_tenant_can_be_named(client: Client) -> None:
-    with pytest.raises(ControlRefused, match="tenant"):
-        await client.result("id-1", tenant="other")
-    with pytest.raises(ControlRefused, match="tenant"):
-        await client.cancel("id-1", tenant="other")
+    for call in (client.result, client.cancel):
+        with pytest.raises(ControlRefused, match="tenant") as refused:
+            await call("id-1", tenant="other")
+        assert refused.value.fields["status"] == 400
 
 
 async def test_cancellations_end_when_the_key_does_not_allow_them(gateway: FakeGateway, client: Client) -> None:
@@ -153,7 +230,11 @@ async def test_cancellations_end_when_the_key_does_not_allow_them(gateway: FakeG
         (413, {}, Problem, "too_large"),
         (401, {"detail": "invalid x-api-key"}, AccessRefused, "401: invalid x-api-key"),
         (403, {"detail": "this key allows batch"}, AccessRefused, "this key allows batch"),
+        (400, {}, Problem, "invalid_request"),
         (404, {"detail": "no such path"}, TopologyMismatch, "is it a gateway's"),
+        (404, {"code": "unroutable", "status": 404}, Problem, "unroutable"),
+        (405, {}, TopologyMismatch, "is it a gateway's"),
+        (300, {}, TopologyMismatch, "is it a gateway's"),
         (302, {}, TopologyMismatch, "is it a gateway's"),
     ],
 )
@@ -214,9 +295,48 @@ async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: 
         await client.result("id-1")
     with pytest.raises(ControlRefused, match="not known"):
         await client.cancel("id-1")
-    for id in ("..", "a/b", ""):
+    for id in ("..", "a/b", "", 5):
         with pytest.raises(ControlRefused, match="the request's id"):
-            await client.cancel(id)
+            await client.cancel(id)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "says"),
+    [(300, ControlRefused, "answered 300"), (410, ControlRefused, "answered 410"), (401, AccessRefused, "401")],
+)
+async def test_what_is_no_answer_about_a_request_is_an_error_with_the_status(
+    gateway: FakeGateway, client: Client, status: int, error: type[Exception], says: str
+) -> None:
+    for call in (client.cancel, client.result):
+        gateway.faults += [status]
+        with pytest.raises(error, match=says):
+            await call("id-1")
+
+
+async def test_an_answer_has_a_largest_size(
+    gateway: FakeGateway, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.LARGEST_BYTES == 67_108_864
+    gateway.posted["id-1"] = b"{}"
+    size = len(gateway.document("id-1").encode())
+    monkeypatch.setattr(http, "LARGEST_BYTES", size)
+    assert (await client.result("id-1")).text == "Pô"
+    monkeypatch.setattr(http, "LARGEST_BYTES", size - 1)
+    with pytest.raises(BrokerUnreachable, match="no gateway sends that"):
+        await client.result("id-1")
+
+
+@pytest.mark.parametrize(
+    "document", ['{"status":"completed","result":[1,2.50]}', ' {\n "a" : {"result": 0} ,\n "result" : [1,2.50] } ']
+)
+def test_a_result_is_given_in_the_bytes_in_which_it_came(document: str) -> None:
+    assert http.final_of_status("id-1", 200, document.encode()).body == b"[1,2.50]"
+
+
+def test_a_result_that_is_not_there_yet_had_no_attempt_unless_it_says_so() -> None:
+    with pytest.raises(NotEnded) as waiting:
+        http.final_of_status("id-1", 200, b'{"status": "queued"}')
+    assert (waiting.value.attempts, waiting.value.due_at, waiting.value.step) == (0, None, None)
 
 
 async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway: FakeGateway, client: Client) -> None:
@@ -255,10 +375,30 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
 
 
 @pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        (b"{}", b'{"stream":true}'),
+        (b'{"stream": true, "prompt": ""}', b'{"stream": true, "prompt": ""}'),
+        (b'["a"]', b'["a"]'),
+        (b"{", b"{"),
+    ],
+)
+def test_a_streamed_request_says_so_in_its_body_if_that_is_an_object(body: bytes, sent: bytes) -> None:
+    assert http.body_of(Message(body=body, headers={"x-lane-stream": True})) == sent
+
+
+async def test_a_body_that_does_not_want_the_parts_is_not_streamed(gateway: FakeGateway, client: Client) -> None:
+    with pytest.raises(Problem, match="stream: found False") as refused:
+        await anext(client.stream({"stream": False}, key=LANE))
+    assert (refused.value.status, gateway.calls) == (400, [])
+
+
+@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"priority": 9}, "priority: found 9"),
         ({"tenant": "other"}, "tenant"),
+        ({"headers": {"x-lane-tenant": "other"}}, "tenant"),
         ({"headers": {"x-mine": "1"}}, "header x-mine"),
         ({"headers": {"x-lane-a": "1\r\nx-lane-tenant: other"}}, "header x-lane-a: has a line break"),
         ({"headers": {"x-lane-a": b"1\n"}}, "header x-lane-a: has a line break"),
@@ -298,7 +438,10 @@ async def test_opening_the_client_tells_a_wrong_key_and_a_gateway_that_is_away(g
     with pytest.raises(AccessRefused, match="401"):
         async with Client(gateway.url, api_key="wrong"):
             pass
-    with pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:1"):
+    with (
+        pytest.raises(BrokerUnreachable, match=r"127\.0\.0\.1:1"),
+        patch.object(asyncio, "sleep", side_effect=AssertionError("it waits for the gateway")),
+    ):
         async with Client("http://127.0.0.1:1", api_key=KEY):
             pass
 

@@ -45,6 +45,7 @@ async def test_each_method_gives_what_the_asynchronous_client_would(gateway: Fak
         assert client.trouble is None
         with pytest.raises(NotEnded):
             client.result("never")
+        assert not gateway.calls[-1].query, "it does not wait for what it was not asked to wait for"
 
     await asyncio.to_thread(use)
     assert (list(gateway.posted), gateway.cancelled) == (["id-1", "id-2"], ["id-2"])

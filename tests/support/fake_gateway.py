@@ -6,6 +6,7 @@ async with FakeGateway() as gateway:
     gateway.calls                    what was called, in order
 """
 
+import asyncio
 import json
 import ssl
 from collections import deque
@@ -43,7 +44,8 @@ class FakeGateway:
 
     status: dict[str, Any] = field(default_factory=lambda: {"status": "completed"})
     result: str | None = RESULT
-    faults: deque[int | str | Refusal] = field(default_factory=deque)
+    faults: deque[int | str | Refusal | asyncio.Event] = field(default_factory=deque)
+    """Of the next calls, one each. Of an Event, the answer waits until it is set."""
     streams: deque[list[str]] = field(default_factory=deque)
     """What each connection to `/events` sends before it is closed; the last one sends the end as well."""
     ssl_context: ssl.SSLContext | None = None
@@ -72,8 +74,10 @@ class FakeGateway:
         if request.path == "/v1/requests/-":  # a client opens
             return _json({}, status=404 if request.headers.get("x-api-key") == KEY else 401)
         self.calls.append(Call(request.method, request.path, request.headers, request.query, await request.read()))
-        if self.faults:
-            fault = self.faults.popleft()
+        fault = self.faults.popleft() if self.faults else None
+        if isinstance(fault, asyncio.Event):
+            await fault.wait()
+        elif fault is not None:
             if fault == CUT:
                 assert request.transport is not None
                 request.transport.close()

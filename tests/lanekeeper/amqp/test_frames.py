@@ -4,6 +4,7 @@ again."""
 import struct
 from datetime import UTC, datetime
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,8 @@ from pamqp.header import ContentHeader
 
 from lanekeeper.amqp.driver import unmarshal
 from lanekeeper.amqp.wire import (
-    HEADERS_BYTES,
-    MAX_VALUES,
-    NESTED_LEVELS,
     encoded,
+    frames,
     message_from,
     message_of,
     write_table,
@@ -110,8 +109,8 @@ def test_nested_arrays_and_tables_have_a_maximum_depth(kind: bytes) -> None:
             inner = kind + table(inside)
         return table(b"\x01k" + inner)
 
-    assert list(delivered(HEADERS, deep(NESTED_LEVELS - 1)).headers) == ["k"]
-    assert list(delivered(HEADERS, deep(NESTED_LEVELS)).headers) == [UNREADABLE]
+    assert list(delivered(HEADERS, deep(15)).headers) == ["k"]
+    assert list(delivered(HEADERS, deep(16)).headers) == [UNREADABLE]
 
 
 def test_a_header_that_was_not_changed_is_passed_on_in_the_bytes_in_which_it_came() -> None:
@@ -125,15 +124,19 @@ def test_a_table_with_too_many_values_is_named() -> None:
     def full(values: int) -> bytes:  # the array counts as a value too
         return table(b"\x01kA" + table(b"V" * (values - 1)))
 
-    assert list(delivered(HEADERS, full(MAX_VALUES)).headers) == ["k"]
-    found = delivered(HEADERS, full(MAX_VALUES + 1)).headers
+    assert list(delivered(HEADERS, full(4000)).headers) == ["k"]
+    found = delivered(HEADERS, full(4001)).headers
     assert list(found) == [UNREADABLE]
-    assert f"more than {MAX_VALUES} values" in found[UNREADABLE]
+    assert "more than 4000 values" in found[UNREADABLE]
 
 
 def test_headers_too_large_for_a_frame_on_the_next_hop_are_named() -> None:
-    fields = b"\x03bigS" + struct.pack(">I", HEADERS_BYTES) + b"y" * HEADERS_BYTES
-    message = delivered(HEADERS | REPLY_TO, table(fields) + short(b"answers"))
+    def read(size: int) -> Message:
+        fields = b"\x03bigS" + struct.pack(">I", size - 9) + b"y" * (size - 9)
+        return delivered(HEADERS | REPLY_TO, table(fields) + short(b"answers"))
+
+    assert list(read(65_536).headers) == ["big"]
+    message = read(65_537)
     assert list(message.headers) == [UNREADABLE]
     assert "allowed are 65536" in message.headers[UNREADABLE]
     assert message.reply_to == "answers"
@@ -179,6 +182,29 @@ def test_text_of_others_that_is_not_utf_8_is_read_without_becoming_longer(method
         if isinstance(expected, str):
             expected = expected.replace("xxx", "?e?").replace("y" * 255, "?" * 255)
         assert getattr(read, name) == expected
+
+
+@pytest.mark.parametrize("mandatory", [True, False])
+def test_a_publish_is_one_write_of_its_method_its_properties_and_its_body_in_pieces(mandatory: bool) -> None:
+    channel: Any = SimpleNamespace(number=7, max_content_size=10)
+    message = Message(body=b"0123456789" * 2 + b"01234", message_id="id-1")
+    written = frames(
+        channel, message.body, exchange="lane.requests", routing_key="critical.a.b", properties=encoded(message),
+        mandatory=mandatory,
+    )  # fmt: skip
+    rest = written.payload
+    found: list[Any] = []
+    while rest:
+        size, number, read = frame.unmarshal(rest)
+        found.append(read)
+        assert number == 7
+        rest = rest[size:]
+    method, header, *pieces = found
+    assert dict(method) == dict(Basic.Publish(0, "lane.requests", "critical.a.b", mandatory))
+    assert (header.class_id, header.weight, header.body_size) == (60, 0, 25)
+    assert (header.properties.message_id, header.properties.delivery_mode) == ("id-1", 2)
+    assert [piece.value for piece in pieces] == [b"0123456789", b"0123456789", b"01234"]
+    assert not written.should_close
 
 
 def test_a_property_that_could_not_be_read_is_not_published() -> None:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from aiohttp import web
@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanekeeper import http
-from lanekeeper.contract.problems import BrokerUnreachable, ReplyLost
+from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, ReplyLost
 from lanekeeper.http import Event, Events, EventTooLarge, HttpAnswer, OverHttp, seconds_of
 
 STREAM = (
     b": a comment\r\nretry: 10\r\n\r\nid: 1\r\nevent: queued\r\ndata: {}\r\n\r\n"
     b"data:two\ndata: lines\n\nid\nevent: \xc3\xb4\rdata:  x\r\rdata: after the last blank line"
 )
+AWAY = HttpAnswer(503, b"")
 FOUND = [Event("queued", b"{}", "1"), Event("message", b"two\nlines", "1"), Event("ô", b" x", "")]
 
 
@@ -32,6 +33,7 @@ def test_chunks_do_not_change_the_events(cuts: list[int]) -> None:
 
 
 def test_an_event_without_data_is_none_and_an_id_with_nul_is_ignored() -> None:
+    assert list(Events().read(b"\ndata: 1\n\n")) == [Event("message", b"1", "")]
     assert list(Events().read(b"event: started\n\nid: a\nid: b\0\ndata: 1\n\n")) == [Event("message", b"1", "a")]
 
 
@@ -45,8 +47,9 @@ def test_an_event_has_a_largest_size(monkeypatch: pytest.MonkeyPatch, line: byte
 
 def test_an_event_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "LARGEST_BYTES", 40)
-    assert list(Events().read(b"data: " + b"x" * 32 + b"\n\n")) == [Event("message", b"x" * 32, "")]
     reading = Events()
+    for _ in range(2):
+        assert list(reading.read(b"data: " + b"x" * 32 + b"\n\n")) == [Event("message", b"x" * 32, "")]
     assert not [event for _ in range(30) for event in reading.read(b"data:\n")]
     assert list(reading.read(b"\n")) == [Event("message", b"\n" * 29, "")]
 
@@ -99,33 +102,51 @@ async def test_a_lost_stream_is_tried_again_for_30_s_or_as_long_as_its_caller_wa
 
 
 @pytest.mark.parametrize(
-    ("limits", "tries_s"),
+    ("limits", "answer", "tries_s"),
     [
-        ({"within_s": 0}, [1]),
-        ({"within_s": 0, "waits_s": 20}, [21]),
-        ({"within_s": 12}, [10, 10, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]),
-        ({"within_s": 12, "absent_within_s": 2}, [10, 10, 10]),
+        ({"within_s": 0}, AWAY, [1]),
+        ({"within_s": 0, "waits_s": 20}, AWAY, [21]),
+        ({"within_s": 12}, AWAY, [10, 10, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]),
+        ({"within_s": 12, "absent_within_s": 2}, AWAY, [10, 10, 10]),
+        ({"within_s": 12}, HttpAnswer(503, b"", retry_after_s=5), [10, 7, 2]),
+        ({"within_s": 12}, HttpAnswer(529, b"", retry_after_s=0), [10]),
+        ({"within_s": 12, "full_within_s": 3}, HttpAnswer(529, b"", retry_after_s=0), [10, 10, 10, 9]),
+        ({"within_s": 12, "full_within_s": 3}, HttpAnswer(529, b""), [10, 10]),
     ],
 )
 async def test_each_try_of_a_call_has_10_s_or_what_is_left_but_at_least_1(
-    monkeypatch: pytest.MonkeyPatch, limits: Any, tries_s: list[int]
+    monkeypatch: pytest.MonkeyPatch, limits: Any, answer: HttpAnswer, tries_s: list[int]
 ) -> None:
     tried: list[float] = []
 
     async def call_once(method: str, path: str, timeout_s: float, *_: object) -> HttpAnswer:
         tried.append(timeout_s)
-        return HttpAnswer(503, b"")
+        return answer
 
     pauses = Mock(return_value=1.0)
     monkeypatch.setattr(http, "pause_s", pauses)
     clocked(monkeypatch, lambda now_s: None)
     gateway = OverHttp("http://host", api_key=None, ssl_context=None, tracing=None)
     monkeypatch.setattr(gateway, "_call_once", call_once)
-    with pytest.raises(BrokerUnreachable):
+    with pytest.raises(PublishRefused if answer.status == 529 else BrokerUnreachable):
         await gateway._call("POST", "/", **limits)
     assert tried == tries_s
     assert pauses.call_args.args == (len(tries_s) - 1,)
     assert pauses.call_args.kwargs == {"first_s": 0.2, "cap_s": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("left_s", "wait", "within_s", "waits_s"),
+    [(None, "?wait=20.000s", 30, 20), (600, "?wait=20.000s", 5, 20), (0.5, "?wait=0.500s", 0.5, 0.5), (0, "", 0, 0)],
+)
+async def test_a_result_is_asked_for_with_a_wait_of_20_s_at_most(
+    monkeypatch: pytest.MonkeyPatch, left_s: float | None, wait: str, within_s: float, waits_s: float
+) -> None:
+    gateway = OverHttp("http://host", api_key=None, ssl_context=None, tracing=None)
+    call = AsyncMock(return_value=HttpAnswer(200, b'{"result": {}}'))
+    monkeypatch.setattr(gateway, "_call", call)
+    await gateway._fetch_result("id-1", left_s)
+    call.assert_awaited_once_with("GET", f"/v1/requests/id-1{wait}", within_s=within_s, waits_s=waits_s)
 
 
 @pytest.mark.parametrize(
