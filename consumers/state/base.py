@@ -96,7 +96,7 @@ class Completion:
     body: bytes
     headers: Mapping[str, str | int] = field(default_factory=dict)
     ended_ms: int
-    mark: bytes | None = field(default=None, compare=False, repr=False)
+    mark: bytes | None = field(default=None, compare=False)
     """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
     before any message of it arrived, it is the mark of the first message that arrived. None: none has arrived."""
 
@@ -109,7 +109,7 @@ class Granted:
     """The fencing token: higher than that of every earlier claim of the request."""
     deaths: int = 0
     """How many workers that held the claim earlier did not release it, because they died or hung."""
-    followed: bool = field(default=False, repr=False)
+    followed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,7 @@ class MemoryStore(SqliteStore):
 
     @override
     async def webhook(self, identity: Identity) -> bytes | None:
-        found = self._tables.webhooks(self._at().today, identity=identity, most=1)
-        return found[0][1] if found else None
+        return self._tables.webhook(self._at().today, identity)
 
     @override
     async def probe(self) -> None:

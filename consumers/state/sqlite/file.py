@@ -193,7 +193,6 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
         _check(connection, path)
         _write_ahead(connection)
         connection.execute(f"PRAGMA journal_size_limit={WAL_BYTES}")
-        sync_commits(connection, True)
         connection.execute("BEGIN IMMEDIATE")
         _bring_up_to_date(connection, path, namespace=namespace)
         _end_leases_of_earlier_boots(connection, clock)
@@ -214,7 +213,7 @@ def adopt(former: Path, path: Path) -> None:
             connection.execute("PRAGMA journal_mode=DELETE")  # fails unless this is the only connection
             connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            if not is_locked(error):
                 raise
             raise StoreUnavailable(
                 f"{former}, whose name should be {path.name} now, is in use: end the processes of the earlier version "
@@ -248,13 +247,13 @@ def _check(connection: sqlite3.Connection, path: Path) -> int:
 
 def _write_ahead(connection: sqlite3.Connection) -> None:
     # Tried again, because if two processes start at once, one gets "database is locked" in spite of the timeout.
-    end = time.monotonic() + BUSY_S
+    end_s = time.monotonic() + BUSY_S
     while True:
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             return
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+            if not is_locked(error) or time.monotonic() > end_s:
                 raise
             time.sleep(0.02)  # nothing signals that the other process has finished
 
@@ -330,9 +329,9 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
         folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
-            if log is not None and inode(log_of(path)) == log:
+            if inode(log_of(path)) == log:
                 log_of(path).unlink()
-                path.with_name(path.name + "-shm").unlink(missing_ok=True)
+                path.with_name(path.name + "-shm").unlink()
         finally:
             os.close(folder)
 
@@ -344,6 +343,16 @@ def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
+def is_locked(error: Exception) -> bool:
+    """Whether the error says that another connection has locked the file."""
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def _code(error: Exception) -> int | None:
+    # an extended code is the code and, above it, another byte
+    return error.sqlite_errorcode % 256 if hasattr(error, "sqlite_errorcode") else None
+
+
 def explain(error: Exception, path: Path) -> str:
     """What is wrong with the file, and what to do about it, as the text of a `StoreUnavailable`."""
     if isinstance(error, StoreUnavailable):
@@ -351,8 +360,7 @@ def explain(error: Exception, path: Path) -> str:
     if isinstance(error, OSError):
         why = error.strerror or str(error)
         return f"{path} cannot be opened ({why}): let this user write it and its folder, or set LANEKEEPER_STORE_URL"
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    problem = _PROBLEMS.get(code, "cannot be used")
+    problem = _PROBLEMS.get(_code(error), "cannot be used")
     return f"{path} {problem} ({getattr(error, 'sqlite_errorname', type(error).__name__)}: {error})"
 
 
@@ -361,7 +369,7 @@ _CORRUPT = (
     "is corrupt: stop every worker on it, move it away together with its -wal and -shm, and start again; "
     "what it remembered is lost, requests are not"
 )
-_PROBLEMS = {
+_PROBLEMS: dict[int | None, str] = {
     sqlite3.SQLITE_BUSY: _LOCKED,
     sqlite3.SQLITE_LOCKED: _LOCKED,
     sqlite3.SQLITE_READONLY: "is read-only: let this user write it and its folder",

@@ -31,6 +31,7 @@ from consumers.state.sqlite.file import (
     drop_log,
     explain,
     inode,
+    is_locked,
     log_of,
     open_file,
     probe,
@@ -88,7 +89,7 @@ class Writer:
         self._tables: Tables | None = None
         self._file = self._log = inode(self.path)
         self._syncs: bool | None = None
-        self._reopen_at = 0.0
+        self._reopen_at_s = time.monotonic()
         self.trouble: str | None = None
         self.times = timings()
 
@@ -104,7 +105,7 @@ class Writer:
         self._groups.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
-    async def do(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
+    async def do(self, name: str, operation: Operation[T], *, durable: bool) -> T:
         """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
         `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
         it has written."""
@@ -155,7 +156,7 @@ class Writer:
             done = self._transact(group)
         except (sqlite3.Error, OSError, StoreUnavailable) as error:
             self.trouble = text = explain(error, self.path)
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            if not is_locked(error):
                 self._shut()
             return [(future, None, StoreUnavailable(text)) for _, future, *_ in group]
         except Exception as error:  # a bug: the callers get the error, and the thread goes on
@@ -197,9 +198,9 @@ class Writer:
             self._shut()
             drop_log(self.path, self._log)
         if self._tables is None:
-            if time.monotonic() < self._reopen_at and self.trouble is not None:
+            if time.monotonic() < self._reopen_at_s and self.trouble is not None:
                 raise StoreUnavailable(self.trouble)
-            self._reopen_at = time.monotonic() + REOPEN_S
+            self._reopen_at_s = time.monotonic() + REOPEN_S
             if self.former is not None:
                 adopt(self.former, self.path)
             connection = open_file(self.path, namespace=self.namespace, clock=self.clock)
@@ -380,8 +381,7 @@ class SqliteStore:
         return await self._read(lambda tables: tables.look(wanted))
 
     async def webhook(self, identity: Identity) -> bytes | None:
-        found = await self._read(lambda tables: tables.webhooks(self._clock.since_1970_ms(), identity=identity, most=1))
-        return found[0][1] if found else None
+        return await self._read(lambda tables: tables.webhook(self._clock.since_1970_ms(), identity))
 
     async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
         return await self._read(lambda tables: tables.webhooks(self._clock.since_1970_ms(), most=most))

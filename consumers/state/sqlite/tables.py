@@ -78,8 +78,7 @@ class Row(NamedTuple):
 
     def runs_again(self, message: Fingerprint) -> bool:
         """True if the message is the dead letter of the stored error, and was published again."""
-        dead_at_ms = message.dead_at_ms
-        return self.ended and self.status == "error" and dead_at_ms is not None and dead_at_ms == self.ended_ms
+        return self.ended and self.status == "error" and message.dead_at_ms == self.ended_ms
 
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
         """True if a worker holds the claim for another message, and the lease is valid. A message that was redelivered
@@ -164,6 +163,7 @@ _SURPLUS_WEBHOOKS: Final = (
     "DELETE FROM kept WHERE (kind, tenant, key) IN (SELECT kind, tenant, key FROM kept WHERE kind = 'webhook' "
     f"ORDER BY until_ms DESC LIMIT {STEP_ROWS} OFFSET ?)"
 )
+_WEBHOOKS: Final = "FROM kept WHERE kind = 'webhook' AND until_ms > ?"
 _DEBOUNCE: Final = (
     "INSERT INTO kept VALUES ('debounce', ?, ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
     "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = max(until_ms, excluded.until_ms) "
@@ -287,7 +287,7 @@ class Tables:
                 continue
             if row.cancelling or (row.ended and row.code == CANCELLED):
                 stops[claim] = base.Stop.CANCELLED
-            if row.cancelling and row.lease_ms:
+            if row.cancelling:
                 self._write(me, row._replace(lease_ms=lease_ms))
         return stops
 
@@ -323,7 +323,7 @@ class Tables:
         """Implements `Store.defer`. `due_ms` is None if the request was only submitted (`follow`)."""
         row = self.read(at, identity)
         if row is None or row.noted:
-            waiting = Row(token=_next_token(at, row), keep_ms=keep_until_ms, noted=1, due_ms=due_ms)
+            waiting = Row(token=_next_token(at, row), keep_ms=keep_until_ms, noted=True, due_ms=due_ms)
             self._write(identity, waiting)
             return True
         return not row.ended
@@ -362,7 +362,7 @@ class Tables:
         row = self.read(at, identity)
         if row is not None and (not row.noted or (row.is_deferred and row.due_ms is not None)):
             return
-        noted = Row(token=_next_token(at, row), keep_ms=at.today + self._keep_ms, noted=1)
+        noted = Row(token=_next_token(at, row), keep_ms=at.today + self._keep_ms, noted=True)
         self._write(identity, noted.ended_by(completion))
 
     def cancel(self, at: Times, identity: Identity, completion: Completion) -> base.Cancelling:
@@ -374,14 +374,14 @@ class Tables:
             self._displace_unseen(identity.tenant)
             return base.Cancelling.RECORDED
         if row is None or row.noted:
-            unseen = Row(token=_next_token(at, row), keep_ms=0 if row is None else row.keep_ms)
+            unseen = Row(token=_next_token(at, row), keep_ms=at.today if row is None else row.keep_ms)
             self._end_as_cancelled(at, identity, unseen.ended_by(completion))
             return base.Cancelling.DISPLACED if self._displace_unseen(identity.tenant) else base.Cancelling.UNSEEN
         if row.ended:
             return base.Cancelling.ENDED
         if row.lease_ms > at.now:
             if not row.cancelling:
-                self._write(identity, row._replace(cancelling=1).ended_by(completion))
+                self._write(identity, row._replace(cancelling=True).ended_by(completion))
             return base.Cancelling.TOLD
         # The token stays the same, so that a holder whose lease has expired learns that it was cancelled, not fenced.
         self._end_as_cancelled(at, identity, row.ended_by(completion))
@@ -443,18 +443,21 @@ class Tables:
         if found is None:
             return base.Refused.FENCED
         key, last, events, size = found
-        entries = part.entries
-        starts = max((at for at, entry in enumerate(entries) if entry.kind == RESTART), default=-1)
-        if key is None or starts >= 0:
+        entries: list[NewEntry] = []
+        restarts = False
+        for entry in part.entries:
+            if entry.kind == RESTART:  # another call has begun, so the events of the call before are not needed
+                restarts, entries = True, [each for each in entries if each.kind != EVENT]
+            entries.append(entry)
+        if key is None or restarts:
             events = size = 0
-            entries = [entry for at, entry in enumerate(entries) if at >= starts or entry.kind != EVENT]
         new_events = sum(entry.kind == EVENT for entry in entries)
         events, size = events + new_events, size + sum(len(entry.body) for entry in entries)
         if new_events and (events > self._spec.events_per_request or size > self._spec.event_bytes_per_request):
             return base.Refused.FULL
         if key is None:
             key, last = self._add(me, part.submission), 0
-        elif starts >= 0:  # another call has begun, so the events of the call before are not needed
+        elif restarts:
             self._execute(FORGET_EVENTS, (key, EVENT))
         self._write_entries(key, last=last, events=events, size=size, entries=entries)
         return None
@@ -476,16 +479,17 @@ class Tables:
         left = ENTRIES_IN_A_LOOK
         for identity, after in wanted:
             row = self._execute(_PROGRESS, (identity.tenant, identity.id)).fetchone()
-            key, last, ended = row or (None, 0, False)
-            if row is not None and last <= after and not ended:
+            if row is None:
+                found.append(base.Look(is_known=False))
+                continue
+            key, last, ended = row
+            if last <= after and not ended:
                 found.append(None)
                 continue
-            entries: list[base.Entry] = []
-            if last > after:
-                read = self._execute(_ENTRIES, (key, after, min(base.ENTRIES_AT_ONCE, left)))
-                entries = [base.Entry._make(row) for row in read]
-                left -= len(entries)
-            found.append(base.Look(entries=entries, last=last, ended=bool(ended), is_known=row is not None))
+            read = self._execute(_ENTRIES, (key, after, min(base.ENTRIES_AT_ONCE, left)))
+            entries = [base.Entry._make(each) for each in read]
+            left -= len(entries)
+            found.append(base.Look(entries=entries, last=last, ended=bool(ended)))
         return found
 
     # ---- counters and pauses -----------------------------------------------------------------------------------------
@@ -616,11 +620,14 @@ class Tables:
         values = (identity.tenant, identity.id, at.today, identity.id, until_ms, row)
         self._execute("INSERT OR REPLACE INTO kept VALUES ('webhook', ?, ?, ?, ?, ?, ?)", values)
 
-    def webhooks(self, today: int, *, identity: Identity | None = None, most: int) -> Sequence[tuple[Identity, bytes]]:
-        wanted, values = "SELECT tenant, id, body FROM kept WHERE kind = 'webhook' AND until_ms > ?", list[object]()
-        if identity is not None:
-            wanted, values = f"{wanted} AND (tenant, key) = (?, ?)", [identity.tenant, identity.id]
-        rows = self._execute(f"{wanted} ORDER BY until_ms DESC LIMIT ?", (today, *values, most))
+    def webhook(self, today: int, identity: Identity) -> bytes | None:
+        found = self._execute(
+            f"SELECT body {_WEBHOOKS} AND (tenant, key) = (?, ?)", (today, identity.tenant, identity.id)
+        )
+        return next((body for (body,) in found), None)
+
+    def webhooks(self, today: int, *, most: int) -> Sequence[tuple[Identity, bytes]]:
+        rows = self._execute(f"SELECT tenant, id, body {_WEBHOOKS} ORDER BY until_ms DESC LIMIT ?", (today, most))
         return [(Identity(tenant, id), body) for tenant, id, body in rows]
 
     def pause(self, at: Times, pause: Pause) -> bool:
@@ -748,13 +755,13 @@ class Tables:
             headers=None if row is None else row.step or None,
         )
         self._write(identity, held)
-        return Granted(token=held.token, deaths=deaths, followed=row is not None and self._is_followed(identity))
+        return Granted(token=held.token, deaths=deaths, followed=self._is_followed(identity))
 
     def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
         """End a request with the completion in `row`, and keep it for as long as a message of the request can wait in
         the broker."""
         keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
-        self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=0))
+        self._write(identity, row._replace(keep_ms=keep_ms, cancelling=False))
 
     def _write(self, identity: Identity, row: Row) -> None:
         self._execute(_WRITE, (identity.tenant, identity.id, *row))

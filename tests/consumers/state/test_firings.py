@@ -9,8 +9,9 @@ async def test_the_last_firing_is_seen_by_every_process_and_an_older_one_changes
     assert await here.firings() == {}
 
     await here.fired("nightly", Firing(1_790_000_000_000, ""))
-    await here.fired("weekly", Firing(5, "schedule-weekly-x"))
-    assert await there.firings() == {"nightly": Firing(1_790_000_000_000, ""), "weekly": Firing(5, "schedule-weekly-x")}
+    await here.fired("weekly", Firing(1, "schedule-weekly-x"))
+    await here.fired("weekly", Firing(0, "older"))
+    assert await there.firings() == {"nightly": Firing(1_790_000_000_000, ""), "weekly": Firing(1, "schedule-weekly-x")}
 
     await there.fired("nightly", Firing(1_790_000_060_000, "schedule-nightly-y"))
     await here.fired("nightly", Firing(1_790_000_030_000, "late"))

@@ -83,7 +83,8 @@ async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(s
     await store.unfollow(ME)
     assert await store.find(ME) is None
     assert await store.submission(ME) is None
-    assert (await look(store)).is_known is False
+    found = await look(store)
+    assert (list(found.entries), found.last, found.ended, found.is_known) == ([], 0, False, False)
 
     await followed(store)
     await held(store)
@@ -100,6 +101,7 @@ async def test_its_claim_says_that_it_is_followed(store: FollowedStore) -> None:
     found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
     assert found.followed
+    await store.defer(Identity("", "another"), due_ms=1, keep_until_ms=2**45)
     other = await store.claim(Identity("", "another"), fingerprint())
     assert isinstance(other, Granted)
     assert not other.followed
@@ -178,7 +180,7 @@ async def test_no_entry_has_the_number_of_an_ending_if_the_dead_letter_runs_agai
     store: FollowedStore = await opened(events_per_request=2)  # type: ignore[assignment]
     await followed(store)
     holder = await held(store)
-    await store.append([part(holder, ("started", b"1"), ("event", b"old"), ("event", b"old"))])
+    assert await store.append([part(holder, ("started", b"1"), ("event", b"old"), ("event", b"old"))]) == [None]
     await store.complete(ME, fingerprint(), failed(ended_ms=7), token=holder.token)
     end = (await look(store)).last + 1
 
@@ -204,6 +206,19 @@ async def test_a_dead_letter_that_ends_again_without_a_claim_has_another_number_
     assert await store.complete(ME, fingerprint(dead_at_ms=7), late, token=None) == late
     found = await look(store, after=before + 1)
     assert ([each.kind for each in found.entries], found.last, found.ended) == (["restart"], before + 2, True)
+
+
+async def test_what_ends_before_any_worker_had_it_runs_for_the_first_time(store: FollowedStore) -> None:
+    await followed(store)
+    await store.complete(ME, fingerprint(), failed("deadline_exceeded"), token=None)
+    assert [each.kind for each in (await look(store)).entries] == ["queued"]
+
+
+async def test_of_two_restarts_told_at_once_the_events_before_the_last_are_removed(store: FollowedStore) -> None:
+    holder = await held(store)
+    told = [("event", b"a"), ("restart", b""), ("event", b"b"), ("step", b""), ("restart", b""), ("event", b"c")]
+    assert await store.append([part(holder, *told)]) == [None]
+    assert [each[1:] for each in (await look(store)).entries] == [told[1], told[3], told[4], told[5]]
 
 
 @pytest.mark.parametrize("then", ["submitted again", "published again"])

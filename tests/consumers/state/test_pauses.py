@@ -1,11 +1,13 @@
 """What operators have paused, for every engine."""
 
+import json
 import time
 from typing import Any
 
 import pytest
 
-from consumers.state.base import PAUSES_AT_MOST, Pause, Store
+from consumers.state import base
+from consumers.state.base import Pause, Store
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 
@@ -65,13 +67,39 @@ async def test_a_pause_ends_by_itself(store: Store) -> None:
     assert await store.resume(ending.id) is None
 
 
-@pytest.mark.slow
-async def test_there_is_a_limit_of_pauses_that_have_not_ended(store: Store) -> None:
-    for number in range(PAUSES_AT_MOST - 1):
+async def test_there_is_a_limit_of_pauses_that_have_not_ended(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "PAUSES_AT_MOST", 3)
+    for number in range(2):
         assert await store.pause(a_pause(str(number)))
     assert await store.pause(a_pause("ended", until_ms=in_ms(-1)))
     assert await store.pause(a_pause("last"))
 
     assert not await store.pause(a_pause("one more"))
     assert await store.pause(a_pause("last", why="another reason"))
-    assert len(await store.pauses()) == PAUSES_AT_MOST
+    assert len(await store.pauses()) == 3
+
+
+def test_a_pause_has_the_same_id_in_every_version_and_ends_the_moment_it_says() -> None:
+    assert a_pause().id == "22346568eeb2"
+    assert [a_pause(until_ms=7).has_ended(now_ms) for now_ms in (6, 7)] == [False, True]
+    assert not a_pause().has_ended(7)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "lane batch was paused by an operator at 2026-09-21T14:13:20.000Z: too dear"),
+        (
+            {"until_ms": 1_790_000_060_000, "why": ""},
+            "lane batch was paused by an operator at 2026-09-21T14:13:20.000Z until 2026-09-21T14:14:20.000Z",
+        ),
+    ],
+)
+def test_a_pause_tells_since_when_until_when_and_why(given: Any, told: str) -> None:
+    assert a_pause(**given).told == told
+
+
+def test_of_stored_pauses_those_in_another_form_are_left_out_and_one_without_a_start_is_the_oldest() -> None:
+    row = a_pause().as_json()
+    found = base.pauses_in([json.dumps(each) for each in (row, {**row, "since": "?", "name": "x"}, {"id": "y"}, 7)])
+    assert [(each.name, each.since_ms) for each in found] == [("x", 0), ("batch", 1_790_000_000_000)]

@@ -3,18 +3,41 @@
 import asyncio
 import os
 import signal
+import sqlite3
 import sys
+import threading
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
-from consumers.state.base import Completion, Ended, Granted, Held, Identity, Running, StoreSpec, StoreUnavailable
-from consumers.state.sqlite.file import WAL_BYTES, Clock
-from consumers.state.sqlite.store import SqliteStore, Writer
+from consumers.state.base import (
+    Cancelling,
+    Completion,
+    Ended,
+    Firing,
+    Found,
+    Granted,
+    Held,
+    Identity,
+    NewEntry,
+    Part,
+    Running,
+    StoreSpec,
+    StoreUnavailable,
+    Submission,
+    Taken,
+    WaitingLimit,
+)
+from consumers.state.sqlite.file import Clock
+from consumers.state.sqlite.store import Reader, SqliteStore, Writer
 from consumers.state.sqlite.tables import Tables, Times
 from tests.support.completions import CANCELLED, ME, answered, fingerprint
+from tests.support.waiting import until
 
 WAITED = Identity("", "waited")
 
@@ -61,7 +84,8 @@ async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
     writer = Writer(tmp_path / "lane.sqlite", namespace="lane", spec=StoreSpec(), clock=Clock())
     writer.start()
     for _ in range(2):
-        found = await asyncio.gather(*(writer.do("now", lambda _, at: at) for _ in range(4)), return_exceptions=True)
+        asked = [writer.do("now", lambda _, at: at, durable=True) for _ in range(4)]
+        found = await asyncio.gather(*asked, return_exceptions=True)
         assert [isinstance(each, StoreUnavailable) for each in found] == [False, False, False, True]
         assert "is too slow: 3 operations wait for it" in str(found[3])
     await writer.close()
@@ -157,6 +181,39 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
         assert await store.hold("sweep", "b", for_s=60)
 
 
+@pytest.mark.parametrize(("earlier_ms", "is_free"), [(0, False), (1, True)])
+async def test_without_a_boot_id_a_lease_of_more_than_an_hour_is_from_before_the_start(
+    tmp_path: Path, earlier_ms: int, is_free: bool
+) -> None:
+    clock = Calendar()
+    clock.booted = ""
+    async with a_store(tmp_path, clock) as store:
+        assert await store.hold("sweep", "a", for_s=3600)
+    clock.uptime_ms -= earlier_ms
+    async with a_store(tmp_path, clock) as store:
+        assert await store.hold("sweep", "b", for_s=60) is is_free
+
+
+@pytest.mark.parametrize("with_boottime", [True, False])
+def test_the_clocks_tell_ms(monkeypatch: pytest.MonkeyPatch, with_boottime: bool) -> None:
+    clock = time.CLOCK_BOOTTIME if with_boottime else time.CLOCK_MONOTONIC
+    if not with_boottime:
+        monkeypatch.delattr(time, "CLOCK_BOOTTIME")
+    before_s = (time.clock_gettime(clock), time.time())
+    now_s = (Clock().since_boot_ms() / 1000, Clock().since_1970_ms() / 1000)
+    after_s = (time.clock_gettime(clock), time.time())
+    assert all(
+        before - 0.002 <= now <= after + 0.002 for before, now, after in zip(before_s, now_s, after_s, strict=True)
+    )
+
+
+def test_a_system_without_a_boot_id_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.state.sqlite.file.BOOT_ID", tmp_path / "boot_id")
+    assert Clock().boot() == ""
+    (tmp_path / "boot_id").write_text("f00\n")
+    assert Clock().boot() == "f00"
+
+
 @pytest.mark.parametrize("boot", ["1", ""])
 async def test_a_file_that_is_opened_again_keeps_its_leases(tmp_path: Path, boot: str) -> None:
     clock = Calendar()
@@ -243,4 +300,201 @@ async def test_the_log_shrinks_to_its_limit(tmp_path: Path) -> None:
         limit = await store.transact(
             "look", lambda tables, _: tables.connection.execute("PRAGMA journal_size_limit").fetchone()
         )
-    assert limit == (WAL_BYTES,)
+    assert limit == (67_108_864,)
+
+
+async def test_what_is_written_when_the_store_is_closed_is_in_the_file_alone(tmp_path: Path) -> None:
+    async with a_store(tmp_path, Calendar()) as store:
+        assert await asyncio.gather(*(store.look([(ME, 0)]) for _ in range(9)))
+        assert [each.daemon for each in threading.enumerate() if each.name == "store"] == [True], "it ends with us"
+        claims = [asyncio.ensure_future(store.claim(Identity("", str(each)), fingerprint())) for each in range(1100)]
+        await asyncio.sleep(0)  # they have asked
+    assert all(isinstance(each, Granted) for each in await asyncio.gather(*claims))
+    assert sum(store.times["claim"].counts) == 1100
+    assert store.times["claim"].sum < 1100 * 60
+    await until(lambda: [each.name for each in tmp_path.iterdir()] == ["lane.sqlite"])
+
+
+async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path) -> None:
+    clock = Standing()
+    async with a_store(tmp_path, clock) as store:
+        taken = await store.take("tokens", 3, limit=5, period_s=3600)
+        assert taken == Taken(granted=True, used=3, resets_in_s=2600)
+        clock.ms = 3_599_999
+        assert await store.take("tokens", 3, limit=5, period_s=3600) == Taken(granted=False, used=3, resets_in_s=0.001)
+        clock.ms = 3_600_000
+        assert await store.take("tokens", 5, limit=5, period_s=3600) == Taken(granted=True, used=5, resets_in_s=3600)
+        clock.ms += 86_400_000
+        assert await store.sweep() == 0, "the calendar may be set back by a day"
+        clock.ms += 1
+        assert await store.sweep() == 1
+
+
+async def test_when_a_schedule_fired_is_known_for_ten_years(tmp_path: Path) -> None:
+    clock = Standing()
+    async with a_store(tmp_path, clock) as store:
+        await store.fired("nightly", Firing(7, "x"))
+        clock.ms = 7 + 3650 * 86_400_000 - 1
+        assert await store.sweep() == 0
+        clock.ms += 1
+        assert await store.sweep() == 1
+
+
+async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) -> None:
+    clock = Standing()
+    cancelled = Identity("", "cancelled")
+    async with a_store(tmp_path, clock) as store:
+        for each in (ME, cancelled):
+            assert isinstance(await store.claim(each, fingerprint()), Granted)
+        clock.ms += 9_999
+        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Running)
+        clock.ms += 1
+        assert await store.find(ME) == Found(completion=None, running=False)
+        assert await store.cancel(cancelled, CANCELLED) is Cancelling.RECORDED
+        again = await store.claim(ME, fingerprint(mark="other"))
+        assert isinstance(again, Granted)
+        assert again.deaths == 1
+
+
+async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -> None:
+    clock = Standing()
+    spec = StoreSpec(waiting_per_tenant=300, waiting_in_all=300)
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
+
+        async def counted(tenant: str, number: int) -> WaitingLimit:
+            of = Identity(tenant, str(number))
+            return await store.reserve(of, fingerprint(mark=str(number)), weight=1, until_ms=clock.ms + 1)
+
+        found = await asyncio.gather(*(counted("a", number) for number in range(301)))
+        assert found == [WaitingLimit.WITHIN] * 300 + [WaitingLimit.TENANT]
+        clock.ms += 1
+        assert await asyncio.gather(*(counted("b", number) for number in range(300))) == [WaitingLimit.WITHIN] * 300
+        clock.ms += 1
+        await store.note(ME, answered())
+        assert [await store.sweep() for _ in range(3)] == [200, 100, 0]
+        sums = await store.transact(
+            "look", lambda tables, _: list(tables.connection.execute("SELECT * FROM share_sum"))
+        )
+    assert sums == [("waiting", None, 0)]
+
+
+async def test_one_sweep_removes_and_counts_all_that_has_ended(tmp_path: Path) -> None:
+    clock = Standing()
+    async with a_store(tmp_path, clock) as store:
+        await store.defer(WAITED, due_ms=1, keep_until_ms=clock.ms + 1)
+        await store.hold("sweep", "a", for_s=0.001)
+        await store.reserve(ME, fingerprint(), weight=5, until_ms=clock.ms + 1)
+        await store.note_webhook(ME, b"{}", until_ms=clock.ms + 1)
+        clock.ms += 1
+        assert [await store.sweep() for _ in range(2)] == [4, 0]
+
+
+async def test_one_cancellation_displaces_at_most_ten_others(tmp_path: Path) -> None:
+    async with a_store(tmp_path, Standing()) as store:
+        for number in range(20):
+            await store.cancel(Identity("t", f"{number:02}"), CANCELLED)
+    spec = StoreSpec(unseen_per_tenant=5)
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=Standing(), spec=spec) as store:
+        assert await store.cancel(Identity("t", "20"), CANCELLED) is Cancelling.DISPLACED
+        left = [await store.find(Identity("t", f"{number:02}")) is not None for number in range(21)]
+    assert left.count(True) == 11
+
+
+async def test_the_cancellation_of_what_was_only_submitted_counts_as_unseen(tmp_path: Path) -> None:
+    submission = Submission(body_hash=b"h", lane="batch", submitted_ms=1, due_ms=None, deadline_ms=2)
+    spec = StoreSpec(unseen_per_tenant=2)
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", spec=spec) as store:
+        for each in map(partial(Identity, "t"), "abc"):
+            await store.follow(each, submission, first_entry=NewEntry("queued", b""), keep_until_ms=2**45)
+            assert await store.cancel(each, CANCELLED) is Cancelling.RECORDED
+        assert [await store.find(Identity("t", each)) is not None for each in "abc"].count(True) == 2
+
+
+async def test_one_look_returns_at_most_5000_entries(tmp_path: Path) -> None:
+    submission = Submission(body_hash=b"h", lane="batch", submitted_ms=1, due_ms=None, deadline_ms=2)
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
+        many = [Identity("", str(number)) for number in range(27)]
+        for each in many:
+            claim = await store.claim(each, fingerprint())
+            assert isinstance(claim, Granted)
+            await store.append([Part(Held(each, claim.token), submission, [NewEntry("step", b"")] * 200)])
+        found = await store.look([(each, 0) for each in many])
+    assert [each and len(each.entries) for each in found] == [200] * 25 + [0, 0]
+
+
+def an_error(code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("as SQLite says it")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_opened_again"),
+    [
+        (an_error(sqlite3.SQLITE_BUSY), False),
+        (an_error(sqlite3.SQLITE_BUSY_RECOVERY), False),
+        (an_error(sqlite3.SQLITE_LOCKED), False),
+        (an_error(sqlite3.SQLITE_IOERR_FSYNC), True),
+        (sqlite3.OperationalError("without a code"), True),
+        (OSError("a disk"), True),
+        (RuntimeError("a bug"), True),
+    ],
+    ids=str,
+)
+async def test_after_an_error_nothing_of_its_group_is_kept_and_the_file_is_opened_again_unless_it_was_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_opened_again: bool
+) -> None:
+    monkeypatch.setattr("consumers.state.sqlite.store.REOPEN_S", 0)
+
+    def fails(*_: object) -> None:
+        raise error
+
+    async with a_store(tmp_path, Calendar()) as store:
+        pragma = "PRAGMA max_page_count"
+        await store.transact("limit", lambda tables, _: tables.connection.execute(f"{pragma} = 9999").fetchone())
+        told = await asyncio.gather(store.note(ME, answered()), store.transact("fail", fails), return_exceptions=True)
+        assert [type(each) for each in told] == [type(error) if "bug" in str(error) else StoreUnavailable] * 2
+        if "bug" not in str(error):
+            assert await store.transact("look", waits_for_the_disk, durable=False), (
+                "no claim before a disk has answered"
+            )
+        assert not await store.transact("look", waits_for_the_disk, durable=False)
+        assert await store.find(ME) is None
+        kept = await store.transact("look", lambda tables, _: tables.connection.execute(pragma).fetchone())
+    assert (kept != (9999,)) is is_opened_again
+
+
+async def test_after_an_error_a_file_is_not_opened_again_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.state.sqlite.store.REOPEN_S", 3600)
+
+    def fails(*_: object) -> None:
+        raise an_error(sqlite3.SQLITE_IOERR)
+
+    async with a_store(tmp_path, Calendar()) as store:
+        (tmp_path / "lane.sqlite").unlink()
+        assert await store.find(ME) is None, "after no error it is"
+        for operation in (fails, waits_for_the_disk):
+            with pytest.raises(StoreUnavailable, match="see whether its disk is full or broken"):
+                await store.transact("fail", operation)
+
+
+async def test_who_follows_is_served_again_after_an_error(tmp_path: Path) -> None:
+    async with a_store(tmp_path, Calendar()) as store:
+        with pytest.raises(UnicodeEncodeError):
+            await store.look([(Identity("", "\ud800"), 0)])
+        with closing(sqlite3.connect(tmp_path / "lane.sqlite")) as other:
+            other.execute("ALTER TABLE followed RENAME TO away")
+            with pytest.raises(StoreUnavailable, match="no such table"):
+                await store.look([(ME, 0)])
+            other.execute("ALTER TABLE away RENAME TO followed")
+        await store.look([(ME, 0)])
+
+
+async def test_who_reads_cannot_write(tmp_path: Path) -> None:
+    async with a_store(tmp_path, Calendar()):
+        reader = Reader(tmp_path / "lane.sqlite", StoreSpec())
+        with pytest.raises(StoreUnavailable, match="read-only"):
+            await reader.do(lambda tables: tables.connection.execute("DELETE FROM request"))
+        reader.close()

@@ -9,8 +9,10 @@ import stat
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from consumers.state.base import Cancelling, Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
 from consumers.state.sqlite import file as sqlite_file
@@ -108,7 +110,7 @@ async def test_a_file_locked_by_another_process_raises_store_unavailable(path: P
         with closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             told = await trouble_with(store)
-            assert "locked by another process" in told
+            assert "is locked by another process for more than 3 s: " in told
             assert "fuser" in told
         assert isinstance(await is_well_again(store), Granted)
 
@@ -124,19 +126,61 @@ async def test_a_full_disk_raises_store_unavailable(path: Path) -> None:
         assert isinstance(await is_well_again(store), Granted), "nothing of it was kept"
 
 
-async def test_with_hardly_any_disk_space_no_new_request_is_claimed(
+async def test_with_less_than_a_mib_of_disk_space_no_new_request_is_claimed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with a_store(path) as store:
-        monkeypatch.setattr("consumers.state.sqlite.store.ROOM_BYTES", 2**62)
+        monkeypatch.setattr("consumers.state.sqlite.store.probe", lambda *_: 1_048_575)
         with pytest.raises(StoreUnavailable, match="no room left"):
             await store.probe()
         await store.complete(ME, fingerprint(), answered(), token=None)
         assert "no room left" in (store.trouble or ""), "what is small enough is stored, and does not hide it"
 
-        monkeypatch.undo()
+        monkeypatch.setattr("consumers.state.sqlite.store.probe", lambda *_: 1_048_576)
         await store.probe()
         assert store.trouble is None
+
+
+async def test_a_probe_finds_a_file_that_cannot_be_written(path: Path) -> None:
+    async with a_store(path) as store:
+        await store.transact("limit", lambda tables, _: tables.connection.execute("PRAGMA query_only=1").fetchall())
+        with pytest.raises(StoreUnavailable, match="is read-only: let this user write it"):
+            await store.probe()
+
+
+async def test_a_folder_that_cannot_be_made_raises_store_unavailable(path: Path) -> None:
+    path.parent.write_text("a file")
+    async with a_store(path) as store:
+        assert "cannot be opened (File exists): let this user write it and its folder" in await trouble_with(store)
+
+
+@pytest.mark.parametrize(
+    ("code", "times", "told"),
+    [
+        (sqlite3.SQLITE_BUSY, 3, None),
+        (sqlite3.SQLITE_BUSY_RECOVERY, 3, None),
+        (sqlite3.SQLITE_BUSY, 10**9, "is locked by another process"),
+        (sqlite3.SQLITE_IOERR, 1, "see whether its disk is full or broken"),
+    ],
+)
+async def test_if_another_process_opens_the_same_new_file_it_is_waited_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch, busy_for_less: None, code: int, times: int, told: str | None
+) -> None:
+    class Busy(sqlite3.Connection):
+        left = times
+
+        @override
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql == "PRAGMA journal_mode=WAL" and self.left:
+                self.left -= 1
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = code
+                raise error
+            return super().execute(sql, *values)
+
+    monkeypatch.setattr(sqlite_file, "connect", lambda path: sqlite3.connect(path, isolation_level=None, factory=Busy))
+    async with a_store(path) as store:
+        assert (store.trouble is None) if told is None else told in (store.trouble or "")
 
 
 @pytest.mark.slow
@@ -201,6 +245,37 @@ async def test_the_file_of_an_earlier_name_is_taken_over_with_its_log(path: Path
         async with SqliteStore(path, namespace="lane", former=former) as store:
             assert isinstance(await store.claim(ME, fingerprint()), Ended)
     assert not list(tmp_path.glob("killed*"))
+    async with SqliteStore(tmp_path / "new.sqlite", namespace="lane", former=former) as store:
+        assert store.trouble is None, "without an earlier file there is nothing to take over"
+        async with SqliteStore(path, namespace="lane", former=tmp_path / "new.sqlite") as other:
+            assert isinstance(await other.claim(ME, fingerprint()), Ended), "it has a file already"
+
+
+async def test_the_file_of_an_earlier_name_is_not_taken_over_while_another_process_has_it_open(tmp_path: Path) -> None:
+    async with a_store(former := tmp_path / "lane.sqlite"):
+        async with SqliteStore(tmp_path / "new.sqlite", namespace="lane", former=former) as store:
+            assert "whose name should be new.sqlite now, is in use: end the processes" in (store.trouble or "")
+        assert former.exists()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_of_a_replaced_file_its_own_log_is_dropped_and_no_other(tmp_path: Path, is_ours: bool) -> None:
+    path, log, shared = (tmp_path / f"lane.sqlite{end}" for end in ("", "-wal", "-shm"))
+    log.write_bytes(b"log")
+    shared.write_bytes(b"shared")
+    opened = len(os.listdir("/proc/self/fd"))
+    sqlite_file.drop_log(path, sqlite_file.inode(log) if is_ours else (0, 0))
+    assert [log.exists(), shared.exists()] == [not is_ours] * 2
+    sqlite_file.drop_log(path, None)
+    assert [log.exists(), shared.exists()] == [not is_ours] * 2
+    assert len(os.listdir("/proc/self/fd")) == opened
+
+
+async def test_a_file_says_whose_and_of_which_version_it_is(path: Path) -> None:
+    async with a_store(path):
+        pass
+    header = path.read_bytes()[:100]
+    assert (header[68:72], header[60:64]) == (b"Lane", bytes([0, 0, 0, 8]))
 
 
 async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
@@ -219,8 +294,10 @@ async def test_a_database_of_another_program_is_refused(path: Path) -> None:
     path.parent.mkdir()
     with closing(sqlite3.connect(path)) as other:
         other.execute("CREATE TABLE theirs (x)")
+    before = path.read_bytes()
     async with a_store(path) as store:
         assert "is a database of something else" in await trouble_with(store)
+    assert path.read_bytes() == before
 
 
 async def test_a_file_of_another_namespace_is_refused(path: Path) -> None:
