@@ -259,7 +259,7 @@ class Gatherer:
             # a dead letter that was published again: the mark is from the batch in which it failed
             return _Back(request, replace(batch, live=True), 0)
         left_ms = batch.deadline_ms - round(1000 * spec.promote_s) - now_ms
-        delay_ms = max(0, min(AGAIN_MS << min(batch.tries, 5), LONGEST_MS, left_ms))
+        delay_ms = min(AGAIN_MS << min(batch.tries, 5), LONGEST_MS, left_ms)
         return _Back(request, replace(batch, tries=batch.tries + 1), delay_ms)
 
     async def _publish(self, id: str, group: _Group, requests: Sequence[_Request], now_ms: int) -> None:

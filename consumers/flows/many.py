@@ -72,9 +72,11 @@ class Gathering:
 
     async def _work(self, together: _Together) -> None:
         calls = [call for call in together.calls if not call.result.done()]
-        left_s = max(call.until_s for call in calls) - asyncio.get_running_loop().time() if calls else 0
+        if not calls:  # all have left
+            return
+        left_s = max(call.until_s for call in calls) - asyncio.get_running_loop().time()
         try:
-            results = await self._run([call.body for call in calls], max(0.0, left_s)) if calls else ()
+            results = await self._run([call.body for call in calls], left_s)
         except BaseException as error:
             for call in calls:
                 if not call.result.done():

@@ -100,7 +100,7 @@ class LaneSlots:
     """By tenant."""
     has_aside: Callable[[str], bool] | None = None
     queues: list["QueueSlots"] = field(default_factory=list)
-    _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict)
+    _figures: "OrderedDict[str, Figures]" = field(default_factory=OrderedDict, init=False)
 
     def queue(self, size: int) -> "QueueSlots":
         queue = QueueSlots(self, size)

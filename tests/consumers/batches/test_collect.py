@@ -13,13 +13,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typing_extensions import override
 
-from consumers.batches.collect import BACK_BYTES, KEPT_MS, SURE_AFTER_MS, TOO_LARGE, Collector
+from consumers.batches.collect import BEGIN_WITHIN_S, FENCE_S, TOO_LARGE, Collector
 from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Route, Source
 from consumers.limits.base import BatchLimits
-from consumers.providers.batches import Batches, BatchInfo, Kind, ResultLine
+from consumers.providers.batches import CREATE_WITHIN_S, Batches, BatchInfo, Kind, ResultLine
 from consumers.providers.breakers import Breakers
 from consumers.state.base import Cancelling, Completion, Fingerprint, Granted, Held, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
@@ -33,6 +33,8 @@ from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec
 
 HOUR_MS = 3_600_000
+KEPT_MS = 48 * HOUR_MS
+"""For so long what is known of a ticket is kept: a batch lasts a day at most."""
 SPEC = BatchSpec(enabled=True, promote_s=1800, first_poll_s=30)
 
 
@@ -281,8 +283,9 @@ async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Colle
 async def test_that_a_lane_with_requests_in_batches_is_not_declared_any_more_is_told(collecting: Collecting) -> None:
     collecting.collector.deliveries._trouble = None
     await collecting.again(await collecting.gathered(*items(2), lane="former"))
+    collecting.now_ms += 25_600 + 600_000 - 1  # it came back, and another worker may have it since
     assert "batches of former" in (collecting.collector.trouble or "")
-    collecting.now_ms += KEPT_MS
+    collecting.now_ms += 1
     assert collecting.collector.trouble is None
 
 
@@ -291,6 +294,7 @@ async def test_a_full_batch_queue_is_waited_for(collecting: Collecting) -> None:
     other = [replace(item, identity=Identity("other", item.identity.id), number=item.number) for item in items(400)]
     waiting = await collecting.again(await collecting.gathered(*other, id="b" * 24))
     assert (waiting.stage, waiting.polls) == (Stage.GATHERED, 1)
+    assert collecting.collector.counts["queue_full"] == 1
     first = replace(await collecting.gathered(*items(700)), stage=Stage.SUBMITTED, batch_id="msgbatch_1")
     collecting.provider.end("msgbatch_1")
     await collecting.take(first)
@@ -334,6 +338,22 @@ async def test_what_is_refused_as_a_whole_is_split_until_the_wrong_request_is_al
     assert collecting.collector.counts["split"] == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "is_split"), [(400, True), (413, True), (422, True), (401, False), (404, False), (429, False)]
+)
+async def test_only_what_is_refused_because_of_what_is_in_it_is_split(
+    collecting: Collecting, status: int, is_split: bool
+) -> None:
+    collecting.provider.refusals = [RejectedError("no", status=status)]
+    ticket = replace(await collecting.gathered(*items(2)), polls=3)
+    sent = await collecting.take(ticket)
+    if not is_split:
+        assert results(sent) == {"id-0": None, "id-1": None}
+        return
+    found = [collecting.read(each) for each in sent]
+    assert [(each.id, each.requests, each.polls) for each in found] == [(f"{ticket.id}{k}", 0, 0) for k in (0, 1)]
+
+
 async def test_a_split_that_is_done_twice_makes_the_same_tickets(collecting: Collecting) -> None:
     collecting.provider.refuses_params = b"params 1"
     ticket = await collecting.gathered(*items(4))
@@ -342,7 +362,7 @@ async def test_a_split_that_is_done_twice_makes_the_same_tickets(collecting: Col
     submitted = await collecting.again(good)
     collecting.provider.refuses_params = None
     # its worker died before it acknowledged, and before it took the ticket of the first half
-    collecting.now_ms += SURE_AFTER_MS
+    collecting.now_ms += 5_000
     adopting = await collecting.again(good, redelivered=True)
     assert adopting.stage is Stage.ADOPTING
     assert (await collecting.again(adopting)).batch_id == submitted.batch_id
@@ -365,7 +385,7 @@ async def test_a_ticket_whose_worker_died_looks_for_its_batch_before_it_makes_on
     ticket = await collecting.gathered(*items(3))
     submitted = await collecting.again(ticket)
     (sent,) = await collecting.take(ticket, redelivered=True)
-    assert delay_ms(sent) >= SURE_AFTER_MS
+    assert delay_ms(sent) == 5_000, "a call to create it that was cut off has taken effect by then"
     adopted = await collecting.again(collecting.read(sent))
     assert (adopted.stage, adopted.batch_id) == (Stage.SUBMITTED, submitted.batch_id)
     assert len(collecting.submitted()) == 1
@@ -386,6 +406,13 @@ async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ende
     adopted = await collecting.again(adopting)
     assert (adopted.stage, adopted.batch_id) == (Stage.SUBMITTED, "msgbatch_1")
     assert len(results(await collecting.take(adopted))) == 2
+
+
+async def test_a_provider_s_clock_may_be_a_minute_behind_ours(collecting: Collecting) -> None:
+    for early_ms in (60_000, 60_001):
+        collecting.provider.add(["x-0", "x-1"], created_ms=NOW_MS - early_ms)
+    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    assert (await collecting.again(ticket)).candidates == ("msgbatch_1",)
 
 
 async def test_of_batches_with_as_many_requests_another_ticket_s_is_no_candidate(collecting: Collecting) -> None:
@@ -650,18 +677,22 @@ async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collec
         (TransientError("down", status=500, retry_after_s=300), 300_000),
         (RejectedError("not like this", status=400), 51_200),
         (TransientError("not found by a proxy", status=404), 51_200),
+        (TransientError("down", status=500, retry_after_s=86_400), 600_000),
     ):
         collecting.provider.failing = error
         (sent,) = await collecting.take(ticket)
-        assert delay_ms(sent) >= least_ms
+        assert least_ms <= delay_ms(sent) < 2 * least_ms
         assert collecting.read(sent).batch_id == ticket.batch_id
-    assert (collecting.collector.counts["unread"], collecting.collector.counts["vanished"]) == (3, 0)
+    assert (collecting.collector.counts["unread"], collecting.collector.counts["vanished"]) == (4, 0)
 
 
-async def test_so_many_bytes_of_results_are_on_their_way_back_at_a_time(collecting: Collecting) -> None:
-    ticket = await submitted(collecting, 4)
+@pytest.mark.parametrize(("bytes_each", "at_once"), [(2 * 1024 * 1024, 2), (2 * 1024 * 1024 - 1, 3), (1, 64)])
+async def test_so_many_results_and_bytes_of_them_are_on_their_way_back_at_a_time(
+    collecting: Collecting, bytes_each: int, at_once: int
+) -> None:
+    ticket = await submitted(collecting, 2 * at_once)
     collecting.provider.end(ticket.batch_id)
-    large = [replace(each, line=bytes(BACK_BYTES // 2)) for each in collecting.provider.made[ticket.batch_id].lines]
+    large = [replace(each, line=bytes(bytes_each)) for each in collecting.provider.made[ticket.batch_id].lines]
     collecting.provider.made[ticket.batch_id].lines = large
     reached: list[int] = []
     sent = collecting.bench.publisher.sent
@@ -672,9 +703,9 @@ async def test_so_many_bytes_of_results_are_on_their_way_back_at_a_time(collecti
 
     collecting.bench.settler.failpoints.reach = noted  # type: ignore[method-assign]
     before = len(sent)
-    collecting.provider.cut_after = 3
+    collecting.provider.cut_after = 2 * at_once - 1
     await collecting.take(ticket)
-    assert reached == [2]
+    assert reached == [at_once]
 
 
 async def test_whose_batch_it_is_is_kept_for_as_long_as_the_ticket(
@@ -690,7 +721,35 @@ async def test_whose_batch_it_is_is_kept_for_as_long_as_the_ticket(
     monkeypatch.setattr(collecting.bench.store, "hold", noted)
     ticket = await submitted(collecting)
     assert await collecting.collector._is_its_own("msgbatch_1", ticket)
-    assert kept_s == [KEPT_MS / 1000] * 2
+    assert kept_s == [2 * 86_400] * 2
+
+
+async def test_a_batch_that_is_begun_at_the_last_moment_exists_before_another_worker_may_make_it(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences_s: list[float] = []
+    hold = collecting.bench.store.hold
+
+    async def noted(name: str, owner: str, *, for_s: float) -> bool:
+        fences_s.extend([for_s] if name.startswith("create ") else [])
+        return await hold(name, owner, for_s=for_s)
+
+    monkeypatch.setattr(collecting.bench.store, "hold", noted)
+    await submitted(collecting)
+    assert fences_s == [FENCE_S] == [600]
+    assert BEGIN_WITHIN_S + CREATE_WITHIN_S + 5 == FENCE_S, "5 s: as long as a call that was cut off may take effect"
+
+
+async def test_a_worker_can_be_made_to_die_between_the_steps_of_a_ticket(collecting: Collecting) -> None:
+    log = collecting.bench.log
+    collecting.bench.settler.failpoints.reach = log.append  # type: ignore[assignment, method-assign]
+    ticket = await submitted(collecting, 1)
+    collecting.provider.end(ticket.batch_id)
+    await collecting.take(ticket)
+    assert log == [
+        "after_submit_mark", "after_create", "event: batch", "confirmed: lane.delay.08", "after_submitted", "ack",
+        "confirmed: lane.delay.00", "after_result", "after_results", "event: batch", "ack",
+    ]  # fmt: skip
 
 
 async def test_the_span_of_a_ticket_tells_whether_its_batch_is_made_or_collected(collecting: Collecting) -> None:
@@ -722,17 +781,17 @@ async def test_a_result_that_the_broker_does_not_take_is_told_to_be_too_large(co
     assert results(await collecting.take(ticket)) == {"id-0": TOO_LARGE}
 
 
-@pytest.mark.parametrize("error", [BrokerUnreachable("away"), StoreUnavailable("away")])
+@pytest.mark.parametrize("error", [BrokerUnreachable("away"), StoreUnavailable("away"), ZeroDivisionError("ours")])
 async def test_a_ticket_that_cannot_be_settled_returns_to_its_queue(
     collecting: Collecting, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
     ticket = await submitted(collecting, 2)
     collecting.provider.end(ticket.batch_id)
-    if isinstance(error, StoreUnavailable):
-        collecting.bench.store.failing = error
-    else:
+    if isinstance(error, BrokerUnreachable):
         collecting.bench.publisher.failing = {NAMES.delay(0): error}
+    else:
+        collecting.bench.store.failing = error  # type: ignore[assignment]
     await collecting.take(ticket)
     assert collecting.bench.log[-1] == "nack"
     collecting.bench.store.failing = None
@@ -744,9 +803,9 @@ async def test_a_ticket_that_cannot_be_settled_returns_to_its_queue(
 
 
 async def test_a_request_whose_deadline_comes_near_is_run_live(collecting: Collecting) -> None:
-    near, far = items(1, deadline_ms=NOW_MS + HOUR_MS), items(3)[1:]
+    near, far = items(1, deadline_ms=NOW_MS + HOUR_MS), items(3, deadline_ms=NOW_MS + HOUR_MS + 1)[1:]
     ticket = await collecting.again(await collecting.gathered(*near, *far))
-    collecting.now_ms = NOW_MS + HOUR_MS - 1800_000 - 40_000  # it comes back in 51 s
+    collecting.now_ms = NOW_MS + HOUR_MS - 1800_000 - 51_200  # it comes back in 51.2 s
     *back, sent = await collecting.take(ticket)
     assert results(back) == {"id-0": None}
     left = collecting.read(sent)

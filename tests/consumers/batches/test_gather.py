@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumers.batches.gather import AGAIN_MS, FAULTS_AT_MOST, KEPT_MS, LONGEST_MS, Gatherer, _Request, prefetch_of
+from consumers.batches.gather import Gatherer, _Request, prefetch_of
 from consumers.batches.ticket import Item, Ticket, unpack
 from consumers.brake import Brake
 from consumers.settle import gathered
@@ -147,13 +147,33 @@ async def test_the_first_request_waits_for_the_window_at_most() -> None:
     assert gathering.items == [["r-1", "r-2"]]
 
 
-async def test_so_many_bytes_are_a_batch() -> None:
+@pytest.mark.parametrize(("less", "items"), [(0, ["r-1", "r-2"]), (1, ["r-1", "r-2", "r-3"])])
+async def test_so_many_bytes_are_a_batch(less: int, items: list[str]) -> None:
     bench = Bench()
-    large = BODY.replace(b"hi", b"h" * 60_000)
-    found = [parked(bench, f"r-{tag}", tag=tag, body=large, params=large) for tag in (1, 2)]
-    gathering = Gathering(*found, bench=bench)
-    await gathering.run(settled=2)
-    assert gathering.items == [["r-1", "r-2"]]
+    found = several(bench, 3)
+    most_bytes = sum(len(each.message.body) for each in found[:2]) + less
+    gathering = Gathering(*found, bench=bench, spec=replace(SPEC, bytes=most_bytes))
+    await gathering.run(settled=len(items))
+    assert gathering.items == [items]
+
+
+async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> None:
+    bench = Bench()
+    bodies = [BODY.replace(b"hi", b"h" * size) for size in (100, 300, 200)]
+    found = [
+        parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag}", body=body, params=body)
+        for tag, body in enumerate(bodies, start=1)
+    ]
+    size = sum(len(each.message.body) for each in found)
+    assert size % 2 == 0
+    gathering = Gathering(*found, bench=bench, spec=replace(SPEC, bytes=size // 2))
+    await gathering.run(settled=1)
+    assert gathering.items == [["r-2"]]
+
+
+def test_a_worker_holds_the_requests_of_two_full_batches() -> None:
+    specs = [replace(SPEC, count=3), replace(SPEC, count=5), BatchSpec(count=9)]
+    assert (prefetch_of(specs), prefetch_of([BatchSpec(count=9)])) == (10, 1000)
 
 
 @pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"beta": "b"}])
@@ -193,7 +213,7 @@ async def test_a_request_published_twice_is_in_the_batch_once() -> None:
     assert gathering.items == [["r-1", "r-2"]]
     (again,) = gathering.back
     assert again.routing_key == "batch.crm.enrich"
-    assert delay_ms(again) == AGAIN_MS
+    assert delay_ms(again) == 30_000
     assert batch_of(again) == replace(HOP, tries=1)
 
 
@@ -206,7 +226,7 @@ async def test_what_another_ticket_has_submitted_comes_back_later_and_later() ->
     await gathering.run(settled=3)
 
     assert gathering.items == [["r-3"]]
-    assert [delay_ms(each) for each in gathering.back] == [4 * AGAIN_MS, LONGEST_MS]
+    assert [delay_ms(each) for each in gathering.back] == [120_000, 900_000]
     assert gathering.gatherer.counts == {"gathered": 1, "repeated": 2}
 
 
@@ -273,7 +293,7 @@ async def test_a_mark_is_kept_for_longer_than_the_request(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench.store, "gather", noted)
     sooner = parked(bench, "r-3", tag=3, deadline_ms=HOP.deadline_ms - HOUR_MS)
     await Gathering(*several(bench, 2), sooner, bench=bench).run(settled=3)
-    assert given == [HOP.deadline_ms + KEPT_MS]
+    assert given == [HOP.deadline_ms + HOUR_MS]
 
 
 async def test_a_request_whose_deadline_came_near_in_the_queue_goes_back_to_run_live() -> None:
@@ -301,6 +321,8 @@ async def test_what_an_operator_has_paused_is_not_in_a_batch_and_waits_in_its_la
     assert gathering.tickets == []
     assert len(gathering.back) == 3
     assert not any(batch_of(each).live for each in gathering.back)
+    assert [delay_ms(each) for each in gathering.back] == [1000] * 3
+    assert gathering.gatherer.counts == {"paused": 3}
 
 
 async def test_where_batches_were_switched_off_what_waits_goes_back_to_run_live_at_once() -> None:
@@ -373,7 +395,13 @@ async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.
 
     bench.log.clear()
     for each in found:
-        each.times_delivered = FAULTS_AT_MOST
+        each.times_delivered = 4
+    fourth = Gathering(*found, bench=bench)
+    await fourth.run(settled=3)
+    assert (fourth.settled, bench.publisher.sent) == (["reject"] * 3, [])
+
+    bench.log.clear()
+    found[1].times_delivered = 5
     bench.publisher.failing[NAMES.delay(0)] = BrokerUnreachable("gone")
     away = Gathering(*found, bench=bench)
     await away.run(settled=3)
@@ -409,6 +437,15 @@ async def test_what_no_worker_has_published_falls(headers: dict[str, Any]) -> No
     (fallen,) = bench.publisher.sent
     assert (fallen.exchange, fallen.message.body, fallen.message.user_id) == (NAMES.fallen, b"x", None)
     assert gathering.settled == ["ack"]
+
+
+async def test_a_worker_can_be_made_to_die_between_the_steps_of_gathering() -> None:
+    bench = Bench()
+    bench.settler.failpoints.reach = bench.log.append  # type: ignore[assignment, method-assign]
+    gathering = Gathering(*several(bench, 1), bench=bench, spec=QUICK)
+    bench.log.clear()
+    await gathering.run(settled=1)
+    assert bench.log == ["after_gather_mark", "confirmed: reply", "after_ticket", "ack"]
 
 
 async def test_a_gatherer_looks_at_the_clock_of_the_settler() -> None:
