@@ -66,8 +66,8 @@ class ReplySender:
         self._publisher = publisher
         self._own = own
         self._one_by_one = asyncio.Lock()
-        self._forged: LRUCache[str, bool] = LRUCache(ADDRESSES_KEPT)
-        self._genuine: LRUCache[str, bool] = LRUCache(ADDRESSES_KEPT)
+        self._forged: LRUCache[str, None] = LRUCache(ADDRESSES_KEPT)
+        self._genuine: LRUCache[str, None] = LRUCache(ADDRESSES_KEPT)
 
     def needs_own_connection(self, address: str) -> bool:
         return self._own is not None and is_direct(address)
@@ -119,9 +119,9 @@ class ReplySender:
             except ConfirmUnknown as error:
                 if not await _killed_by_the_broker(loss):
                     raise
-                self._forged[address] = True
+                self._forged[address] = None
                 raise _forged() from error
-            self._genuine[address] = True
+            self._genuine[address] = None
 
     async def send_surely(self, message: Message, address: str) -> None:
         """Publish a message, repeatedly if necessary, until the broker confirms it. If this broker closes connections

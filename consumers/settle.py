@@ -526,9 +526,12 @@ class Failpoints:
         self._chances = dict(chances or {})
 
     def reach(self, name: str) -> None:
-        if self._chances and random.random() < self._chances.get(name, 0):
+        if self._strikes(name):
             os._exit(FAILPOINT_EXIT_CODE)
 
     def reach_soon(self, name: str) -> None:
-        if self._chances and random.random() < self._chances.get(name, 0):
+        if self._strikes(name):
             asyncio.get_running_loop().call_later(SOON_S, os._exit, FAILPOINT_EXIT_CODE)
+
+    def _strikes(self, name: str) -> bool:
+        return random.random() < self._chances.get(name, 0)

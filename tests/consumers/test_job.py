@@ -162,6 +162,11 @@ def test_only_what_a_fan_out_published_is_an_item(item_of: str | None, is_item: 
     assert job.is_item is is_item
 
 
+def test_what_comes_back_to_a_side_queue_goes_before_what_is_new_there() -> None:
+    assert [side_priority(each, is_fresh=False) for each in SAID] == [20, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert [side_priority(each, is_fresh=True) for each in SAID] == list(SAID)
+
+
 def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
     assert original_priority(side_priority(9, is_fresh=False)) == 9
     assert side_priority(10, is_fresh=False) == side_priority(200, is_fresh=False) == side_priority(9, is_fresh=False)

@@ -5,16 +5,20 @@ from collections.abc import Callable
 
 import pytest
 import structlog
+from typing_extensions import override
 
-from consumers.replies import FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES, Parts
+from consumers.job import Attempted
+from consumers.providers.registry import CONTENT
+from consumers.replies import Parts
 from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused
 from lanekeeper.telemetry import signals
-from tests.support.jobs import Bench
+from tests.support.jobs import NOW_MS, Bench, Told
 from tests.support.virtual_time import virtually
 
 Answers = list[asyncio.Future[Confirm]]
+FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES = 4, 64, 256 * 1024
 
 
 @pytest.fixture
@@ -143,3 +147,57 @@ def test_a_part_without_a_confirm_counts_as_lost_after_five_seconds() -> None:
     with structlog.testing.capture_logs() as logs:
         assert virtually(story()) == pytest.approx(5)
     assert [(each["event"], each["reason"]) for each in logs] == [(signals.PART_LOST, "no confirm within 5 s")]
+
+
+@pytest.mark.parametrize(
+    ("attempts_before", "redelivered", "parts"),
+    [
+        (0, False, ["event", "event"]),
+        (1, False, ["restart", "event", "event"]),
+        (0, True, ["restart", "event", "event"]),
+    ],
+)
+async def test_whoever_may_have_events_of_an_earlier_call_is_told_once_to_discard_them(
+    bench: Bench, attempts_before: int, redelivered: bool, parts: list[str]
+) -> None:
+    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: attempts_before})
+    job.attempted, job.delivery.redelivered = Attempted(started_ms=NOW_MS), redelivered
+    stream = Parts(bench.replies, job)
+    for _ in range(2):
+        await stream(b"{}")
+    sent = [each.message.headers for each in bench.publisher.sent]
+    assert [(each[n.PART], each[n.SEQ], each[n.LANE_NAME]) for each in sent] == [
+        (part, seq, "critical") for seq, part in enumerate(parts)
+    ]
+
+
+async def test_of_a_second_call_in_one_attempt_the_events_begin_anew(bench: Bench) -> None:
+    stream, flows = Parts(bench.replies, bench.job()), list[bool]()
+    stream.on_flow = lambda: flows.append(stream.flow)
+    assert not stream.restart()
+    for _ in range(2):
+        await stream(b"{}")
+        assert stream.restart()
+        await stream(CONTENT)
+        await stream(CONTENT)
+        assert stream.restart()
+    assert flows == [True, True], "the limit is lifted at the first content of each call"
+    assert [each.message.headers[n.PART] for each in bench.publisher.sent] == [
+        "event", "restart", "event", "event", "restart", "event", "restart", "event", "event",
+    ]  # fmt: skip
+
+
+async def test_parts_of_a_request_without_an_address_go_to_those_who_follow_it(bench: Bench) -> None:
+    class Following(Told):
+        @override
+        def part(self, kind: str, body: bytes) -> None:
+            self.told.append((kind, {"body": body}))
+
+    job, progress = bench.job(reply_to=None), Following()
+    stream = Parts(bench.replies, job)
+    await stream(b"nobody")
+    assert not stream.has_sent
+    job.progress = progress
+    await stream(b"one")
+    assert progress.told == [("event", {"body": b"one"})]
+    assert bench.publisher.sent == []

@@ -34,6 +34,10 @@ class Line(Publisher):
 
     sent: list[str] = field(default_factory=list)
     dies_by: str | None = None
+    is_silent: bool = False
+    """It neither confirms what is published nor says why."""
+    tried: int = 0
+    mandatory: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -44,7 +48,11 @@ class Line(Publisher):
             self.loss = asyncio.get_running_loop().create_future()
 
     @override
-    async def publish(self, message: Message, *, routing_key: str, **_: Any) -> None:
+    async def publish(self, message: Message, *, routing_key: str, mandatory: bool = True, **_: Any) -> None:
+        self.tried += 1
+        self.mandatory.append(mandatory)
+        if self.is_silent:
+            raise ConfirmUnknown("no confirm")
         if self.dies_by is not None:
             self.loss.set_result(self.dies_by)
             raise ConfirmUnknown("connection lost")
@@ -54,6 +62,8 @@ class Line(Publisher):
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, timeout_s: float = 10
     ) -> asyncio.Future[Confirm]:
+        if self.is_silent:
+            raise ConfirmUnknown("no confirm")
         answer: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
         if self.dies_by is None:
             self.sent.append(routing_key)
@@ -121,8 +131,57 @@ async def test_an_address_is_tried_separately_again_after_a_message_to_it_was_no
     shared.dies_by = "INTERNAL_ERROR"
     assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).exception()
     await asyncio.sleep(0)  # its callback
+    shared.dies_by = None
     await direct.send_surely(ANSWER, ADDRESS)
     assert own.sent == [ADDRESS, ADDRESS]
+
+
+async def test_an_address_whose_part_could_not_be_written_is_tried_separately_again() -> None:
+    direct, shared, own = sender()
+    await direct.send_surely(ANSWER, ADDRESS)
+    shared.is_silent = True
+    with pytest.raises(ConfirmUnknown):
+        await direct.write(ANSWER, ADDRESS, timeout_s=5)
+    await direct.send_surely(ANSWER, ADDRESS)
+    assert own.sent == [ADDRESS, ADDRESS]
+
+
+async def test_a_direct_reply_is_published_at_most_three_times() -> None:
+    direct, _, own = sender()
+    own.dies_by = "connection reset"
+    with pytest.raises(ConfirmUnknown):
+        await direct.send_surely(ANSWER, ADDRESS)
+    assert own.tried == 3
+    assert direct.refusal(ADDRESS) is None
+
+
+def test_a_direct_reply_without_an_answer_of_the_broker_is_not_taken_for_forged_after_two_seconds() -> None:
+    async def story() -> None:
+        direct, _, own = sender()
+        own.is_silent = True
+        with pytest.raises(ConfirmUnknown):
+            await direct.send(ANSWER, ADDRESS)
+        assert asyncio.get_running_loop().time() == pytest.approx(1002)
+        assert direct.refusal(ADDRESS) is None
+
+    virtually(story())
+
+
+async def test_the_last_thousand_addresses_are_known() -> None:
+    direct, shared, own = sender()
+    for number in range(1001):
+        await direct.send(ANSWER, f"{ADDRESS}-{number}")
+    await direct.send(ANSWER, f"{ADDRESS}-1")
+    assert (len(own.sent), shared.sent) == (1001, [f"{ADDRESS}-1"])
+    await direct.send(ANSWER, f"{ADDRESS}-0")
+    assert len(own.sent) == 1002
+
+
+async def test_only_a_reply_to_a_queue_must_find_one() -> None:
+    direct, shared, own = sender()
+    for _ in range(2):
+        await direct.send_surely(ANSWER, ADDRESS)
+    assert own.mandatory == shared.mandatory == [False]
 
 
 OPEN = ReplyRule(names=Names())
@@ -148,7 +207,7 @@ def test_no_reply_goes_to_one_of_our_or_the_brokers_own_queues(rule: ReplyRule, 
     assert not rule.allows_control(address, user="shop")
 
 
-@pytest.mark.parametrize("address", [GEN, DIRECT, "lane.reply.anybody", "shop.answers"])
+@pytest.mark.parametrize("address", [GEN, DIRECT, "lane.reply.anybody", "shop.answers", "x" * 255])
 def test_unbound_replies_may_go_to_any_other_queue(address: str) -> None:
     assert OPEN.allows(address, user=None)
 
@@ -176,9 +235,42 @@ def test_bound_replies_go_only_to_the_user_who_published(address: str, user: str
         assert "direct reply-to" in BOUND.refusal(address, user=user).detail
 
 
-def test_a_refusal_says_which_addresses_are_allowed() -> None:
-    assert "lane.reply.shop" in BOUND.refusal(GEN, user="shop").detail
-    assert "user_id" in BOUND.refusal(GEN, user=None).detail
+@pytest.mark.parametrize(
+    ("address", "user", "open_allows", "bound_allows"),
+    [
+        (GEN, None, True, False),
+        (DIRECT, None, True, True),
+        ("lane.reply.shop", "shop", True, True),
+        ("lane.reply.shop." + "x" * 239, "shop", True, True),
+        ("lane.reply.shop." + "x" * 240, "shop", False, False),
+        ("lane.reply.shop", "bank", False, False),
+        ("shop.answers", "shop", False, False),
+    ],
+)
+def test_what_a_control_message_is_answered_goes_to_its_own_users_queues(
+    address: str, user: str | None, open_allows: bool, bound_allows: bool
+) -> None:
+    assert (OPEN.allows_control(address, user=user), BOUND.allows_control(address, user=user)) == (
+        open_allows,
+        bound_allows,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "user", "allowed"),
+    [
+        (
+            OPEN,
+            "shop",
+            "a queue that the broker named, direct reply-to, lane.reply.…, or a queue of the application's own",
+        ),
+        (BOUND, "shop", "direct reply-to, lane.reply.shop, or lane.reply.shop.…"),
+        (BOUND, None, "direct reply-to, or with the property user_id, which the broker checks, lane.reply.<user_id>"),
+        (BOUND, "shop.eu", "direct reply-to"),
+    ],
+)
+def test_a_refusal_says_which_addresses_are_allowed(rule: ReplyRule, user: str | None, allowed: str) -> None:
+    assert rule.refusal("y" * 300, user=user).detail == f"reply_to '{'y' * 100}': allowed are {allowed}"
 
 
 def test_an_allow_list_restricts_bound_and_unbound_replies() -> None:
@@ -226,6 +318,7 @@ async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_
     bench.publisher.failing = FULL
     job = bench.job()
     await bench.settler.settle(job, ANSWERED)
+    assert bench.publisher.refused_within_s == [0], "the delivery does not wait for the queue"
     for _ in PAUSES_S[1:]:
         await come_back(bench)
     assert bench.reply_retries.given_up == 0
@@ -261,6 +354,25 @@ def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(be
     assert sent("another", 1) == sent("another", 1, user="another") == 0
     assert sent("shop.full", 50, NOW_MS + 1000) == 3, "what has come back waits no more"
     assert sent("shop.1", 50, NOW_MS + 1000, user="shop") == 3
+
+
+def test_a_thousand_replies_may_wait_and_a_hundred_of_one_tenant(bench: Bench) -> None:
+    jobs = [bench.job(user_id=f"shop-{number // 101}", reply_to="q") for number in range(1111)]
+    pauses = [bench.reply_retries.pause_ms(job, now_ms=NOW_MS) for job in jobs]
+    assert pauses[:101] == [1000] * 100 + [None]
+    assert sum(each is not None for each in pauses) == 1000
+
+
+def test_replies_that_are_given_up_are_counted_and_warned_of_once_a_second(bench: Bench) -> None:
+    job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: 6})
+    with capture_logs() as logs:
+        for late_ms in (0, 999, 1000):
+            bench.reply_retries.pause_ms(job, now_ms=NOW_MS + late_ms)
+    assert [(each["log_level"], each["tries"], each["given_up"]) for each in logs] == [
+        ("warning", 7, 1),
+        ("debug", 7, 2),
+        ("warning", 7, 3),
+    ]
 
 
 def test_a_refused_reply_is_sent_again_after_1_2_4_8_16_and_30_seconds(bench: Bench) -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from typing_extensions import override
 
 from consumers import claiming, settle
@@ -22,6 +25,7 @@ from consumers.outcomes import (
     Retried,
     Stepped,
 )
+from consumers.settle import Failpoints
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
@@ -37,7 +41,8 @@ from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec import decoding
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers, read_hop, split_tail
-from topology.lanes import CRITICAL
+from topology.delays import MAX_DELAY_MS
+from topology.lanes import CRITICAL, LaneSpec
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=NOW_MS + 300)
@@ -48,6 +53,7 @@ DROPPED = Dropped(RequestProblem("cancelled", "by its owner"))
 CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
 UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
 BATCHED = Batched(params=b'{"for":"the provider"}')
+STEPPED = Stepped(flow=FlowHop(step="second", deadline_ms=NOW_MS), state=b"state", lane="critical", step="first")
 OUTCOMES = [BATCHED, ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
 
 
@@ -82,6 +88,69 @@ async def test_an_outcome_is_stored_then_published_then_confirmed_then_acknowled
     assert bench.log == log
 
 
+class Noting(Failpoints):
+    """Notes which places are reached."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self._log = log
+
+    @override
+    def reach(self, name: str) -> None:
+        self._log.append(name)
+
+    @override
+    def reach_soon(self, name: str) -> None:
+        self._log.append(f"{name} soon")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "steps"),
+    [
+        (ANSWERED, ["stored", "after_store", "after_webhook", "confirmed: reply"]),
+        (DEFERRED, ["after_store", "after_publish soon", "confirmed: lane.delay.01"]),
+        (BATCHED, ["after_store", "after_publish soon", "confirmed: reply"]),
+        (STEPPED, ["after_store", "after_publish soon", "confirmed: lane.delay.00"]),
+        (
+            BURIED,
+            [
+                "stored",
+                "after_store",
+                "after_publish soon",
+                "confirmed: lane.dead",
+                "after_webhook",
+                "confirmed: reply",
+            ],
+        ),
+    ],
+)
+async def test_a_fault_test_can_end_a_worker_between_any_two_steps(
+    bench: Bench, outcome: Outcome, steps: list[str]
+) -> None:
+    bench.settler.failpoints = Noting(bench.log)
+    assert await bench.settler.settle(bench.job(), outcome)
+    log = [each for each in bench.log if not each.startswith("event")]
+    assert log == ["after_keep", *steps, "after_confirm", "ack", "after_ack"]
+
+
+@pytest.mark.parametrize(
+    ("chances", "drawn", "exits"),
+    [({}, 0.0, []), ({"other": 1}, 0.0, []), ({"one": 0.5}, 0.5, []), ({"one": 0.5}, 0.4, [86])],
+)
+async def test_a_failpoint_ends_the_process_with_its_chance_and_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, chances: dict[str, float], drawn: float, exits: list[int]
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr("os._exit", found.append)
+    monkeypatch.setattr("random.random", lambda: drawn)
+    failpoints = Failpoints(chances)
+    failpoints.reach("one")
+    assert found == exits
+    failpoints.reach_soon("one")
+    assert found == exits
+    await until(lambda: found == 2 * exits)
+
+
 async def test_an_error_names_the_trace_that_its_request_came_with(bench: Bench) -> None:
     for headers, trace in (({"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}, "a" * 32), ({"traceparent": "odd"}, None)):
         completion = bench.settler._completion(bench.job(headers=headers), REFUSED)
@@ -103,6 +172,82 @@ async def test_no_event_is_sent_if_the_channel_is_lost_before_the_acknowledgemen
     delivery.is_lost = True
     assert not await bench.settler.settle(bench.job(delivery=delivery), ANSWERED)
     assert bench.log == ["stored", "confirmed: reply"]
+
+
+async def test_a_dead_letter_whose_reply_may_not_be_sent_is_parked_once(bench: Bench) -> None:
+    bench.publisher.failing = {"": RequestProblem("forbidden_reply_to", "forged")}
+    assert await bench.settler.settle(bench.job(), BURIED)
+    assert bench.log[:4] == ["stored", "confirmed: lane.dead", "failed: reply", "ack"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "has_ended"),
+    [(each, isinstance(each, Answered | Refused | Dropped)) for each in (*OUTCOMES, STEPPED)],
+)
+async def test_a_stored_body_is_removed_when_nobody_will_need_it(
+    outcome: Outcome, has_ended: bool, tmp_path: Path
+) -> None:
+    store, bench = BodyStore(f"file://{tmp_path}/bodies"), Bench()
+    bench.settler.bodies = Fetching(store, most_bytes=10)
+    for _ in range(2):  # the second one is a message of a request that has ended, if the first one was
+        kept = await store.keep([b"{}"])
+        await bench.settler.settle(bench.job(headers=dict(kept.headers)), outcome)
+    await bench.settler.bodies.aclose(within_s=10)
+    assert len(list((tmp_path / "bodies").iterdir())) == (0 if has_ended else 2)
+
+
+async def test_after_an_internal_error_the_claim_is_not_renewed_so_that_another_worker_can_have_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    job = bench.job()
+    await bench.claiming.claim(job)
+    monkeypatch.setattr(LargeAnswers, "sendable", fails)
+    with pytest.raises(ZeroDivisionError):
+        await bench.settler.settle(job, ANSWERED)
+    assert job.claim is None
+
+
+def test_a_delivery_that_could_not_be_settled_is_returned_after_a_second(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+
+    async def story() -> float:
+        bench.publisher.failing = {"": BrokerUnreachable("…")}
+        began_s = asyncio.get_running_loop().time()
+        assert await bench.settler.settle(bench.job(), ANSWERED) is None
+        return asyncio.get_running_loop().time() - began_s
+
+    assert virtually(story()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("lane", "outcome", "more"),
+    [
+        (CRITICAL, ANSWERED, {n.STATUS: "ok", n.WAIT_MS: 900, n.RUN_MS: 2000, n.LANE_NAME: "critical"}),
+        (None, UNREADABLE, {n.STATUS: "error", n.WAIT_MS: 1000, n.RUN_MS: 4000}),
+        (CRITICAL, REFUSED, {n.STATUS: "error", n.WAIT_MS: 1000, n.RUN_MS: 4000, n.LANE_NAME: "critical"}),
+    ],
+)
+async def test_a_reply_tells_how_long_the_request_waited_and_ran_and_in_which_lane(
+    bench: Bench, lane: LaneSpec | None, outcome: Outcome, more: dict[str, Any]
+) -> None:
+    job = bench.job(lane=lane, headers={n.SENT_MS: NOW_MS - 5000})
+    job.hop = replace(job.hop, ran_ms=2000)
+    job.attempted = Attempted(started_ms=NOW_MS - 4100, run_ms=2000)
+    await bench.settler.settle(job, outcome)
+    told = {key: value for key, value in bench.to("").headers.items() if key in {*more, n.LANE_NAME, n.REPLAYED}}
+    assert told == more
+
+
+async def test_a_request_whose_attempts_took_longer_than_it_is_known_has_not_waited(bench: Bench) -> None:
+    job = bench.job()
+    job.attempted = Attempted(started_ms=NOW_MS, run_ms=10)
+    await bench.settler.settle(job, REFUSED)
+    assert bench.to("").headers[n.WAIT_MS] == 0
 
 
 @pytest.mark.parametrize(
@@ -178,7 +323,9 @@ def test_a_delivery_that_cannot_be_settled_for_long_is_returned(bench: Bench) ->
 
         bench.publisher.publish_surely = hangs  # type: ignore[method-assign]
         began_s = asyncio.get_running_loop().time()
-        assert await bench.settler.settle(bench.job(), ANSWERED) is None
+        with capture_logs() as logs:
+            assert await bench.settler.settle(bench.job(), ANSWERED) is None
+        assert logs[-1]["error"] == "not settled within 200 s"
         assert asyncio.get_running_loop().time() - began_s == pytest.approx(SETTLE_WITHIN_S)
         assert bench.log == ["stored", "nack"]
 
@@ -236,6 +383,33 @@ async def test_an_answer_is_stored_although_its_delivery_is_lost_meanwhile(bench
     bench.store.failing = None
     await bench.claiming.finish(within_s=30)
     assert bench.log == ["stored"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exchange", "redelivered", "buries"),
+    [
+        (REFUSED, "lane.requests", False, False),
+        (REFUSED, "lane.requests", True, True),
+        (REFUSED, "lane.fallen", False, True),
+        (BURIED, "lane.requests", False, True),
+    ],
+)
+async def test_what_had_ended_may_still_have_to_be_parked_if_its_message_was_worked_on_before(
+    bench: Bench, outcome: Outcome, exchange: str, redelivered: bool, buries: bool
+) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    delivery = bench.delivery(exchange=exchange)
+    delivery.redelivered = redelivered
+    found = await bench.settler.settle(bench.job(delivery=delivery), outcome)
+    assert isinstance(found, Replayed)
+    assert found.buries is buries
+
+
+async def test_the_same_answer_at_another_time_is_a_replay(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), ANSWERED)
+    bench.settler.now_ms = lambda: NOW_MS + 1
+    assert isinstance(await bench.settler.settle(bench.job(), ANSWERED), Replayed)
+    assert [each.message.headers.get(n.REPLAYED) for each in bench.publisher.sent] == [None, True]
 
 
 @pytest.mark.parametrize("outcome", [UNREADABLE, BURIED])
@@ -380,6 +554,13 @@ async def test_a_pipelines_next_step_tells_in_which_ticket_the_step_before_was(b
     await bench.settler.settle(job, Stepped(flow=flow, state=b"state", lane="critical", step="first"))
     copy = bench.to("lane.delay.00")
     assert (read_hop(copy.headers).batch, copy.body) == (BatchHop(ticket="t"), b"state")
+
+
+async def test_a_delay_beyond_the_longest_that_the_broker_can_hold_is_shortened(bench: Bench) -> None:
+    await bench.settler.settle(bench.job(), Deferred(delay_ms=10**12, reason="scheduled"))
+    (sent,) = bench.publisher.sent
+    hop = read_hop(sent.message.headers)
+    assert (hop.hop_ms, hop.back_ms) == (NOW_MS, NOW_MS + MAX_DELAY_MS)
 
 
 async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None:
