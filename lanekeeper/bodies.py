@@ -126,10 +126,11 @@ class BodyStore:
 
     def holds(self, address: str) -> bool:
         """Whether an address is below the store's URL. One with `..` or with %-encoded characters never is."""
-        return address.startswith(f"{self.url}/") and _RELATIVE_PATH.fullmatch(address[len(self.url) + 1 :]) is not None
+        path = address.removeprefix(f"{self.url}/")
+        return path != address and _RELATIVE_PATH.fullmatch(path) is not None
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False)
 
     @cached_property
     def _files(self) -> Any:

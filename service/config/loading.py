@@ -54,18 +54,19 @@ def is_section(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place, FieldInfo]]:
+def declared(kind: type[BaseModel], place: Place = ()) -> Iterator[tuple[Place, FieldInfo]]:
+    """Each setting of a group, and of the groups in it, with its path."""
     for name, info in kind.model_fields.items():
         here = (*place, name)
         if get_origin(info.annotation) is dict and is_section(inside := get_args(info.annotation)[1]):
-            yield from _declared(inside, (*here, ANY))
+            yield from declared(inside, (*here, ANY))
         elif is_section(info.annotation):
-            yield from _declared(info.annotation, here)  # type: ignore[arg-type]
+            yield from declared(info.annotation, here)  # type: ignore[arg-type]
         else:
             yield here, info
 
 
-SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(_declared(Settings))
+SETTINGS: Final[Mapping[Place, FieldInfo]] = dict(declared(Settings))
 _GROUPS: Final = frozenset(place[:depth] for place in SETTINGS for depth in range(1, len(place)))
 _ALIASES: Final = {info.alias: name for name, info in Settings.model_fields.items() if info.alias}
 """For each environment variable without the prefix `LANEKEEPER_`, such as ANTHROPIC_API_KEY: the field of `Settings`

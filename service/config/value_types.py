@@ -363,11 +363,10 @@ def _cap(value: Any) -> Cap:
 
 def _share(value: Any) -> TenantShare:
     found = _figures(value, ("weight", "in_flight"))
-    if not all(found.values()) or not found.get("in_flight", 1.0).is_integer():
+    in_flight = found.get("in_flight")
+    if not all(found.values()) or (in_flight is not None and not in_flight.is_integer()):
         raise ValueError
-    return TenantShare(
-        weight=found.get("weight", 1.0), in_flight=int(found["in_flight"]) if "in_flight" in found else None
-    )
+    return TenantShare(weight=found.get("weight", 1.0), in_flight=None if in_flight is None else int(in_flight))
 
 
 def _day(value: Any) -> str:

@@ -1,9 +1,11 @@
 """The store of bodies that are too large for a message."""
 
+import asyncio
 import io
 import os
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from lanekeeper import bodies
 from lanekeeper.bodies import BodiesFull, BodiesUnavailable, BodyError, BodyStore, BodyTooLarge, without_secrets
 from lanekeeper.contract.messages import BodyAddress, body_address_in
+from tests.support.waiting import until
 
 HELLO = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
 
@@ -188,9 +191,39 @@ def test_a_message_names_its_body_by_address_and_digest(headers: dict[str, str],
     assert body_address_in(headers) == address
 
 
+async def test_the_url_of_a_folder_has_other_characters_as_xx_and_that_of_a_bucket_has_not(tmp_path: Path) -> None:
+    store, bucket = BodyStore(f"{tmp_path.as_uri()}/a%20b"), BodyStore("memory://a%20b")
+    await store.keep([b"hello"])
+    kept = await bucket.keep([b"hello"])
+    assert len(list((tmp_path / "a b").iterdir())) == 1
+    assert bucket._files.exists(kept.address.removeprefix("memory://"))
+    store.close()
+    bucket.close()
+
+
+async def test_closing_does_not_wait_for_a_file_system_that_hangs(tmp_path: Path) -> None:
+    begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hangs() -> Iterator[bytes]:
+        begun.set()
+        may_end.wait(5)
+        has_ended.set()
+        yield b"x"
+
+    store = BodyStore(tmp_path.as_uri())
+    keeping = asyncio.create_task(store.keep(hangs()))
+    await until(begun.is_set)
+    store.close()
+    assert not has_ended.is_set()
+    may_end.set()
+    await keeping
+
+
 async def test_the_size_of_a_body_is_asked_of_the_store(store: BodyStore) -> None:
     kept = await store.keep([b"hel", b"lo"])
     assert await store.size(kept) == 5
+    with patch.object(store._files, "size", return_value=None):
+        assert await store.size(kept) == 0, "a file system may not know it"
     await store.drop(kept)
     with pytest.raises(BodyError, match="nothing is there"):
         await store.size(kept)

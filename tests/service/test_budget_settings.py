@@ -2,6 +2,7 @@
 
 import json
 import re
+from datetime import datetime, timedelta, timezone
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
             "LANEKEEPER_PRICES__MODELS": json.dumps(
                 {
                     "house-model-1": {"input": 1, "output": 2},
-                    "claude-opus-5-5": {"input": 3, "output": 9, "cache_read": 0},
+                    "claude-opus-5-5": {"input": 3, "output": 9, "cache_read": 0, "cache_write": 0.5},
                 }
             ),
             "LANEKEEPER_PRICES__AS_OF": "2026-11-01",
@@ -118,20 +119,26 @@ def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
     prices = settings.prices.table()
     assert prices.as_of == "2026-11-01"
     assert prices.of("house-model-1") == Price(1, 2)
-    assert prices.of("claude-opus-5-5") == Price(3, 9, 0)
+    assert prices.of("claude-opus-5-5") == Price(3, 9, 0, 0.5)
     assert prices.of("claude-sonnet-5-5") == Price(2, 10, 0.20, 2.50)
+
+
+def test_prices_may_be_of_today_wherever_that_begins_first_and_not_of_a_later_day() -> None:
+    today = datetime.now(timezone(timedelta(hours=14))).date()
+    load(env={"LANEKEEPER_PRICES__AS_OF": f"{today}"})
+    assert "at the latest" in wrong(env={"LANEKEEPER_PRICES__AS_OF": f"{today + timedelta(days=2)}"})
 
 
 def test_caps_are_set_for_lanes_and_for_tenants() -> None:
     settings = load(
-        '[caps.tenants.shop]\nusd = 5\nrequests = 100\n[caps.tenants."*"]\ntokens = 1000',
+        '[caps.tenants.shop]\nusd = 5\nrequests = 100\ntokens = 0.5\n[caps.tenants."*"]\ntokens = 1000',
         env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
     )
 
     spec = settings.caps.spec()
     assert spec.lanes["batch"] == Cap(usd=50)
     assert "critical" not in spec.lanes
-    assert spec.tenants == {"shop": Cap(usd=5, requests=100), "*": Cap(tokens=1000)}
+    assert spec.tenants == {"shop": Cap(usd=5, requests=100, tokens=0.5), "*": Cap(tokens=1000)}
     assert spec.in_money
     assert not load().caps.spec().in_money
 
@@ -141,6 +148,7 @@ def test_caps_are_set_for_lanes_and_for_tenants() -> None:
     [
         ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": -1, "output": 2}}'),
         ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": 1}}'),
+        ("LANEKEEPER_PRICES__MODELS", '{"m": {"input": 1e15, "output": 2}}'),
         ("LANEKEEPER_PRICES__MODELS", "{"),
         ("LANEKEEPER_PRICES__AS_OF", "yesterday"),
         ("LANEKEEPER_CAPS__LANES__BATCH__USD", "0"),

@@ -68,6 +68,18 @@ name = "input"
 prompt = "x"
 handler = "badly"
 
+[[pipelines.r.steps]]
+name = "before"
+prompt = "{{ after }}"
+
+[[pipelines.r.steps]]
+name = "after"
+prompt = "x"
+
+[[pipelines.r.steps]]
+name = "loop"
+prompt = "x"
+
 [[pipelines.q.steps]]
 name = "one"
 promt = "x"
@@ -127,6 +139,8 @@ def test_what_is_wrong_is_told_by_name_all_at_once(tmp_path: Path) -> None:
         "pipelines.p.steps in {file}: step 'itself': it uses 'item'",
         "pipelines.p.steps in {file}: step 'input': is no name",
         "pipelines.p.steps in {file}: step 'input': give it a prompt or a handler",
+        "pipelines.r.steps in {file}: step 'before': it uses 'after', which has not run then",
+        "pipelines.r.steps in {file}: step 'loop': is a word of templates",
         "pipelines.q.steps in {file}: found",
         "in the environment as JSON; there is no 'promt'",
     ):

@@ -7,6 +7,7 @@ import pytest
 
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import ChangedKeys, load_settings
+from service.config.settings import GatewayKey
 from service.config.value_types import read_tenant
 from service.gateway.access import hash_of
 
@@ -33,6 +34,21 @@ HASH = hash_of("lane-a")
 def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
         load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
+
+
+def test_a_key_may_say_all_that_there_is_and_there_are_1000_at_most() -> None:
+    full = {
+        "tenant": "guest", "lanes": ["normal", "batch"], "models": ["claude-haiku-5-5"], "operator": "act",
+        "expires": "2027-01-31T18:00:00Z",
+    }  # fmt: skip
+    keys: dict[str, object] = {f"{number:064x}": {"tenant": "guest"} for number in range(999)}
+    read = load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full})}).gateway.keys
+    assert read[HASH] == GatewayKey(
+        tenant="guest", lanes=("normal", "batch"), models=("claude-haiku-5-5",), operator="act",
+        expires_at=1_801_418_400.0,
+    )  # fmt: skip
+    with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
+        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full, "f" * 64: full})})
 
 
 def test_a_tenants_name_has_at_most_255_characters() -> None:

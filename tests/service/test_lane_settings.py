@@ -21,6 +21,7 @@ def test_a_rank_declares_a_lane_which_is_like_the_nearest_default_lane() -> None
     vip, free = lane(settings, "vip"), lane(settings, "free-tier")
     assert (vip.slots, vip.most_slots, vip.deadline_s) == (3, 3, 120)
     assert (free.slots, free.deadline_s, free.model) == (4, 86_400, "claude-haiku-5-5"), "of two, the less urgent"
+    assert not free.batches.enabled, "those of the default lane are not taken over"
     declared = declare(settings.lane_specs(), names=Names(), broker_version="4.3.6")
     assert {"lane.vip", "lane.vip.due", "lane.free-tier", "lane.free-tier.side.07"} <= {q.name for q in declared.queues}
 

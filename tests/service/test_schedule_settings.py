@@ -22,8 +22,8 @@ def test_a_schedule_is_set_in_a_file_or_in_the_environment() -> None:
         """,
         env={
             "LANEKEEPER_SCHEDULES__HOURLY__CRON": "@hourly".replace("@hourly", "0 * * * *"),
-            "LANEKEEPER_SCHEDULES__HOURLY__KEY": "normal.reports.hourly",
-            "LANEKEEPER_SCHEDULES__HOURLY__BODY": '{"prompt": "x"}',
+            "LANEKEEPER_SCHEDULES__HOURLY__KEY": "normal.reports." + "x" * 240,
+            "LANEKEEPER_SCHEDULES__HOURLY__BODY": '{"prompt": "\\u00e4"}',
             "LANEKEEPER_SCHEDULES__HOURLY__HEADERS": '{"x-lane-deadline-ms": 1000}',
         },
     )
@@ -34,6 +34,7 @@ def test_a_schedule_is_set_in_a_file_or_in_the_environment() -> None:
         "once",
         {"prompt": "Summarise the night."},
     )
+    assert (len(hourly.key), hourly.body) == (255, '{"prompt": "ä"}'.encode())
     assert (hourly.timezone, hourly.missed, hourly.headers) == ("UTC", "skip", {"x-lane-deadline-ms": 1000})
 
 
@@ -50,6 +51,7 @@ def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
             **one("ZONE", TIMEZONE="Europe/Atlantis"),
             **one("LANE", KEY="urgent.reports.x"),
             **one("WORD", KEY="batch.reports"),
+            **one("LONG", KEY="batch.reports." + "x" * 242),
             **one("BODY", BODY='{"promt": "x"}'),
             **one("HEADER", HEADERS='{"x-lane-deadlin-ms": 5}'),
             **one("TYPE", TYPE="chunk"),
@@ -66,6 +68,7 @@ def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
     lanes = "allowed is LANE.APP.TASK with a lane of critical, normal, batch"
     assert f"LANEKEEPER_SCHEDULES__LANE__KEY: found 'urgent.reports.x', {lanes}" in told
     assert f"LANEKEEPER_SCHEDULES__WORD__KEY: found 'batch.reports', {lanes}" in told
+    assert "LANEKEEPER_SCHEDULES__LONG__KEY: found 'batch.reports.xxx" in told
     assert "LANEKEEPER_SCHEDULES__BODY__BODY: " in told
     assert "x-lane-deadlin-ms" in told
     assert "LANEKEEPER_SCHEDULES__TYPE__BODY, LANEKEEPER_SCHEDULES__TYPE__TYPE: " in told

@@ -6,16 +6,33 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from consumers.settle import FAILPOINTS
+from consumers.state.base import SEEN_LATE_S
 from lanekeeper.contract.problems import SettingsError
-from service.config.loading import load_settings, simulating
+from service.config.loading import declared, load_settings, simulating
 from service.config.settings import Settings
-from service.config.value_types import listed
+from service.config.value_types import Section, listed
 from tests.support.settings import lane, load, wrong
 
 SECRET = "s3cret"
 
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
+
+
+class Inner(Section):
+    one: int = 1
+
+
+class Outer(Section):
+    plain: dict[str, str]
+    each: dict[str, Inner]
+    inner: Inner
+    names: tuple[str, ...]
+
+
+def test_a_setting_is_a_field_of_a_group_and_not_a_group_itself() -> None:
+    assert [place for place, _ in declared(Outer)] == [("plain",), ("each", "*", "one"), ("inner", "one"), ("names",)]
 
 
 def test_one_field_of_a_lane_can_be_set_alone() -> None:
@@ -161,9 +178,14 @@ def test_each_broker_has_a_default_store_of_its_own_however_its_url_is_written()
 
     one = default("amqp://guest:guest@localhost:5672/")
     same = ["amqp://127.0.0.1", "amqp://app:secret@LOCALHOST/", "amqp://guest@[::1]:5672/%2F"]
-    others = ["amqp://localhost:5673/", "amqp://localhost/staging", "amqp://rabbit.example/", "amqps://localhost/"]
+    others = [
+        "amqp://localhost:5673/", "amqp://localhost/x", "amqp://localhost/staging", "amqp://rabbit.example/",
+        "amqps://localhost/",
+    ]  # fmt: skip
     assert {default(url) for url in same} == {one}
-    assert len({default(url) for url in others} | {one}) == 5
+    assert len({default(url) for url in others} | {one}) == 6
+    assert default("amqps://localhost/") == default("amqps://localhost:5671/")
+    assert f"/lane-{'a' * 60}-" in default(f"amqp://{'a' * 63}.example/")
     assert default("amqp://a.example/x,amqp://b.example/x") == default("amqp://u:p@b.example/x,amqp://a.example/x")
     assert "/lane-rabbit.example-" in default("amqp://u:secret@Rabbit.example/")
 
@@ -184,7 +206,7 @@ def test_speakers_is_a_list_of_users() -> None:
     assert load(env={"LANEKEEPER_SPEAKERS": '["gateway", "o ther@x"]'}).speakers == ("gateway", "o ther@x")
 
 
-@pytest.mark.parametrize("said", ["{", "{}", "[", '"gateway"', "gateway, {", '[""]', '{"gateway": 1}'])
+@pytest.mark.parametrize("said", ["{", "{}", "[", '"gateway"', "gateway, {", '[""]', '[" gateway"]', '{"gateway": 1}'])
 def test_a_speaker_with_an_impossible_user_name_is_refused(said: str) -> None:
     told = wrong(env={"LANEKEEPER_SPEAKERS": said})
     assert told.startswith("wrong setting: LANEKEEPER_SPEAKERS: found ")
@@ -233,6 +255,8 @@ def test_broker_urls_of_different_clusters_are_refused_without_passwords(url: st
             ("LANEKEEPER_AMQP_URL", url)
             for url in (
                 f"amqp://u:{SECRET}@host:99999/",
+                f"amqp://u:{SECRET}@host:0/",
+                f"amqp://u:{SECRET}@host/a/b",
                 f"amqp://u:{SECRET}",
                 f"http://u:{SECRET}@host/",
                 f"amqp://host/?password={SECRET}",
@@ -245,6 +269,12 @@ def test_broker_urls_of_different_clusters_are_refused_without_passwords(url: st
         ("LANEKEEPER_STORE_URL", f"rediss://:{SECRET}@host/0?ssl_cert_reqs=none"),
         ("LANEKEEPER_STORE_URL", f"postgres://u:{SECRET}@host/x"),
         ("LANEKEEPER_STORE_URL", "sqlite://relative"),
+        *(("LANEKEEPER_STORE_URL", f"sqlite:///{file}") for file in ("", "/", "a/", "a?b", "a#b", "a\tb")),
+        *(("LANEKEEPER_BODIES__URL", url) for url in ("/bodies", "a::s3://b", "s3://b?c", "s3://b#c", "https://b")),
+        ("LANEKEEPER_BODIES__URL", f"s3://u:{SECRET}@b"),
+        ("LANEKEEPER_BODIES__ALLOW", f"https://u:{SECRET}@b"),
+        *(("LANEKEEPER_GATEWAY__ORIGINS", f"https://{rest}") for rest in ("a/b", "a?b", f"u:{SECRET}@a", "a#b")),
+        ("LANEKEEPER_MANAGEMENT_URL", f"http://host/?password={SECRET}"),
         ("LANEKEEPER_STORE_URL", SECRET),
     ],
 )
@@ -394,13 +424,16 @@ def test_a_ca_file_without_a_certificate_is_reported() -> None:
     Path("ca.pem").write_text("not a certificate")
 
     assert "ca_file, cert_file or key_file cannot be used" in wrong(env={"LANEKEEPER_TLS__CA_FILE": "ca.pem"})
+    assert "ca_file, cert_file or key_file cannot be used" in wrong(env={"LANEKEEPER_TLS__CERT_FILE": "ca.pem"})
     assert "key_file is given without cert_file" in wrong(env={"LANEKEEPER_TLS__KEY_FILE": "ca.pem"})
+    assert load().tls.given_context() is None
 
 
 def test_the_complete_url_for_spans_comes_before_the_collectors() -> None:
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2/spans"}
 
     assert load(env=env).traces_url == "http://b:2/spans"
+    assert load(env={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}).traces_url == "http://a:1/v1/traces"
     assert load().traces_url is None
 
 
@@ -451,6 +484,8 @@ def test_a_long_value_is_cut_in_an_error(length: int, shown: str) -> None:
 def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load().namespace = "x"
+    with pytest.raises(ValidationError, match="frozen"):
+        load().retry.base_s = 1
     with pytest.raises(ValidationError) as refused:
         Settings(namespace=SECRET.upper(), management_url=SECRET)  # type: ignore[arg-type]
     assert SECRET not in str(refused.value).lower()
@@ -467,6 +502,13 @@ def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> Non
             {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://host:4318/"},
             "http://host:4318/v1/metrics",
         ),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": "http://host:4318/",
+                "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://other/m",
+            },
+            "http://other/m",
+        ),
     ],
 )
 def test_metrics_are_sent_to_the_collector_unless_turned_off(env: dict[str, str], url: str | None) -> None:
@@ -478,6 +520,7 @@ def test_a_chance_is_from_0_to_1(chance: str, is_allowed: bool) -> None:
     env = {"LANEKEEPER_FAILPOINTS": f"after_store:{chance}"}
     if is_allowed:
         assert load(env=env).failpoints == {"after_store": float(chance)}
+        assert load(env={"LANEKEEPER_FAILPOINTS": ",".join(FAILPOINTS)}).failpoints == dict.fromkeys(FAILPOINTS, 1)
     else:
         assert "probability from 0 to 1" in wrong(env=env)
 
@@ -487,6 +530,30 @@ def test_a_chance_is_from_0_to_1(chance: str, is_allowed: bool) -> None:
 )
 def test_of_many_names_the_first_five_are_told(names: str, told: str) -> None:
     assert listed(names) == told
+
+
+@pytest.mark.parametrize(("host", "is_allowed"), [("", False), ("h", True), ("h" * 255, True), ("h" * 256, False)])
+def test_the_gateways_host_has_1_to_255_characters(host: str, is_allowed: bool) -> None:
+    if is_allowed:
+        assert load(gateway={"host": host}).gateway.host == host
+    else:
+        assert "gateway.host" in wrong(gateway={"host": host})
+
+
+def test_operators_are_the_brokers_own_user_unless_others_are_named() -> None:
+    env = {"LANEKEEPER_AMQP_URL": f"amqp://app:{SECRET}@host/"}
+    assert load(env=env).operators == ("app",)
+    assert load(env={**env, "LANEKEEPER_CONTROL__OPERATORS": "ops"}).operators == ("ops",)
+
+
+def test_a_cancellation_of_an_unseen_request_is_kept_past_the_longest_deadline_of_all_lanes() -> None:
+    settings = load(env={"LANEKEEPER_LANES__NORMAL__DEADLINE_MAX_S": "1000000"})
+    assert settings.store_spec().cancelled_s == 1_000_000 + SEEN_LATE_S
+
+
+def test_addresses_of_bodies_that_are_not_on_the_web_are_stores() -> None:
+    settings = load(env={"LANEKEEPER_BODIES__ALLOW": "https://a.example/x/,s3://b/y/,http://c"})
+    assert [store.url for store in settings.bodies.allowed_stores()] == ["s3://b/y"]
 
 
 def test_a_file_whose_name_is_too_long_is_not_there() -> None:
