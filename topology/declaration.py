@@ -127,8 +127,8 @@ class Broker:
             raise ValueError(f"not a RabbitMQ version: {self.version!r}; expected one like '4.3.6'")
         if is_before(self.version, OLDEST):
             raise ValueError(
-                f"RabbitMQ {self.version} is too old: 3.10 or later is needed "
-                "(quorum queues with message TTL and at-least-once dead-lettering), 4.3.5 or later is recommended"
+                f"RabbitMQ {self.version} is too old: 3.10 or later is needed (quorum queues with message TTL and "
+                f"at-least-once dead-lettering), {'.'.join(map(str, RECOMMENDED))} or later is recommended"
             )
 
     @property

@@ -41,7 +41,7 @@ def test_the_features_follow_from_the_brokers_version(version: str, quorum_intak
 
 @pytest.mark.parametrize("version", ["3.9.29", "3.8.0", "2.8.7"])
 def test_a_broker_before_3_10_is_refused(version: str) -> None:
-    with pytest.raises(ValueError, match=r"too old: 3\.10 or later is needed"):
+    with pytest.raises(ValueError, match=r"too old: 3\.10 or later is needed .*, 4\.3\.5 or later is recommended"):
         declared(version)
 
 

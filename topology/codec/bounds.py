@@ -54,7 +54,7 @@ class Measure:
         self.left -= sum(map(outside.count, _MARKS))
         if self.left < 0:
             return self._too_many()
-        if len(outside) > DIGITS and b"0" * (DIGITS + 1) in outside.translate(_ZEROS):
+        if b"0" * (DIGITS + 1) in outside.translate(_ZEROS):
             return f"a number of more than {DIGITS} digits"
         return None
 

@@ -7,6 +7,7 @@ import zlib
 from binascii import a2b_base64
 from functools import lru_cache
 from itertools import islice
+from math import ceil
 from typing import Any, Final, NamedTuple
 
 PATCH: Final = 28
@@ -156,18 +157,20 @@ class _Counting:
                 height, width = struct.unpack(">HH", head[5:])
                 return width, height
             # a marker may follow fill bytes; else two bytes that say how long the segment is follow it
-            at += 1 if head[1] == 0xFF else 2 + max(2, int.from_bytes(head[2:4], "big"))
+            at += 1 if head[1] == 0xFF else 2 + int.from_bytes(head[2:4], "big")
         return None
 
     def _pages(self, data: str) -> int:
         size, found = len(data) // 4 * 3, 0
-        if self._steps > 0 and (read := min(size, self._pdf_bytes)) > 0:
+        if self._steps > 0:
+            read = min(size, self._pdf_bytes)
             self._steps -= PDF_STEPS
             self._pdf_bytes -= read
             if read == size:
                 parts = [_bytes_of(data, 0, size)]
             else:
-                parts = [_bytes_of(data, 0, read // 2), _bytes_of(data, size - read // 2, read // 2)]
+                half = read // 2
+                parts = [_bytes_of(data, 0, half), _bytes_of(data, size - half, half)]
             found = max(max(_counted_pages(part), _counted_pages(self._unpacked(part))) for part in parts)
         return min(MOST_PAGES, found or 1 + size // PAGE_BYTES)
 
@@ -211,7 +214,7 @@ def _image_tokens(size: tuple[int, int] | None, limit: Resolution) -> int:
     if size is None:
         return limit.tokens
     scale = min(1.0, limit.edge / max(size))
-    across, down = (-(-max(1, round(side * scale)) // PATCH) for side in size)
+    across, down = (max(1, ceil(round(side * scale) / PATCH)) for side in size)
     return min(limit.tokens, across * down)
 
 

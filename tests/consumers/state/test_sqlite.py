@@ -354,6 +354,8 @@ async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) ->
         again = await store.claim(ME, fingerprint(mark="other"))
         assert isinstance(again, Granted)
         assert again.deaths == 1
+        clock.ms += 10_000
+        assert Granted(token=again.token + 1, deaths=2) == await store.claim(ME, fingerprint())
 
 
 async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -> None:

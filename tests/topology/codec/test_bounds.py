@@ -48,6 +48,11 @@ def test_as_many_values_as_the_limit_are_allowed_and_one_more_is_not(text: bytes
     assert "more than 2 keys and values" in (Measure(2).add(text) or "")
 
 
+def test_a_text_with_more_quotes_than_its_values_can_have_is_not_split() -> None:
+    assert Measure(3).add(b'""' * 4) is None
+    assert "more than 3 keys and values" in (Measure(3).add(b'""' * 4 + b'"') or "")
+
+
 @pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,", b'"",', b'{"a":1},', b'"a,b",'])
 def test_too_many_values_are_refused_with_the_limit(piece: bytes) -> None:
     raw = b"[" + piece * 100_000 + b"0]"

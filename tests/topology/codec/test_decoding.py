@@ -277,6 +277,8 @@ def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
     request = decode(found, hop=hop)
     assert (request.published.ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
     assert request.deadline_ms == NOW_MS - 10 + 120_000
+    assert request.start_ms == NOW_MS - 10
+    assert decode(found, hop=replace(hop, due_ms=NOW_MS - 6000)).start_ms == NOW_MS - 5000
 
 
 # times
@@ -291,6 +293,8 @@ def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
         ({"headers": {"x-lane-sent-ms": NOW_MS + 700}}, NOW_MS, "sender"),  # a time in the future is not believed
         ({"headers": {"x-lane-sent-ms": NOW_MS + 10**10}}, NOW_MS, "sender"),
         ({"headers": {"timestamp_in_ms": True}}, NOW_MS, "delivery"),
+        ({"headers": {"timestamp_in_ms": 1}, "timestamp_s": 9.0}, 1, "broker"),
+        ({"headers": {"timestamp_in_ms": 0}, "timestamp_s": 1.0}, 1999, "timestamp"),
         ({"headers": {"timestamp_in_ms": "x"}, "timestamp_s": 0.0}, NOW_MS, "delivery"),
         ({"timestamp_s": NOW_MS / 1000 - 60}, NOW_MS - 60_000 + 999, "timestamp"),
     ],
@@ -361,7 +365,7 @@ def test_a_direct_call_has_no_times() -> None:
     }  # fmt: skip
     assert (request.start_ms, request.deadline_ms, request.call_s, request.rank) == (0, 0, 0, 0)
     assert request.states_stream, "unless it certainly does not"
-    assert not request.stream
+    assert (request.stream, request.no_batch) == (False, False)
 
 
 def test_the_deadline_is_the_same_after_each_hop() -> None:
@@ -393,6 +397,10 @@ def test_the_text_of_a_body_is_what_is_left_without_its_images(escapes: bool, la
     assert decode(message(WHOLE)).text_bytes == len(WHOLE)
 
 
+def asking(field: str, value: object) -> bytes:
+    return json.dumps({"prompt": "x", field: value}).encode()
+
+
 def padded(size: int) -> bytes:
     return b'{"prompt": "x"}'.ljust(size)
 
@@ -409,8 +417,12 @@ def padded(size: int) -> bytes:
         ),
         ({"message_id": "a" * 128}, {"message_id": "a" * 129}, "invalid_request", "message_id"),
         ({"priority": 9}, {"priority": 10}, "invalid_request", "priority"),
+        ({"body": asking("model", "m" * 256)}, {"body": asking("model", "m" * 257)}, "invalid_request", "model"),
+        ({"body": asking("model", "m")}, {"body": asking("model", "")}, "invalid_request", "model"),
+        ({"body": asking("max_tokens", 10**7)}, {"body": asking("max_tokens", 10**7 + 1)}, "invalid_request", "max_t"),
+        ({"body": asking("max_tokens", 1)}, {"body": asking("max_tokens", 0)}, "invalid_request", "max_tokens"),
     ],
-    ids=["as sent", "unpacked", "id", "priority"],
+    ids=["as sent", "unpacked", "id", "priority", "long model", "short model", "most tokens", "fewest tokens"],
 )
 def test_a_request_may_have_what_the_contract_states_and_no_more(
     allowed: dict[str, Any], above: dict[str, Any], code: str, text: str
@@ -420,9 +432,10 @@ def test_a_request_may_have_what_the_contract_states_and_no_more(
     assert (problem.code, text in problem.detail) == (code, True)
 
 
-def test_a_body_may_have_100_000_keys_and_values() -> None:
+def test_a_body_may_have_100_000_keys_and_values_and_an_answer_16_mib() -> None:
     assert bounds.excess(b"[" + b"0," * 99_999 + b"0]", max_values=bounds.VALUES) is None
     assert bounds.excess(b"[" + b"0," * 100_000 + b"0]", max_values=bounds.VALUES) is not None
+    assert bounds.ANSWER_BYTES == 16_777_216
 
 
 def test_a_text_of_32_kib_is_not_measured() -> None:

@@ -19,6 +19,7 @@ from topology.codec.headers import (
     ms_or_none,
     read,
     read_hop,
+    split_tail,
     with_batch,
 )
 from topology.delays import MAX_DELAY_MS
@@ -233,6 +234,13 @@ def test_a_hop_passes_on_the_requesters_headers_and_none_of_the_brokers_or_ours(
 
 def test_delay_headers_of_another_namespace_are_passed_on() -> None:
     assert carried({"lane-d00": 1, "mine-d00": 1}, of=Names("mine")) == {"lane-d00": 1}
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"), [(0, (b"abcd", b"")), (1, (b"abc", b"d")), (4, (b"", b"abcd")), (5, (b"", b"abcd"))]
+)
+def test_what_a_worker_added_is_the_end_of_a_body(size: int, parts: tuple[bytes, bytes]) -> None:
+    assert split_tail(b"abcd", size) == parts
 
 
 def test_an_error_quotes_at_most_60_characters_of_a_wrong_header() -> None:

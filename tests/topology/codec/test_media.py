@@ -181,6 +181,20 @@ def test_the_number_of_pages_stands_in_the_page_tree(raw: bytes, pages: int) -> 
     assert tokens(pdf(0, raw=raw)) == pages * 3068
 
 
+@pytest.mark.parametrize(("fill", "is_read"), [(0, True), (1, True), (3, True), (3998, True), (3999, False)])
+def test_a_jpeg_is_read_in_as_many_steps_as_are_allowed(fill: int, is_read: bool) -> None:
+    raw = jpeg(280, 280, exif=0)
+    assert tokens(picture(raw[:2] + b"\xff" * fill + raw[6:])) == (100 if is_read else HIGH.tokens)
+
+
+@pytest.mark.parametrize(("size", "pages"), [(60_000, 7), (70_000, 1)])
+def test_of_a_packed_object_64_kib_are_unpacked(size: int, pages: int) -> None:
+    packer = zlib.compressobj()
+    filling = packer.compress(random.Random(1).randbytes(size)) + packer.flush(zlib.Z_FULL_FLUSH)
+    packed = filling + packer.compress(b"/Type/Pages /Count 7 ") + packer.flush()
+    assert tokens(pdf(0, raw=b"/ObjStm stream\r\n" + packed)) == pages * 3068
+
+
 def test_a_document_by_its_address_counts_by_the_same_pages_for_every_model() -> None:
     by_id = {"type": "document", "source": {"type": "file", "file_id": "x"}}
 
@@ -191,7 +205,12 @@ def test_a_document_of_text_is_text() -> None:
     plain = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "text " * 1000}}
     packed = {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "dGV4dA==" * 1000}}
 
-    assert count(body(plain, packed, {"type": "search_result", "source": "https://x.test", "content": []})) == NO_MEDIA
+    unnamed = {"type": "document", "source": {"type": "text", "data": "text"}}
+
+    assert (
+        count(body(plain, packed, unnamed, {"type": "search_result", "source": "https://x.test", "content": []}))
+        == NO_MEDIA
+    )
 
 
 def test_media_are_found_wherever_the_provider_accepts_them() -> None:
