@@ -37,9 +37,9 @@ class Fallen:
         death = _death(message) if message.exchange == self._names.fallen else {}
         queue = str(death.get("queue"))
         source = Source.DELAY if self._names.lane_behind(queue) else source_of(message, self._names)
-        lane = self._lane_by_intake.get(queue) or self._lanes.get(self._names.lane_behind(queue) or "")
-        if lane is None and source is not Source.REQUESTER:
-            lane = self._lanes.get(message.routing_key.split(".", 1)[0])
+        lane = self._lane_by_intake.get(queue)
+        if source is not Source.REQUESTER:
+            lane = self._lanes.get(message.routing_key.partition(".")[0])
         job = Job(delivery, lane=lane, source=source, taken_ms=self._now_ms(), speakers=self._speakers)
         if death.get("reason") == "delivery_limit":
             job.hop = replace(job.hop, redelivered=True)  # the worker that holds its claim has died

@@ -43,7 +43,7 @@ WAITS_S = {
 
 
 def test_all_waits_of_a_delivery_together_are_shorter_than_the_consumer_timeout() -> None:
-    assert sum(WAITS_S.values()) < CONSUMER_TIMEOUT_S
+    assert sum(WAITS_S.values()) < CONSUMER_TIMEOUT_S == 1800, "RabbitMQ's default"
 
 
 def test_there_is_time_to_publish_a_reply_after_the_longest_wait_for_the_store() -> None:
@@ -78,8 +78,8 @@ def test_a_store_that_hangs_holds_a_delivery_no_longer_than_these_limits() -> No
         return took_s
 
     assert virtually(story()) == {
-        "claim": CLAIM_WITHIN_S,
-        "find": ASK_WITHIN_S,
-        "reserve": ASK_WITHIN_S,
-        "defer": ASK_WITHIN_S,
+        "claim": 60,
+        "find": 20,
+        "reserve": 20,
+        "defer": 20,
     }

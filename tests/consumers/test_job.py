@@ -23,7 +23,7 @@ from consumers.settle import set_aside
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench, read
-from topology.codec.headers import FlowHop, HopHeaders, hop_headers
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers, read_hop
 from topology.lanes import DEFAULT_LANES
 
 
@@ -43,7 +43,26 @@ def test_a_delayed_message_that_cannot_be_read_has_waited_since_it_was_due_if_th
     assert job.wait_ms == waited_ms
 
 
+def test_a_deadline_is_known_before_the_body_is_read() -> None:
+    sent, bench = {n.DEADLINE_MS: 5000, n.SENT_MS: NOW_MS - 700}, Bench()
+    assert bench.job(headers=sent, body=b"?").deadline_ms == NOW_MS + 4300
+    forged = {**sent, **hop_headers(HopHeaders(flow=FlowHop(step="a", deadline_ms=7)))}
+    assert bench.job(headers=forged).deadline_ms == NOW_MS + 4300
+    assert bench.job(headers=forged, exchange="lane.due").deadline_ms == 7, "a worker wrote it"
+    assert bench.job(headers=sent, lane=None).deadline_ms is None
+    assert bench.job(headers={n.DEADLINE_MS: "soon"}).deadline_ms is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "more"), [({}, {}), ({"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}, {"trace_id": "a" * 32})]
+)
+def test_log_lines_name_the_request_and_its_trace_if_it_has_one(headers: dict[str, str], more: dict[str, str]) -> None:
+    fields = Bench().job(headers=headers).log_fields()
+    assert fields == {"request": "m-1", "lane": "critical", "attempt": 0, **more}
+
+
 def test_no_request_has_waited_less_than_nothing() -> None:
+    assert Bench().job(headers={n.SENT_MS: NOW_MS}).waited_ms(NOW_MS) == 0
     assert read(Bench().job(headers={n.SENT_MS: NOW_MS - 700})).waited_ms(NOW_MS - 800) == 0
     assert Bench().job(body=b"?").waited_ms(NOW_MS - 800) == 0
 
@@ -103,6 +122,12 @@ async def test_stopping_a_job_ends_its_wait() -> None:
             await asyncio.Event().wait()
 
 
+async def test_a_time_limit_of_something_else_is_no_end_of_the_wait() -> None:
+    with pytest.raises(TimeoutError, match="another"):
+        async with Bench().job().interruptible(60):
+            raise TimeoutError("another")
+
+
 async def test_a_wait_that_has_ended_cannot_be_stopped_later() -> None:
     job = Bench().job()
     async with job.interruptible(60):
@@ -144,6 +169,13 @@ def test_the_steps_of_a_pipeline_are_one_request_but_not_one_message() -> None:
 def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited_ms: int, left: str) -> None:
     job = Bench().job(expiration="5000", headers={n.SENT_MS: NOW_MS})
     assert set_aside(job, now_ms=NOW_MS + waited_ms, names=NAMES).expiration == left
+
+
+def test_a_request_that_is_set_aside_tells_since_when_it_waits() -> None:
+    new = Bench().job(headers={n.SENT_MS: NOW_MS - 700})
+    back = Bench().job(exchange="lane.due", headers=hop_headers(HopHeaders(hop_ms=NOW_MS - 9, back_ms=NOW_MS - 5)))
+    found = [read_hop(set_aside(job, now_ms=NOW_MS, names=NAMES).headers) for job in (new, back)]
+    assert [(hop.hop_ms, hop.back_ms) for hop in found] == [(NOW_MS - 700,) * 2, (NOW_MS - 9, NOW_MS - 5)]
 
 
 SAID = (None, *range(HIGHEST_PRIORITY + 1))

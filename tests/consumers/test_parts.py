@@ -12,7 +12,7 @@ from consumers.providers.registry import CONTENT
 from consumers.replies import Parts
 from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.contract import names as n
-from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused
+from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, Told
 from tests.support.virtual_time import virtually
@@ -49,6 +49,9 @@ async def test_a_part_does_not_wait_for_the_confirm_of_the_one_before(bench: Ben
     parts = Parts(bench.replies, bench.job())
     for number in range(FIRST_UNCONFIRMED):
         await parts(b"%d" % number)
+    assert {(each.message.content_type, each.message.persistent) for each in bench.publisher.sent} == {
+        ("application/json", False)
+    }
     sent = [(each.message.headers[n.SEQ], each.message.body) for each in bench.publisher.sent]
     assert sent == [(number, b"%d" % number) for number in range(FIRST_UNCONFIRMED)]
     assert not any(each.done() for each in unconfirmed)
@@ -132,6 +135,19 @@ async def test_parts_that_the_connection_does_not_take_are_told_once_and_the_str
         await parts(b"{}")
     assert [each["event"] for each in logs] == [signals.PART_LOST]
     assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [2]
+
+
+async def test_a_part_too_large_for_a_message_ends_the_request_unless_its_answer_can_be_stored(bench: Bench) -> None:
+    bench.publisher.too_large = {b"large"}
+    with pytest.raises(RequestProblem, match="LANEKEEPER_BODIES__URL"):
+        await Parts(bench.replies, bench.job())(b"large")
+    bench.replies.loses_large_parts = True
+    parts = Parts(bench.replies, bench.job())
+    with structlog.testing.capture_logs() as logs:
+        await parts(b"large")
+        await parts(b"{}")
+    assert [each["event"] for each in logs] == [signals.PART_LOST]
+    assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [1]
 
 
 def test_a_part_without_a_confirm_counts_as_lost_after_five_seconds() -> None:

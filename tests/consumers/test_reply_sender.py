@@ -20,7 +20,8 @@ from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress, Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import ConfirmUnknown, PublishRefused, RequestProblem
+from lanekeeper.contract.problems import PROBLEMS, ConfirmUnknown, PublishRefused, RequestProblem
+from tests.support.completions import failed
 from tests.support.jobs import BODY, NOW_MS, Bench, FakePublisher
 from tests.support.virtual_time import virtually
 
@@ -122,6 +123,7 @@ async def test_of_several_messages_to_a_new_address_only_the_first_is_tried_sepa
     direct, shared, own = sender()
     for _ in range(3):
         assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).done()
+        await asyncio.sleep(0)  # its callback
     assert (own.sent, shared.sent) == ([ADDRESS], [ADDRESS, ADDRESS])
 
 
@@ -142,8 +144,15 @@ async def test_an_address_whose_part_could_not_be_written_is_tried_separately_ag
     shared.is_silent = True
     with pytest.raises(ConfirmUnknown):
         await direct.write(ANSWER, ADDRESS, timeout_s=5)
+    shared.is_silent = False
     await direct.send_surely(ANSWER, ADDRESS)
     assert own.sent == [ADDRESS, ADDRESS]
+
+
+async def test_only_direct_replies_at_a_broker_that_may_die_of_them_need_their_own_connection(bench: Bench) -> None:
+    direct, _, _ = sender()
+    assert [direct.needs_own_connection(each) for each in (ADDRESS, "shop.answers")] == [True, False]
+    assert not bench.reply_sender.needs_own_connection(ADDRESS)
 
 
 async def test_a_direct_reply_is_published_at_most_three_times() -> None:
@@ -177,7 +186,30 @@ async def test_the_last_thousand_addresses_are_known() -> None:
     assert len(own.sent) == 1002
 
 
+async def test_before_a_request_runs_it_is_known_whether_it_may_be_answered(bench: Bench) -> None:
+    found = [bench.replies.refusal(bench.job(reply_to=each)) for each in (None, GEN, "lane.critical")]
+    assert [each and each.code for each in found] == [None, None, "forbidden_reply_to"]
+
+
+@pytest.mark.parametrize("code", [code for code, problem in PROBLEMS.items() if not problem.answered])
+async def test_some_errors_are_not_answered(bench: Bench, code: str) -> None:
+    assert await bench.replies.final(bench.job(), failed(code))
+    assert bench.publisher.sent == []
+
+
+class Mandatory(FakePublisher):
+    """Notes whether each message had to find a queue."""
+
+    @override
+    async def publish_surely(self, message: Message, *, routing_key: str, mandatory: bool = True, **_: Any) -> None:
+        self.log.append(f"{routing_key} {mandatory}")
+
+
 async def test_only_a_reply_to_a_queue_must_find_one() -> None:
+    publisher = Mandatory([])
+    for address in (ADDRESS, "shop.answers"):
+        await ReplySender(publisher, own=None).send_surely(ANSWER, address)
+    assert publisher.log == [f"{ADDRESS} False", "shop.answers True"]
     direct, shared, own = sender()
     for _ in range(2):
         await direct.send_surely(ANSWER, ADDRESS)
@@ -329,6 +361,25 @@ async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_
     assert found is not None
     assert found.completion is not None
     assert found.completion.body == ANSWERED.body
+
+
+@pytest.mark.parametrize("outcome", [UNREADABLE, CONFLICT])
+async def test_an_error_that_is_not_stored_under_its_id_comes_back_in_a_header_and_is_told_once(
+    bench: Bench, outcome: Refused | Buried
+) -> None:
+    bench.publisher.failing = FULL
+    await bench.settler.settle(bench.job(), outcome)
+    before = bench.log.copy()
+    bench.publisher.failing = {}
+    await come_back(bench)
+    reply = bench.to("")
+    assert (reply.headers[n.STATUS], reply.headers[n.LANE_NAME], n.REPLAYED in reply.headers) == (
+        "error",
+        "critical",
+        False,
+    )
+    assert json.loads(reply.body)["code"] == outcome.problem.code
+    assert bench.log == [*before, "confirmed: reply", "ack"]
 
 
 async def test_if_the_store_has_lost_the_result_the_request_runs_again(bench: Bench) -> None:

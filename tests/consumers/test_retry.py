@@ -21,6 +21,7 @@ from consumers.failures import (
     AccountError,
     AnswerTooLargeError,
     BreakerOpen,
+    HandlerError,
     Meaning,
     OverloadedError,
     ProviderError,
@@ -74,6 +75,54 @@ def delays_ms(error: ProviderError, attempts: int) -> tuple[int, int]:
 )
 def test_the_pause_after_each_attempt_is_within_its_bounds(error: ProviderError, bounds: list[tuple[int, int]]) -> None:
     assert [delays_ms(error, attempt + 1) for attempt in range(len(bounds))] == bounds
+
+
+@pytest.mark.parametrize(
+    ("error", "steps_ms"), [(OverloadedError("x"), [1000, 4909, 24_092]), (TransientError("x"), [250, 2605, 27_145])]
+)
+def test_all_pauses_of_a_request_together_last_as_long_as_a_short_outage(
+    error: ProviderError, steps_ms: list[int]
+) -> None:
+    policy, rng = RetryPolicy(base_s=1, span_s=30, cap_s=60), Drawn(high=False)
+    found = [decide(error, attempts=attempts, policy=policy, rng=rng) for attempts in (1, 2, 3)]
+    assert [each.delay_ms for each in found if isinstance(each, Retried)] == pytest.approx(steps_ms, abs=2)
+    assert sum(steps_ms) == pytest.approx(30_000, abs=5)
+
+
+def test_a_pause_is_at_most_half_of_the_time_left() -> None:
+    outcome = decide(OverloadedError("x"), attempts=4, max_attempts=9, left_ms=10_000, rng=Drawn(high=False))
+    assert isinstance(outcome, Retried)
+    assert outcome.delay_ms == 5000
+
+
+@pytest.mark.parametrize(("retry_after_s", "told"), [(None, ""), (4.2, " (retry-after: 5)")])
+def test_after_the_last_attempt_its_error_is_told(retry_after_s: float | None, told: str) -> None:
+    outcome = decide(RateLimitedError("x", retry_after_s=retry_after_s), attempts=4, max_attempts=4)
+    assert isinstance(outcome, Refused | Buried)
+    assert outcome.problem.code == "attempts_exhausted"
+    assert outcome.problem.detail == f"all 4 attempts failed; the last: x{told}"
+
+
+def test_by_default_the_pauses_begin_with_a_second_last_thirty_and_are_at_most_a_minute() -> None:
+    assert RetryPolicy() == RetryPolicy(base_s=1, span_s=30, cap_s=60)
+
+
+@pytest.mark.parametrize(("left_ms", "is_retried"), [(376, True), (375, False)])
+def test_a_retry_that_could_begin_only_at_the_deadline_is_not_made(left_ms: int, is_retried: bool) -> None:
+    outcome = decide(TransientError("x"), left_ms=left_ms)
+    if is_retried:
+        assert outcome == Retried(delay_ms=375, error="x", brief="TransientError")
+    else:
+        assert isinstance(outcome, Refused | Buried)
+        assert outcome.problem.code == "deadline_exceeded"
+        assert outcome.problem.detail == ("attempt 1 failed (x), and the next could start in 375 ms: 375 ms are left")
+
+
+@pytest.mark.parametrize(("status", "told"), [(422, 422), (0, 400)])
+def test_a_refusal_has_the_providers_status(status: int, told: int) -> None:
+    outcome = decide(RejectedError("x", status=status))
+    assert isinstance(outcome, Refused | Buried)
+    assert (outcome.problem.code, outcome.problem.status) == ("provider_rejected", told)
 
 
 def test_a_retry_after_of_one_account_is_not_waited_for_if_another_can_be_called() -> None:
@@ -155,6 +204,39 @@ def test_requests_that_failed_together_are_retried_at_different_times() -> None:
 )
 def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
     assert error.brief == brief
+
+
+def begun(error: ProviderError) -> ProviderError:
+    error.had_begun = True
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_outage"),
+    [
+        (TransientError("x", type="unreachable"), True),
+        (TransientError("x", status=500), True),
+        (OverloadedError("x", status=529), True),
+        (AccountError("x", reason="x", status=401), True),
+        (begun(OverloadedError("x")), False),  # what was streamed may have to be paid for
+        (TransientError("x", type="timeout"), False),
+        (TransientError("x", type="cut"), False),
+        (RateLimitedError("x"), False),
+        (RejectedError("x", status=400), False),
+        (RejectedError("x", status=403), False),
+        (AnswerTooLargeError("x"), False),
+        (HandlerError("x", type="handler"), False),
+    ],
+)
+def test_an_outage_is_the_providers_own_failure_for_which_nothing_is_paid(
+    error: ProviderError, is_outage: bool
+) -> None:
+    assert error.is_outage is is_outage
+
+
+def test_the_brief_of_a_handlers_failure_says_where_it_was() -> None:
+    assert HandlerError("a prompt", type="handler", where="ValueError in shop.py:7").brief == "ValueError in shop.py:7"
+    assert HandlerError("a prompt", type="handler").brief == "handler"
 
 
 def test_the_other_failures_say_what_is_too_large_and_for_how_long_nobody_may_be_called() -> None:

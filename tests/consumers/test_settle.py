@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from typing_extensions import override
 
 from consumers import claiming, settle
-from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source
+from consumers.clock import moment_text
+from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source, Standing
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.outcomes import (
     Answered,
@@ -167,6 +168,14 @@ async def test_if_a_publish_fails_nothing_is_acknowledged_and_no_event_is_sent(
     assert [step for step in bench.log if not step.startswith("failed")] in (["nack"], ["stored", "nack"])
 
 
+async def test_a_claim_is_released_with_its_delivery(bench: Bench) -> None:
+    job = bench.job()
+    await bench.claiming.claim(job)
+    bench.publisher.failing = {"lane.delay.01": BrokerUnreachable("…")}
+    assert not await bench.settler.settle(job, DEFERRED)
+    assert bench.log == ["claim", "failed: lane.delay.01", "release", "nack"]
+
+
 async def test_no_event_is_sent_if_the_channel_is_lost_before_the_acknowledgement(bench: Bench) -> None:
     delivery = bench.delivery()
     delivery.is_lost = True
@@ -239,8 +248,10 @@ async def test_a_reply_tells_how_long_the_request_waited_and_ran_and_in_which_la
     job.hop = replace(job.hop, ran_ms=2000)
     job.attempted = Attempted(started_ms=NOW_MS - 4100, run_ms=2000)
     await bench.settler.settle(job, outcome)
-    told = {key: value for key, value in bench.to("").headers.items() if key in {*more, n.LANE_NAME, n.REPLAYED}}
-    assert told == more
+    reply = bench.to("")
+    assert {key: value for key, value in reply.headers.items() if key in {*more, n.LANE_NAME, n.REPLAYED}} == more
+    kind = "json" if more[n.STATUS] == "ok" else "problem+json"
+    assert (reply.content_type, reply.persistent) == (f"application/{kind}", True)
 
 
 async def test_a_request_whose_attempts_took_longer_than_it_is_known_has_not_waited(bench: Bench) -> None:
@@ -328,6 +339,11 @@ def test_a_delivery_that_cannot_be_settled_for_long_is_returned(bench: Bench) ->
         assert logs[-1]["error"] == "not settled within 200 s"
         assert asyncio.get_running_loop().time() - began_s == pytest.approx(SETTLE_WITHIN_S)
         assert bench.log == ["stored", "nack"]
+        bench.log.clear()
+        job = bench.job(message_id="m-2")
+        await bench.claiming.claim(job)
+        assert await bench.settler.settle(job, DEFERRED) is None
+        assert bench.log == ["claim", "nack"], "its outcome may be on its way"
 
     virtually(story())
 
@@ -440,7 +456,55 @@ async def test_an_invalid_message_that_is_redelivered_is_parked_again_with_the_e
     assert bench.to("lane.dead").headers[n.DEAD_CODE] == "invalid_request"
 
 
+TOO_MANY = Refused(RequestProblem("too_many_waiting", "as many as may"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "exchange", "step"),
+    [
+        (UNREADABLE, "lane.requests", "noted"),
+        (TOO_MANY, "lane.requests", "noted"),
+        (UNREADABLE, "lane.due", "stored"),  # a worker took it for a request before
+        (TOO_MANY, "lane.due", "noted"),
+    ],
+)
+async def test_an_error_of_one_message_is_noted_and_leaves_its_id_to_another(
+    bench: Bench, outcome: Outcome, exchange: str, step: str
+) -> None:
+    await bench.settler.settle(bench.job(exchange=exchange), outcome)
+    assert bench.log[0] == step
+
+
 # a dead letter, published again
+
+
+@pytest.mark.parametrize(
+    ("properties", "past", "more"),
+    [
+        ({}, {}, {}),
+        ({"user_id": "shop", "expiration": "60000"}, {}, {n.USER_ID: "shop", n.EXPIRATION: "60000"}),
+        ({"user_id": "shop", "headers": {n.TENANT: "bank"}}, {}, {n.USER_ID: "shop", n.TENANT: "shop"}),
+        ({}, {"replays": 2, "replayed_at": "then"}, {n.REPLAYS: 2, n.REPLAYED_AT: "then"}),
+        ({}, {"replays": 1}, {n.REPLAYS: 1, n.REPLAYED_AT: moment_text(NOW_MS)}),
+        ({}, {"flow": FlowHop(step="s", deadline_ms=1)}, {}),
+        ({}, {"flow": FlowHop(step="s", deadline_ms=1, routing_key="batch.a.b")}, {n.ROUTING_KEY: "batch.a.b"}),
+    ],
+)
+async def test_a_dead_letter_tells_why_it_is_one_and_what_its_requester_published(
+    bench: Bench, properties: dict[str, Any], past: dict[str, Any], more: dict[str, Any]
+) -> None:
+    job = bench.job(**properties)
+    job.hop = replace(job.hop, **past)
+    await bench.settler.settle(job, BURIED)
+    assert bench.to("lane.dead").headers == {
+        n.DEAD_CODE: "provider_rejected",
+        n.DEAD_DETAIL: "402 …",
+        n.DEAD_AT: moment_text(NOW_MS),
+        n.ATTEMPT: 0,
+        n.ROUTING_KEY: "critical.shop.chat",
+        n.ERRORS: ["provider_rejected: 402 …"],
+        **more,
+    }
 
 
 async def test_a_dead_letter_that_is_published_again_has_a_new_start_and_keeps_its_ending_on_a_hop(
@@ -479,7 +543,7 @@ async def test_a_retry_carries_its_history_to_the_next_worker_in_headers(bench: 
         "lane-d01": True,
         "lane-d00": True,
     }
-    assert copy.headers["x-mine"] == 1
+    assert (copy.headers["x-mine"], n.TENANT in copy.headers) == (1, False)
     assert (copy.user_id, copy.expiration, copy.message_id, copy.persistent) == (None, None, "m-1", True)
     assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
 
@@ -554,6 +618,42 @@ async def test_a_pipelines_next_step_tells_in_which_ticket_the_step_before_was(b
     await bench.settler.settle(job, Stepped(flow=flow, state=b"state", lane="critical", step="first"))
     copy = bench.to("lane.delay.00")
     assert (read_hop(copy.headers).batch, copy.body) == (BatchHop(ticket="t"), b"state")
+
+
+@pytest.mark.parametrize(("of", "attempts"), [(0, 0), (3, 1)])  # what a fan-out's items answer is the first attempt
+async def test_a_pipelines_next_step_begins_anew_in_its_lane(bench: Bench, of: int, attempts: int) -> None:
+    past = HopHeaders(attempts=2, ran_ms=70, deaths=1, batch=BatchHop(account="a"), first_seen_ms=NOW_MS)
+    job = bench.job(exchange="lane.due", headers=hop_headers(past))
+    step = replace(STEPPED, lane="batch", delay_ms=700, of=of)
+    await bench.settler.settle(job, step)
+    (sent,) = bench.publisher.sent
+    assert sent.routing_key == "batch.shop.chat"
+    assert read_hop(sent.message.headers) == HopHeaders(
+        attempts=attempts,
+        due_ms=NOW_MS,
+        first_seen_ms=NOW_MS,
+        hop_ms=NOW_MS,
+        back_ms=NOW_MS + 700,
+        flow=STEPPED.flow,
+    )
+
+
+async def test_a_pipeline_goes_on_with_the_outcome_of_its_step_that_was_stored_first(bench: Bench) -> None:
+    standing = Standing(step="first", following="second", flow=FlowHop(step="first", deadline_ms=NOW_MS), state=b"")
+    first, second = bench.job(), bench.job()
+    first.standing = second.standing = standing
+    step = replace(STEPPED, answer=ANSWERED)
+    assert await bench.settler.settle(first, step) == step
+    assert bench.log[0] == "stored"
+    bench.settler.now_ms = lambda: NOW_MS + 1
+    assert await bench.settler.settle(second, step) == Deferred(delay_ms=0, reason="running elsewhere")
+
+
+async def test_a_delayed_message_of_a_pipeline_keeps_its_place(bench: Bench) -> None:
+    flow = FlowHop(step="second", deadline_ms=NOW_MS)
+    job = bench.job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=flow)))
+    await bench.settler.settle(job, DEFERRED)
+    assert read_hop(bench.to("lane.delay.01").headers).flow == flow
 
 
 async def test_a_delay_beyond_the_longest_that_the_broker_can_hold_is_shortened(bench: Bench) -> None:
