@@ -218,7 +218,7 @@ class BodyStore:
         self._scanned_s, used = now_s, Counter[str]()
         with suppress(FileNotFoundError):
             for path, found in self._files.find(self._folder, detail=True).items():
-                name = path.rsplit("/", 1)[-1]
+                name = path.rpartition("/")[2]
                 if self._is_expired(name):
                     with suppress(FileNotFoundError):  # another process was quicker
                         self._files.rm_file(path)

@@ -62,7 +62,8 @@ _TRACESTATE_MEMBER: Final = re.compile(
     r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
     r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
 )
-_BAGGAGE: Final = re.compile(r"[\x20-\x7e]{1,8192}")  # not parsed, so that it is passed on unchanged
+_BAGGAGE: Final = re.compile(r"[\x20-\x7e]+")  # not parsed, so that it is passed on unchanged
+_BAGGAGE_MAXIMUM: Final = 8192
 _BAGGAGE_MEMBERS: Final = 180
 _KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 _CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
@@ -447,5 +448,5 @@ def _state(value: object) -> TraceState:
 
 
 def _baggage(value: object) -> str | None:
-    text = _ascii(value, maximum=8192)
+    text = _ascii(value, maximum=_BAGGAGE_MAXIMUM)
     return text if text and _BAGGAGE.fullmatch(text) and text.count(",") < _BAGGAGE_MEMBERS else None

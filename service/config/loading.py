@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -127,7 +127,7 @@ def _unknown_key(place: Place, value: Any) -> str:
 
 
 def _no_setting(name: str, known: Mapping[str, str]) -> str:
-    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    near = get_close_matches(name, known, cutoff=0.7)
     return "no such setting" + (f"; did you mean {known[near[0]]}?" if near else "")
 
 
@@ -150,7 +150,7 @@ def _of_values(error: ValidationError, found: Mapping[Place, _Found]) -> dict[Pl
         first, *rest = map(str, details["loc"])
         location = (_ALIASES.get(first, first), *rest)
         # pydantic's location may be longer than the setting's path, because it may name an item of a list.
-        for place in (location[:n] for n in range(1, len(location) + 1)):
+        for place in accumulate((step,) for step in location):
             if place in found:
                 lines[place] = _line(place, details, found[place])
     return lines

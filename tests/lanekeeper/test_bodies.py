@@ -121,6 +121,15 @@ async def test_a_tenant_may_fill_the_store_only_as_far_as_the_same_is_left_for_o
     await store.keep([b"x" * 125], tenant="c")
 
 
+@pytest.mark.parametrize(("size", "error"), [(1000, BodiesFull), (1001, BodiesUnavailable)])
+async def test_a_body_that_would_leave_nothing_for_others_is_told_apart_from_one_that_does_not_fit(
+    store: BodyStore, size: int, error: type[Exception]
+) -> None:
+    with pytest.raises(BodiesUnavailable) as refused:
+        await store.keep([b"x" * size], tenant="a")
+    assert type(refused.value) is error
+
+
 async def test_a_share_counts_what_is_there_for_every_process_and_what_was_removed_makes_room(
     store: BodyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

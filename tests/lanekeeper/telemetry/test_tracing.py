@@ -3,19 +3,29 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from opentelemetry import context
+from opentelemetry import context, trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, LanekeeperError, RequestProblem
 from lanekeeper.telemetry import logs, signals
-from lanekeeper.telemetry.figures import SECONDS, TOKENS
-from lanekeeper.telemetry.tracing import Tracing, record_answer, record_request, record_status, trace_url
+from lanekeeper.telemetry.figures import SECONDS, TOKENS, Histogram, timings
+from lanekeeper.telemetry.tracing import (
+    Tracing,
+    record_answer,
+    record_outcome,
+    record_request,
+    record_status,
+    trace_url,
+    traceparent_of,
+)
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -74,6 +84,7 @@ def test_the_span_of_a_past_wait_is_a_sibling_of_the_delivery_or_inside_it(recor
     beside, inside = recorded.span("wait lane.critical"), recorded.span("wait (turn)")
     assert (parent(beside), parent(inside)) == (SPAN, ids(delivery)[1])
     assert parent(recorded.span("wait of unknown")) == ids(delivery)[1]
+    assert [f"{link.context.span_id:016x}" for link in delivery.links] == [SPAN]
     assert [(each.start_time, each.end_time) for each in (beside, inside)] == [(5, 9), (9, 12)]
 
 
@@ -108,6 +119,7 @@ def test_a_delivery_has_its_tag_and_what_is_known_of_its_request(recorded: Recor
         record_request(span, lane="critical", app="support", attempt=2, wait_ms=5, redelivered=True, step="summary")
         with recorded.tracing.settle("ack", request(), queue="lane.critical", delivery_tag=7):
             assert recorded.tracing.trace_id() == f"{span.get_span_context().trace_id:032x}"
+            assert trace.get_current_span() is span
     with recorded.tracing.process(request(), queue="lane.batch") as span:
         record_request(span, lane="batch", app="support", attempt=1, wait_ms=5, redelivered=False, step="")
 
@@ -118,11 +130,69 @@ def test_a_delivery_has_its_tag_and_what_is_known_of_its_request(recorded: Recor
     assert plain is not None
     assert said["messaging.rabbitmq.message.delivery_tag"] == settled["messaging.rabbitmq.message.delivery_tag"] == 7
     assert settled["messaging.operation.type"] == "settle"
+    assert (said["messaging.message.id"], said["messaging.message.conversation_id"]) == ("m-1", "c-1")
+    assert (said["server.address"], said["server.port"]) == ("broker", 5672)
     assert (said["lane.attempt"], said["lane.redelivered"], said["lane.step"]) == (2, True, "summary")
     assert said.keys() - plain.keys() == {
         "messaging.rabbitmq.message.delivery_tag", "lane.redelivered", "lane.step"
     }  # fmt: skip
     assert recorded.span("ack lane.critical").parent == recorded.span("process lane.critical").context
+
+
+def test_a_reply_is_published_in_a_span_without_the_name_of_its_queue(recorded: Recorded) -> None:
+    with recorded.tracing.send(request(), exchange="", routing_key="amq.gen-1"):
+        pass
+    with recorded.tracing.send(request(), exchange="lane.requests", routing_key="k"):
+        pass
+    reply, published = (recorded.span(f"send {name}").attributes or {} for name in ("(reply)", "lane.requests"))
+    assert (reply["messaging.destination.name"], reply["messaging.destination.template"]) == ("amq.gen-1", "(reply)")
+    assert "messaging.destination.template" not in published
+
+
+def test_what_a_command_asks_is_a_span_around_its_request(recorded: Recorded) -> None:
+    with recorded.tracing.ask(), recorded.tracing.send(request(), exchange="lane.requests", routing_key="k"):
+        pass
+    assert parent(recorded.span("send lane.requests")) == ids(recorded.span("ask"))[1]
+    with Tracing().ask() as span:
+        assert not span.is_recording()
+
+
+def test_in_a_trace_that_is_not_sampled_no_further_spans_are_made_and_its_context_is_passed_on() -> None:
+    tracing = Tracing(TracerProvider(sampler=ALWAYS_OFF))
+    message = request()
+    with tracing.process(request(), queue="lane.critical") as span:
+        record_request(span, lane="critical", app="support", attempt=1, wait_ms=5, redelivered=False, step="")
+        with tracing.chat(model="m", provider="p", stream=False) as chat:
+            assert not chat.get_span_context().is_valid
+        with tracing.send(message, exchange="lane.requests", routing_key="k"):
+            pass
+    assert message.headers["traceparent"] == traceparent_of(span.get_span_context())
+
+
+@pytest.mark.parametrize(
+    ("more", "attributes", "status"),
+    [
+        ({}, {}, StatusCode.UNSET),
+        ({"error": "internal"}, {"error.type": "internal"}, StatusCode.ERROR),
+        ({"delay_ms": 0}, {"lane.delay_ms": 0}, StatusCode.UNSET),
+    ],
+)
+def test_an_outcome_is_told_with_its_delay_and_its_error(
+    recorded: Recorded, more: Any, attributes: dict[str, Any], status: StatusCode
+) -> None:
+    with recorded.tracing.handler("chunk") as span:
+        record_outcome(span, "retried", **more)
+    told = recorded.span("handler chunk")
+    assert (dict(told.attributes or {}), told.status.status_code) == ({"lane.outcome": "retried", **attributes}, status)
+    assert told.kind is SpanKind.INTERNAL
+
+
+def test_of_a_large_batch_the_first_100_are_linked_and_a_models_name_is_cut(recorded: Recorded) -> None:
+    with recorded.tracing.batch("create", [request({"traceparent": VALID})] * 101, model="m" * 129, provider="p"):
+        pass
+    span = recorded.span("batch create")
+    assert (len(span.links), (span.attributes or {})["gen_ai.request.model"]) == (100, "m" * 128)
+    assert span.kind is SpanKind.CLIENT
 
 
 def test_a_batch_is_a_trace_of_its_own_with_links_to_its_requests(recorded: Recorded) -> None:
@@ -144,6 +214,14 @@ def test_a_trace_has_a_page_where_there_is_a_jaeger(jaeger: str | None, trace: s
 
 def test_a_quantile_is_known_to_a_factor_of_three() -> None:
     assert all(low < high <= 3 * low for low, high in pairwise(SECONDS))
+    assert (SECONDS[0], SECONDS[9], SECONDS[-1]) == (0.005, 5, 3600)
+
+
+def test_a_value_counts_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
+    histogram = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 4):
+        histogram.add(value)
+    assert (histogram.counts, histogram.sum, timings()["a"].bounds) == ([2, 1, 1], 7, SECONDS)
 
 
 def test_tokens_are_counted_from_one_to_those_of_the_largest_context() -> None:
@@ -169,9 +247,17 @@ def test_without_structlog_an_event_goes_to_the_standard_logger(
     with caplog.at_level(logging.WARNING, "lanekeeper"):
         logs.logger().warning("broker.lost", lane="normal")
         logs.logger().info("broker.connected")
-    assert [(each.levelname, each.message) for each in caplog.records] == [
-        ("WARNING", "event='broker.lost' lane='normal'")
+        logs.logger().log(logging.ERROR, "broker.lost")
+    assert [(each.levelname, each.message, each.filename) for each in caplog.records] == [
+        ("WARNING", "event='broker.lost' lane='normal'", "test_tracing.py"),
+        ("ERROR", "event='broker.lost'", "test_tracing.py"),
     ]
+
+
+def test_lines_about_a_request_have_its_fields_until_the_block_ends() -> None:
+    with logs.about(Mock(log_fields=lambda: {"lane": "normal"})):
+        assert logs.fields_of_subject() == {"lane": "normal"}
+    assert logs.fields_of_subject() == {}
 
 
 def test_a_chat_span_has_the_model_the_parameters_and_the_usage(recorded: Recorded) -> None:
@@ -214,6 +300,8 @@ def test_a_providers_text_that_does_not_look_like_an_identifier_is_not_in_the_sp
 
     attributes = dict(recorded.span("chat claude-x").attributes or {})
     assert attributes["gen_ai.response.model"] == "?"
+    assert attributes["gen_ai.usage.input_tokens"] == 1
+    assert not [name for name in attributes if "cache" in name or "stream" in name]
     assert CANARY not in str(attributes)
 
 
