@@ -281,7 +281,7 @@ class Collector:
         self.counts["unsubmitted"] += 1
         log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
         adopting = replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items))
-        return self._later(adopting, least_ms=round(1000 * (error.retry_after_s or 0)))
+        return self._later(adopting, least_s=error.retry_after_s)
 
     async def _split(self, ticket: Ticket) -> _Next | None:
         """Publish two tickets in its place, so that what the provider refuses is found. Their ids are the same if this
@@ -320,7 +320,7 @@ class Collector:
         except ProviderError as error:
             self.counts["unsubmitted"] += 1
             log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
-            return self._later(ticket, least_ms=round(1000 * (error.retry_after_s or 0)))
+            return self._later(ticket, least_s=error.retry_after_s)
         if left:
             return self._later(replace(ticket, candidates=tuple(left)))
         if not may_create:
@@ -383,7 +383,7 @@ class Collector:
             log.warning(signals.BATCH_UNREAD, batch=ticket.batch_id, provider=ticket.provider, error=error.brief)
             if not ticket.items or len(returned) < len(ticket.items):
                 left = await self._without(ticket, returned)
-                return self._later(left, least_ms=round(1000 * (error.retry_after_s or 0)))
+                return self._later(left, least_s=error.retry_after_s)
         self._tell(ticket, "ended")
         return await self._finish(ticket)
 
@@ -527,13 +527,13 @@ class Collector:
         wait_s = self.breakers.wait_s(_route(ticket), asyncio.get_running_loop().time())
         if wait_s <= 0 and self.breakers.brake.of("lane", ticket.lane) is None:
             return None
-        return self._later(ticket, least_ms=round(1000 * wait_s))
+        return self._later(ticket, least_s=wait_s)
 
-    def _later(self, ticket: Ticket, *, least_ms: int = 0) -> _Next:
+    def _later(self, ticket: Ticket, *, least_s: float | None = None) -> _Next:
         level = (max(1, round(1000 * self._spec(ticket).first_poll_s) // UNIT_MS)).bit_length() - 1 + ticket.polls
         while wait_ms(level) > LONGEST_POLL_MS:
             level -= 1
-        while wait_ms(level) < min(least_ms, LONGEST_POLL_MS):
+        while wait_ms(level) < min(1000 * (least_s or 0), LONGEST_POLL_MS):
             level += 1
         return _Next(replace(ticket, polls=ticket.polls + 1), wait_ms(level))
 

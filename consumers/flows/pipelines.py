@@ -276,7 +276,7 @@ class Pipelines:
         if len(items) > ITEMS_AT_MOST:
             raise RequestProblem("too_large", f"each: {len(items)} items, allowed are {ITEMS_AT_MOST}")
         flow = job.standing.flow
-        goes_on = flow.since_ms > 0
+        goes_on = flow.since_ms != 0
         flow = replace(flow, since_ms=flow.since_ms or self.now_ms())
         number = _side_of(job.identity.tenant, self.lanes[lane])
         item_of = partial(self._item, job, step, lane, values, items)

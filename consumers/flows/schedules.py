@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import takewhile
-from math import inf
 from typing import Any, Final, Literal
 from zoneinfo import ZoneInfo
 
@@ -64,12 +63,13 @@ class ScheduleSpec:
 
     def due(self, last_ms: int, now_ms: int) -> list[int]:
         """The times after `last_ms` and up to `now_ms`; of many only the last ones."""
-        for back_ms in (1e5, 1e7, 1e9, 1e11, inf):
+        back_ms = 100_000
+        while True:
             since_ms = max(last_ms, now_ms - back_ms)
-            found = list(takewhile(lambda at_ms: at_ms <= now_ms, self.after(round(since_ms))))
+            found = list(takewhile(lambda at_ms: at_ms <= now_ms, self.after(since_ms)))
             if found or since_ms == last_ms:
-                break
-        return found
+                return found
+            back_ms *= 100
 
     def request_id(self, at_ms: int) -> str:
         return f"schedule-{self.name}-{datetime.fromtimestamp(at_ms // 1000, UTC):%Y%m%dT%H%M%SZ}"
@@ -219,7 +219,8 @@ class Schedules:
 
     async def _follow(self, spec: ScheduleSpec) -> None:
         """Look how the schedule's request ended."""
-        last_id = self._firings.get(spec.name, Firing(0, "")).id
+        last = self._firings.get(spec.name)
+        last_id = "" if last is None else last.id
         id = self._followed.setdefault(spec.name, last_id)
         if not id or self._ended.get(spec.name) == (id, ""):
             self._followed[spec.name] = last_id

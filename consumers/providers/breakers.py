@@ -122,9 +122,8 @@ class Breaker:
         self.state = State.CLOSED
         self._failed: deque[Failure] = deque(maxlen=FAILURES)
         self._failing_since_s = inf
-        self._openings = 0
-        self._until_s = -inf
-        self.down_since_s = inf
+        self._step_s = OPEN_S
+        self._until_s = self.down_since_s = inf
         self._rng = rng
 
     def wait_s(self, now_s: float) -> float:
@@ -165,9 +164,8 @@ class Breaker:
             self._until_s = now_s
 
     def open(self, now_s: float) -> None:
-        step_s = min(OPEN_MOST_S, OPEN_S * 2**self._openings)
-        self._openings = min(self._openings + 1, 16)
-        self._failed.clear()
+        step_s = self._step_s
+        self._step_s = min(OPEN_MOST_S, 2 * step_s)
         self.state = State.OPEN
         self.down_since_s = min(self.down_since_s, now_s)
         self._until_s = now_s + self._rng.uniform(step_s / 2, step_s)
@@ -289,7 +287,7 @@ class Pauses:
         except AccountError:
             return False
         except ProviderError as failed:  # whatever else it refuses or fails at, it takes the key
-            return failed.status > 0
+            return failed.status != 0
         except Exception as error:  # a provider that nothing probes any more would stay paused for ever
             log.exception(signals.HANDLER_FAILED, where="probe", error=type(error).__name__)
             return False

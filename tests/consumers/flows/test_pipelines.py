@@ -32,10 +32,10 @@ from tests.consumers.test_handler import FakeProvider
 from tests.support.completions import answered, failed, fingerprint
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakePublisher, attempts, decoded, handler, read
 from topology.codec.decoding import UNPACKED_BYTES
-from topology.codec.headers import FlowHop, HopHeaders, hop_headers
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers, read_hop
 from topology.lanes import DEFAULT_LANES
 
-FAILED = replace(failed(), body=b'{"detail":"broke"}')
+FAILED = replace(failed(), body=b'{"detail":"broke","status":418}')
 ROUTES = Chain((Route(provider="one", model="m", name="m", account="one/m"),))
 
 
@@ -121,6 +121,7 @@ async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_do
             assert (outcome.flow.done, outcome.done) == done
     assert isinstance(outcome, (Refused, Buried))
     assert "item 2: broke" in outcome.problem.detail
+    assert outcome.problem.status == 418
 
 
 async def test_one_delivery_publishes_many_items() -> None:
@@ -155,25 +156,61 @@ async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_
 
     ids = [each.message.message_id for each in narrow.sent]
     assert len(ids) == len(set(ids)) == AT_ONCE
+    assert set(narrow.refused_within_s) == {0}, "the delivery does not wait for room"
 
 
-async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_so_far_until_an_item_has_ended() -> None:
+async def test_only_items_that_may_have_been_published_before_are_looked_for_in_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = Bench()
-    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
-    job, found = given(bench, b"[1,2]")
-    bench.store.now_ms = 0
+    bench.publisher = narrow = NarrowPublisher(bench.log)
+    steps = pipelines(bench, EACH)
+    job, found = given(bench, b"[" + b",".join([b"1"] * (2 * AT_ONCE)) + b"]")
+    looked_for: list[str] = []
+    find = bench.store.find
+
+    async def noted(identity: Identity) -> Any:
+        looked_for.append(identity.id.partition("#")[2].partition(".")[2])
+        return await find(identity)
+
+    monkeypatch.setattr(bench.store, "find", noted)
+    outcome = await steps.enter(job, found)
+    assert looked_for == [""], "that is the step"
+    narrow.room = 2 * AT_ONCE
+    await again(steps, job, found, outcome)
+    assert looked_for == ["", "", *(str(k + 1) for k in range(AT_ONCE))]
+    assert len(narrow.sent) == 2 * AT_ONCE
+
+
+@pytest.mark.parametrize(
+    ("ended", "for_ms", "delay_ms"),
+    [
+        (0, 8000, 2000),
+        (1, 8000, 3000),
+        (3, 8000, 667),
+        (0, 396, 100),
+        (0, 404, 101),
+        (0, 11_996, 2999),
+        (0, 10**6, 3000),
+    ],
+)
+async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_that_its_items_still_take(
+    ended: int, for_ms: int, delay_ms: int
+) -> None:
+    bench = Bench()
+    steps = pipelines(bench, EACH)
+    job, found = given(bench, b"[1,2,3,4]")
     published = await steps.enter(job, found)
     assert isinstance(published, Stepped)
-    job.hop = replace(job.hop, flow=replace(published.flow, since_ms=NOW_MS - 8000))
-    job.decoded = replace(found, request=replace(found.request, body=published.state))
+    for each in bench.publisher.sent[:ended]:
+        await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), answered("1"))
+    outcome = replace(published, flow=replace(published.flow, since_ms=NOW_MS - for_ms))
+    looked = await again(steps, job, found, outcome)
+    assert isinstance(looked, Stepped)
+    assert looked.delay_ms == delay_ms
 
-    outcome = await steps.enter(job, job.decoded)
 
-    assert isinstance(outcome, Stepped)
-    assert outcome.delay_ms == 2000
-
-
-@pytest.mark.parametrize(("on_failure", "kept"), [("skip", ""), ("keep", '{"detail":"broke"},')])
+@pytest.mark.parametrize(("on_failure", "kept"), [("skip", ""), ("keep", '{"detail":"broke","status":418},')])
 async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_that_failed_is_skipped_or_kept(
     on_failure: Any, kept: str
 ) -> None:
@@ -201,6 +238,7 @@ async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_tha
     assert isinstance(outcome, Stepped)
     assert len(bench.publisher.sent) == 3, "no item is published again"
     assert outcome.flow.step == "t"
+    assert (outcome.flow.items, outcome.flow.done, outcome.flow.since_ms) == (0, 0, 0), "the next one begins anew"
     assert outcome.state.decode().endswith(f':{{"s":[1,{kept}{{"a":2}}]}}}}')
     assert with_output(outcome.state, "t", b"3") == outcome.state[:-2] + b',"t":3}}'
 
@@ -231,7 +269,10 @@ async def test_of_the_items_that_failed_those_are_published_again_that_were_canc
     job.hop = replace(job.hop, dead_at=None if dead_ms is None else moment_text(dead_ms))
     await steps.enter(job, found)
 
-    assert [each.message.message_id for each in bench.publisher.sent] == [item.id] * (1 + runs_again)
+    sent = [each.message for each in bench.publisher.sent]
+    assert [each.message_id for each in sent] == [item.id] * (1 + runs_again)
+    ended = "1970-01-01T00:00:01.000Z"  # a worker knows by it that the item's own outcome is not the one that counts
+    assert [each.headers.get(n.DEAD_AT) for each in sent] == [None, ended][: len(sent)]
 
 
 async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_end() -> None:
@@ -300,6 +341,15 @@ async def test_a_fan_out_over_no_list_or_one_too_long_ends_the_request(given_inp
     assert outcome.problem.code == code
     assert why in outcome.problem.detail
     assert not bench.publisher.sent
+
+
+async def test_a_fan_out_has_as_many_items_as_are_allowed_and_not_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.flows.pipelines.ITEMS_AT_MOST", 2)
+    for count in (2, 3):
+        bench = Bench()
+        job, found = given(bench, json.dumps([1] * count).encode())
+        outcome = await pipelines(bench, EACH).enter(job, found)
+        assert isinstance(outcome, Stepped) == (count == 2)
 
 
 async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> None:
@@ -387,6 +437,18 @@ async def test_an_error_names_its_step_once(detail: str) -> None:
     assert outcome.problem.status == 418
 
 
+@pytest.mark.parametrize(("flow", "named"), [(None, ""), ({"step": "s"}, "step s: "), ({"item_of": "m"}, "")])
+async def test_an_error_before_its_step_was_found_names_the_step_of_the_delivery_unless_it_is_an_item(
+    flow: dict[str, Any] | None, named: str
+) -> None:
+    bench = Bench()
+    job, _ = given(bench, b"{}")
+    job.hop = replace(job.hop, flow=None if flow is None else FlowHop(**{"step": "s", "deadline_ms": NOW_MS, **flow}))
+    outcome = pipelines(bench, EACH).after(job, Refused(RequestProblem("invalid_request", "broke")))
+    assert isinstance(outcome, Refused)
+    assert outcome.problem.detail.startswith(f"{named}broke")
+
+
 def test_the_state_of_a_pipeline_has_a_most() -> None:
     state = b'{"input":{},"outputs":{}}'
     room = UNPACKED_BYTES - len(state) - 1 - 8
@@ -420,6 +482,76 @@ async def test_an_item_that_the_store_has_lost_is_published_again() -> None:
     assert isinstance(outcome, Stepped)
     (item,), (published,) = bench.publisher.sent, other.publisher.sent
     assert published.message.message_id == item.message.message_id
+
+
+@pytest.mark.parametrize("lost", [63, 64])
+async def test_a_fan_out_that_the_store_has_lost_looks_no_further_than_so_many_items(lost: int) -> None:
+    bench, other = Bench(), Bench()
+    job, found = given(bench, b"[" + b",".join([b"1"] * 101) + b"]")
+    outcome = await pipelines(bench, EACH).enter(job, found)
+    for each in [*bench.publisher.sent[lost:64], bench.publisher.sent[100]]:
+        await end(other, Identity(job.identity.tenant, each.message.message_id or ""), answered("1"))
+    outcome = await again(pipelines(other, EACH), job, found, outcome)
+    assert isinstance(outcome, Stepped)
+    assert outcome.done == (2 if lost == 63 else 0)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_if_the_store_loses_an_item_before_all_are_joined_the_fan_out_looks_again_from_the_first(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench()
+    steps = pipelines(bench, EACH)
+    job, found = given(bench, b"[1]")
+    outcome = await steps.enter(job, found)
+    (item,) = (Identity(job.identity.tenant, each.message.message_id or "") for each in bench.publisher.sent)
+    await end(bench, item, answered("1"))
+    find, found_times = bench.store.find, 0
+
+    async def lost(identity: Identity) -> Any:
+        nonlocal found_times
+        known = await find(identity)
+        found_times += identity == item
+        return known if known is None or found_times < 2 else replace(known, completion=None) if is_known else None
+
+    monkeypatch.setattr(bench.store, "find", lost)
+    outcome = await again(steps, job, found, outcome)
+    assert isinstance(outcome, Stepped)
+    assert (outcome.flow.step, outcome.flow.done, outcome.delay_ms, outcome.of) == ("s", 0, 100, 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "ended_ms", "runs_again", "fails"),
+    [
+        ("cancelled", NOW_MS, True, False),
+        ("cancelled", NOW_MS - 1, False, False),
+        ("attempts_exhausted", NOW_MS, False, True),
+    ],
+)
+async def test_an_item_that_an_earlier_run_left_while_this_one_has_begun_is_published_again(
+    code: str, ended_ms: int, runs_again: bool, fails: bool
+) -> None:
+    bench = Bench()
+    steps = pipelines(bench, EACH)
+    job, found = given(bench, b"[1]")
+    outcome = await steps.enter(job, found)
+    (item,) = (Identity(job.identity.tenant, each.message.message_id or "") for each in bench.publisher.sent)
+    await end(bench, item, replace(FAILED, code=code, ended_ms=ended_ms))
+    outcome = await again(steps, job, found, outcome)
+    assert len(bench.publisher.sent) == 1 + runs_again
+    assert isinstance(outcome, (Refused, Buried)) == fails
+
+
+async def test_of_items_that_a_model_answered_the_texts_are_joined_with_the_problems_that_are_kept() -> None:
+    bench = Bench()
+    steps = pipelines(bench, StepSpec(name="s", prompt="x", each="input", on_failure="keep"))
+    job, found = given(bench, b"[1,2]")
+    outcome = await steps.enter(job, found)
+    for each, ended in zip(bench.publisher.sent, (answered('{"content":[{"text":"a"}]}'), FAILED), strict=True):
+        await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), ended)
+    outcome = await again(steps, job, found, outcome)
+    assert isinstance(outcome, Answered)
+    assert outcome.body == b'["a",{"detail":"broke","status":418}]'
 
 
 @pytest.mark.parametrize(("user", "tenant", "told"), [(None, "", False), ("a", "a", False), (None, "a", True)])
@@ -492,6 +624,26 @@ async def test_an_item_has_its_number_and_goes_to_a_side_queue_or_else_at_once_t
         assert each.exchange == (NAMES.delay(0) if number is None else NAMES.side_exchange(number))
         assert each.message.headers.get(NAMES.delay_bit(0)) is (False if number is None else None)
     assert seen == ([] if number is None else [("critical", number)] * 2)
+
+
+@pytest.mark.parametrize("step", [{"handler": "h"}, {"prompt": "x"}])
+async def test_an_item_is_a_fresh_request_of_its_pipelines_app_with_its_trace_and_its_betas(
+    step: dict[str, str],
+) -> None:
+    bench = Bench()
+    steps = pipelines(bench, StepSpec(name="s", each="input", **step))  # type: ignore[arg-type]
+    steps.reach_soon = bench.log.append
+    job, found = given(bench, b"[1]")
+    carried = {n.TRACEPARENT: f"00-{'1' * 32}-{'2' * 16}-01", n.ANTHROPIC_BETA: "b"}
+    job.delivery.message.headers = {**carried, "x-own": 7}
+    await steps.enter(job, found)
+    (sent,) = bench.publisher.sent
+    assert sent.routing_key == "critical.shop.chat"
+    assert sent.message.type == step.get("handler")
+    assert {name: sent.message.headers.get(name) for name in (*carried, "x-own")} == {**carried, "x-own": None}
+    assert read_hop(sent.message.headers).is_fresh
+    assert sent.message.message_id == "m-1#s~ef6555d1.1", "the same in workers of all versions"
+    assert bench.log[:2] == ["after_publish", f"confirmed: {sent.exchange}"]
 
 
 def test_workers_of_all_versions_look_for_a_tenant_in_the_same_side_queue_first() -> None:

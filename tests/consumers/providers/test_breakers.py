@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from structlog.testing import capture_logs
 
+from consumers.brake import Brake
 from consumers.failures import (
     AccountError,
     ProviderError,
@@ -17,10 +18,6 @@ from consumers.failures import (
 )
 from consumers.job import Route
 from consumers.providers.breakers import (
-    FAILURES,
-    OPEN_S,
-    PROBE_EVERY_S,
-    WINDOW_S,
     Breaker,
     Breakers,
     Failure,
@@ -29,7 +26,11 @@ from consumers.providers.breakers import (
     State,
 )
 from consumers.state.base import Leases, StoreUnavailable
+from tests.support.jobs import NOW_MS, HeldPauses, a_pause
 from tests.support.virtual_time import virtually
+from tests.support.waiting import until
+
+FAILURES, OPEN_S, PROBE_EVERY_S = 10, 1.0, 60.0
 
 
 def breaker() -> Breaker:
@@ -42,11 +43,11 @@ def failed(some: Breaker, count: int, *, at_s: float = 0.0, requests: int = 3, i
     return some.state
 
 
-@pytest.mark.parametrize(("at_s", "state"), [(2.9, State.CLOSED), (3.0, State.OPEN)])
+@pytest.mark.parametrize(("at_s", "state"), [(102.9, State.CLOSED), (103.0, State.OPEN)])
 def test_overloads_open_it_only_after_three_seconds_without_an_answer(at_s: float, state: State) -> None:
     some = breaker()
     for number in range(100):
-        some.failed(Failure(0.0, f"r-{number}", is_unreached=False, is_overload=True), probe=False)
+        some.failed(Failure(100.0, f"r-{number}", is_unreached=False, is_overload=True), probe=False)
     some.failed(Failure(at_s, "r", is_unreached=False, is_overload=True), probe=False)
 
     assert some.state is state
@@ -193,10 +194,10 @@ async def test_a_breaker_that_opens_is_told_with_its_error_and_the_tenths_of_a_s
 async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> None:
     these = await opened()
 
-    assert these.states(WINDOW_S)
-    assert these.states(WINDOW_S + 2 * OPEN_S) == {}
+    assert these.states(120)
+    assert these.states(122) == {}
 
-    permit = await enter(these, WINDOW_S + 2 * OPEN_S)
+    permit = await enter(these, 122)
     assert permit is not None
     assert permit.is_probe
 
@@ -244,6 +245,71 @@ async def test_the_lease_is_held_as_long_as_it_is_open_and_given_back_after_an_a
         assert not call.is_probe
         await these.answered(call, OPEN_S)
     assert store.asked == []
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+async def test_the_lease_is_given_back_after_an_answer_to_any_call_while_it_is_open_and_after_that_to_the_probe(
+    is_probe: bool,
+) -> None:
+    store = Held(by_another=False)
+    these = breakers(store)
+    late = await enter(these, 0)
+    await fail(these, 0, times=FAILURES)
+    probe = await enter(these, OPEN_S)
+    assert late is not None
+    assert probe is not None
+    for permit in (late, probe) if is_probe else (late,):
+        store.asked.clear()
+        await these.answered(permit, OPEN_S)
+        assert store.asked == [("breaker anthropic m", -1)]
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+async def test_a_probe_that_ended_without_a_result_lets_the_next_call_probe(is_probe: bool) -> None:
+    store = Held(by_another=False)
+    these = breakers(store)
+    late = await enter(these, 0)
+    await fail(these, 0, times=FAILURES)
+    probe = await enter(these, OPEN_S)
+    permit = probe if is_probe else late
+    assert permit is not None
+    store.asked.clear()
+    await these.unknown(permit, OPEN_S)
+    assert store.asked == [("breaker anthropic m", -1)] * is_probe
+    assert (await enter(these, OPEN_S) is not None) == is_probe
+
+
+@pytest.mark.parametrize("is_granted", [False, True])
+async def test_a_probe_that_is_cancelled_while_the_store_is_asked_gives_its_lease_back(is_granted: bool) -> None:
+    store, may_answer = Held(by_another=False), asyncio.Event()
+    these = await opened(store)
+    store.by_another = not is_granted
+    hold = store.hold
+
+    async def late(name: str, owner: str, *, for_s: float) -> bool:
+        await may_answer.wait()
+        return await hold(name, owner, for_s=for_s)
+
+    store.hold = late  # type: ignore[method-assign]
+    store.asked.clear()
+    entering = asyncio.create_task(enter(these, OPEN_S))
+    await asyncio.sleep(0)
+    assert these.wait_s(HERE, OPEN_S) > 0, "it probes"
+    entering.cancel()
+    await asyncio.wait({entering})
+    assert these.wait_s(HERE, OPEN_S) == 0, "the next call probes"
+    may_answer.set()
+    await until(lambda: store.asked == [("breaker anthropic m", 30), ("breaker anthropic m", -1)])
+
+
+@pytest.mark.parametrize(("kind", "name"), [("provider", "anthropic"), ("model", "m")])
+async def test_what_an_operator_has_paused_is_not_called_and_all_else_is(kind: str, name: str) -> None:
+    brake = Brake(HeldPauses(a_pause(kind, name)), now_ms=lambda: NOW_MS)
+    await brake.read()
+    these = Breakers(brake=brake)
+    other = Route(provider="eu", model="other", name="other", account="eu/other")
+    assert (these.wait_s(HERE, 0), these.wait_s(other, 0)) == (1, 0)
+    assert (await enter(these, 0), await enter(these, 0, other) is not None) == (None, True)
 
 
 async def test_while_another_process_probes_no_call_is_made() -> None:
@@ -352,6 +418,7 @@ async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     assert list(these.usable((HERE, ELSEWHERE))) == [ELSEWHERE]
     assert these.least_wait_s((HERE, ELSEWHERE)) == 0
     assert these.least_wait_s((HERE,)) > 0
+    assert these.least_wait_s(()) == 0, "a handler needs no provider"
     assert list(these.usable((HERE,))) == [HERE]
 
 
@@ -408,8 +475,11 @@ def of_the_request(otherwise: ProviderError | None = None) -> AccountError:
 
 def run(story: Callable[[World], Awaitable[None]], world: World | None = None) -> World:
     async def told(world: World) -> World:
+        clock = asyncio.get_running_loop().time
         await story(world)
+        ended_s = clock()
         await world.pauses.aclose()
+        assert clock() == ended_s, "closing waits for no probe"
         return world
 
     return virtually(told(world or World()))
