@@ -6,9 +6,11 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from typing_extensions import override
 
 from consumers.claiming import Claiming
+from consumers.job import Attempted
 from consumers.state.base import (
     Cancelling,
     ClaimAnswer,
@@ -22,7 +24,8 @@ from consumers.state.base import (
     StoreUnavailable,
 )
 from lanekeeper.contract import names as n
-from tests.support.jobs import NOW_MS, Bench
+from lanekeeper.telemetry import signals
+from tests.support.jobs import NOW_MS, Bench, read
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
 
@@ -235,3 +238,160 @@ async def test_a_due_time_is_kept_for_a_minute_after_the_deadline() -> None:
     store = Noting()
     assert await Claiming(store).defer(Bench().job(), due_ms=NOW_MS, deadline_ms=NOW_MS + 5000)
     assert store.kept_until_ms == NOW_MS + 65_000
+
+
+class Hangs(MemoryStore):
+    """A store that never answers what is asked of it by these methods."""
+
+    async def _hang(self, *_: Any, **__: Any) -> Any:
+        await asyncio.Event().wait()
+
+    defer = release = shelter = _hang
+
+
+def test_a_store_that_hangs_delays_no_request_that_can_do_without_its_answer_by_more_than_a_second() -> None:
+    async def paid() -> str:
+        return "kept"
+
+    async def story() -> None:
+        claiming, job, clock = Claiming(Hangs()), Bench().job(), asyncio.get_running_loop().time
+        assert await claiming.defer(job, due_ms=NOW_MS, deadline_ms=NOW_MS)
+        assert clock() == pytest.approx(1001)
+        await claiming.claim(job)
+        assert await claiming.sheltered(job, paid()) == "kept"
+        assert clock() == pytest.approx(1002)
+        await claiming.claim(job)
+        with capture_logs() as logs:
+            await claiming.release(job)
+            assert clock() == pytest.approx(1003)
+            await claiming.finish(within_s=120)
+        assert clock() == pytest.approx(1062, abs=1), "a release is given up after a minute"
+        assert {each["event"] for each in logs} == {signals.CLAIM_UNRELEASED}
+
+    virtually(story())
+
+
+def test_an_outcome_that_could_not_be_stored_for_three_minutes_is_logged_if_nobody_waits_for_it() -> None:
+    async def story() -> None:
+        store, job = MemoryStore(), Bench().job()
+        store.failing = StoreUnavailable("locked")
+        ending = Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
+        completing = asyncio.create_task(Claiming(store).complete(job, ending))
+        await asyncio.sleep(1)
+        completing.cancel()
+        with capture_logs() as logs:
+            await asyncio.sleep(178)
+            assert logs == []
+            await asyncio.sleep(3)
+        assert [(each["event"], each["error"]) for each in logs] == [(signals.COMPLETION_LOST, "locked")]
+
+    virtually(story())
+
+
+async def test_a_claim_is_given_back_if_its_delivery_was_lost_before_the_store_has_answered() -> None:
+    store, job = SlowToTell(), Bench().job()
+    claiming = Claiming(store)
+    claimed = asyncio.create_task(claiming.claim(job))
+    await store.has_claimed.wait()
+    claimed.cancel()
+    await asyncio.gather(claimed, return_exceptions=True)
+    store.tells.set()
+    await claiming.finish(within_s=30)
+    assert store.log == ["claim", "release"]
+
+
+def test_a_claim_that_is_being_released_or_is_completed_is_not_renewed() -> None:
+    class Slow(Renewed):
+        @override
+        async def release(self, held: Held, **how: Any) -> None:
+            await asyncio.sleep(5)
+            await super().release(held, **how)
+
+    async def story() -> list[int]:
+        store = Slow()
+        claiming, jobs = Claiming(store), [Bench().job(message_id=each) for each in ("one", "two")]
+        for job in jobs:
+            await claiming.claim(job)
+        await claiming.release(jobs[0])
+        await claiming.renew()
+        await claiming.complete(jobs[1], Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS))
+        await claiming.renew()
+        await claiming.finish(within_s=30)
+        return store.renewed
+
+    assert virtually(story()) == [1]
+
+
+@pytest.mark.parametrize(
+    ("followed", "streams", "reply_to", "writes"),
+    [
+        (False, False, None, False),
+        (False, True, None, True),
+        (False, True, "amq.gen-abcdefghijklmnopqrstuv", False),
+        (True, False, "amq.gen-abcdefghijklmnopqrstuv", True),
+    ],
+)
+async def test_progress_is_written_for_who_follows_or_can_get_a_stream_in_no_other_way(
+    followed: bool, streams: bool, reply_to: str | None, writes: bool
+) -> None:
+    class Followed(MemoryStore):
+        @override
+        async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
+            return Granted(token=1, followed=followed)
+
+    job = read(Bench().job(reply_to=reply_to, headers={n.STREAM: True} if streams else {}))
+    await Claiming(Followed()).claim(job)
+    assert (job.progress is not None) is writes
+    unread = Bench().job(reply_to=reply_to)
+    await Claiming(Followed()).claim(unread)
+    assert unread.progress is None
+
+
+@pytest.mark.parametrize(
+    ("attempted", "step", "is_survived"),
+    [(None, "", False), (Attempted(started_ms=NOW_MS), "", True), (None, "draft", True)],
+)
+async def test_a_release_says_whether_the_worker_has_survived_the_request(
+    attempted: Attempted | None, step: str, is_survived: bool
+) -> None:
+    class Noting(MemoryStore):
+        how: Mapping[str, Any]
+
+        @override
+        async def release(self, held: Held, **how: Any) -> None:
+            self.how = how
+
+    store, job = Noting(), Bench().job()
+    claiming = Claiming(store)
+    await claiming.claim(job)
+    job.attempted = attempted
+    await claiming.release(job, due_ms=NOW_MS, step=step)
+    assert (store.how["is_survived"], store.how["due_ms"], store.how["step"]) == (is_survived, NOW_MS, step)
+
+
+async def test_a_holder_whose_claim_was_taken_over_says_that_it_lives_and_has_no_outcome() -> None:
+    class TakenOver(MemoryStore):
+        @override
+        async def complete(self, *_: Any, **__: Any) -> Completion | None:
+            return None
+
+    store, job, late = TakenOver(), Bench().job(), Bench().job(message_id="m-2")
+    claiming, ending = Claiming(store), Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
+    await claiming.claim(job)
+    assert await claiming.complete(job, ending) is None
+    assert await claiming.complete(late, ending) is None
+    assert store.log == ["claim", "release"]
+
+
+async def test_what_is_expected_to_come_is_known_for_a_minute_after_its_deadline() -> None:
+    class Noting(MemoryStore):
+        kept_until_ms = 0
+
+        @override
+        async def defer(self, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
+            self.kept_until_ms = keep_until_ms
+            return True
+
+    store = Noting()
+    await Claiming(store).expect(Identity("", "m-1"), deadline_ms=NOW_MS)
+    assert store.kept_until_ms == NOW_MS + 60_000

@@ -1,25 +1,30 @@
 """The control queue: a cancellation is recorded before it is acknowledged, and an invalid message is not redelivered
 for ever."""
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 import structlog
+from typing_extensions import override
 
 from consumers import settle
+from consumers.brake import too_many
 from consumers.clock import moment_text
 from consumers.control import _state
-from consumers.outcomes import Answered
-from consumers.state.base import Cancelling, Completion, Found, Identity, StoreUnavailable
+from consumers.outcomes import Answered, Buried, Outcome
+from consumers.replies import ReplySender
+from consumers.state.base import Cancelling, Completion, Found, Identity, Pause, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeSession, answers_of, control
+from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeNotices, FakeSession, HeldPauses, answers_of, control
 from tests.support.virtual_time import virtually
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
+BURIED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 
@@ -148,18 +153,121 @@ def test_a_cancellation_that_cannot_be_recorded_goes_back_to_the_queue(bench: Be
     assert bench.log == ["nack"]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("times", "is_last"), [(None, False), (1, False), (4, False), (5, True)])
 async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_after_five_deliveries(
-    bench: Bench,
+    bench: Bench, times: int | None, is_last: bool
 ) -> None:
     bench.store.failing = RuntimeError("a fault")  # type: ignore[assignment]
-    await read(bench, {"cancel": "m-1"})
-    assert bench.log == ["reject"]
     message = Message(body=b'{"cancel": "m-1"}', type="cancel", routing_key="cancel", reply_to=ASKER)
-    delivery = FakeDelivery(message, bench.log, times_delivered=5)
-    await control(bench, delivering(bench, delivery)).run()
-    assert bench.log == ["reject", "confirmed: reply", "ack"]
-    assert (told(bench)["code"], told(bench)["request"]) == ("internal", "m-1")
+    await control(bench, delivering(bench, FakeDelivery(message, bench.log, times_delivered=times))).run()
+    assert bench.log == (["confirmed: reply", "ack"] if is_last else ["reject"])
+    if is_last:
+        assert (told(bench)["code"], told(bench)["request"], told(bench)["attempts"]) == ("internal", "m-1", 0)
+
+
+async def test_a_cancellation_is_answered_with_how_long_it_is_kept_and_a_result_that_is_not_there_as_pending(
+    bench: Bench,
+) -> None:
+    await read(bench, {"cancel": "m-1"})
+    answer = bench.to("")
+    assert answer.headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
+    assert (answer.content_type, answer.persistent) == ("application/json", False)
+    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": moment_text(NOW_MS + 86_400_000)}
+
+    bench.publisher.sent.clear()
+    await read(bench, {"result": "m-2"}, kind="result")
+    assert bench.to("").headers == {n.CONTROL: "pending", n.REQUEST_ID: "m-2"}
+    assert told(bench) == {"id": "m-2", "status": "unknown", "attempts": 0}
+
+
+async def test_the_error_of_a_cancelled_request_tells_its_attempts(bench: Bench) -> None:
+    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: 2})
+    await bench.claiming.claim(job)
+    await bench.claiming.release(job, due_ms=NOW_MS)
+    await read(bench, {"cancel": "m-1"})
+    assert "kept_until" not in told(bench)
+    found = await bench.store.find(job.identity)
+    assert found is not None
+    assert found.completion is not None
+    assert json.loads(found.completion.body)["attempts"] == found.completion.headers[n.ATTEMPT] == 2
+
+
+@pytest.mark.parametrize(("outcome", "kind"), [(ANSWERED, "json"), (BURIED, "problem+json")])
+async def test_a_stored_result_is_answered_like_the_final_reply(bench: Bench, outcome: Outcome, kind: str) -> None:
+    await bench.settler.settle(bench.job(), outcome)
+    final = bench.to("")
+    bench.publisher.sent.clear()
+    await read(bench, {"result": "m-1"}, kind="result")
+    answer = bench.to("")
+    assert (answer.body, answer.content_type) == (final.body, f"application/{kind}")
+    assert answer.headers == {**final.headers, n.REPLAYED: True}
+
+
+async def test_a_refusal_names_a_request_only_if_the_message_names_one(bench: Bench) -> None:
+    await read(bench, {"cancel": "m-1", "result": "m-2"}, kind="reboot")
+    assert (told(bench)["request"], n.REQUEST_ID in bench.to("").headers) == ("", False)
+
+
+@pytest.mark.parametrize(("user", "who"), [("shop", "user 'shop'"), (None, "a message without user_id")])
+async def test_who_may_not_speak_for_a_tenant_is_told_so(bench: Bench, user: str | None, who: str) -> None:
+    await read(bench, {"cancel": "m-1", "tenant": "b" * 100}, user_id=user)
+    assert told(bench)["detail"].startswith(f"{who} may not speak for tenant '{'b' * 80}':")
+
+
+async def test_refusals_are_logged_by_user_and_cause(bench: Bench) -> None:
+    with structlog.testing.capture_logs() as logs:
+        for user in ("shop", "shop", None):
+            await read(bench, {"cancel": 5}, user_id=user)
+    told = [(each["user"], each["type"], each["key"], each["count"]) for each in logs]
+    assert told == [("shop", "cancel", "cancel", 1)] * 2 + [("", "cancel", "cancel", 1)]
+
+
+class Taking(FakeNotices):
+    """Takes every answer."""
+
+    @override
+    def send(self, message: Message, *, routing_key: str) -> bool:
+        self.bodies.append(message.body)
+        return True
+
+
+async def test_an_answer_is_sent_once_and_not_among_others_if_its_address_may_close_the_connection(
+    bench: Bench,
+) -> None:
+    message, direct = Message(body=b"", reply_to=ASKER), "amq.rabbitmq.reply-to.g1h2"
+    bench.notices = Taking([])
+    await answers_of(bench).tell(message, {}, control="accepted")
+    assert (len(bench.notices.bodies), bench.publisher.sent) == (1, [])
+    bench.reply_sender = ReplySender(bench.publisher, own=None)
+    bench.reply_sender.needs_own_connection = lambda address: address == direct  # type: ignore[method-assign]
+    message.reply_to = direct
+    await answers_of(bench).tell(message, {}, control="accepted")
+    assert (len(bench.notices.bodies), len(bench.publisher.sent)) == (1, 1)
+
+
+def test_requests_wait_five_seconds_for_cancellations_and_begin_to_wait_again_when_the_store_was_away(
+    bench: Bench,
+) -> None:
+    async def waiting(queues: list[str]) -> dict[str, int]:
+        return {"lane.control": 7}
+
+    async def story() -> None:
+        reader = control(bench, FakeSession(bench.log, []), ready=waiting)
+        running, found = asyncio.create_task(reader.run()), list[bool]()
+        for _ in range(2):
+            for pause_s, trouble in ((4.9, None), (0.2, "away"), (0.1, None)):
+                await asyncio.sleep(pause_s)
+                found.append(reader.behind is None)
+                bench.store.trouble = trouble
+        assert found == [False, True, False] * 2
+        await reader.stop()
+        await running
+        await asyncio.sleep(0)
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "control backlog"]
+
+    with structlog.testing.capture_logs() as logs:
+        virtually(story())
+    assert [(each["event"], each["waiting"], each["waited_s"]) for each in logs] == [(signals.CONTROL_BEHIND, 7, 5)] * 2
 
 
 async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
@@ -235,3 +343,33 @@ async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops"
 )
 async def test_a_pause_that_cannot_be_read_is_refused(bench: Bench, body: Any, text: str) -> None:
     assert text in (await brakes(bench, "pause", body))["detail"]
+
+
+@pytest.mark.parametrize(("user", "shown"), [("shop", "'shop'"), (None, "'(none)'")])
+async def test_only_an_operator_may_pause(bench: Bench, user: str | None, shown: str) -> None:
+    answer = await brakes(bench, "pause", {"pause": {"kind": "lane", "name": "batch"}}, user=user)
+    assert answer["code"] == "forbidden_control"
+    assert answer["detail"].startswith(f"user {shown} may not pause: publish with user_id")
+
+
+async def test_a_pause_is_told_until_it_is_resumed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldPauses()
+    for method in ("pause", "resume", "pauses"):
+        monkeypatch.setattr(bench.store, method, getattr(held, method))
+    paused = await brakes(bench, "pause", {"pause": {"kind": "lane", "name": "batch", "why": "too dear"}})
+    (pause,) = paused["pauses"]
+    assert (pause["kind"], pause["name"]) == ("lane", "batch")
+    assert await brakes(bench, "pauses", {}) == paused
+    assert await brakes(bench, "resume", {"resume": "another"}) == {"pauses": []}
+    assert await brakes(bench, "resume", {"resume": pause["id"]}) == paused
+    assert await brakes(bench, "pauses", {}) == {"pauses": []}
+
+
+async def test_more_pauses_than_may_be_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(pause: Pause) -> bool:
+        return False
+
+    monkeypatch.setattr(bench.store, "pause", full)
+    answer = await brakes(bench, "pause", {"pause": {"kind": "lane", "name": "batch"}})
+    assert "pauses" not in answer
+    assert answer["detail"] == too_many().detail

@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from consumers import control as messages
-from consumers.control import AT_ONCE_S, LOOK_EVERY_S, ControlAnswers
+from consumers.control import LOOK_EVERY_S, ControlAnswers
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -17,8 +17,8 @@ from tests.support.jobs import Bench, FakeDelivery, FakeSession, answers_of, con
 from tests.support.virtual_time import virtually
 
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
-BURST = 2
-PER_S = BURST / AT_ONCE_S
+BURST = 2  # of five seconds
+PER_S = BURST / 5
 """So low that no message is regained while a test runs, however long it takes."""
 FLOOD = 200
 

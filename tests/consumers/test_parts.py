@@ -79,8 +79,9 @@ async def test_with_each_wait_twice_as_many_parts_may_be_unconfirmed_up_to_a_lim
 @pytest.mark.parametrize(("size", "most"), [(UNCONFIRMED_BYTES // 2, 2), (2 * UNCONFIRMED_BYTES, 1)])
 async def test_only_so_many_bytes_are_unconfirmed(bench: Bench, unconfirmed: Answers, size: int, most: int) -> None:
     parts = Parts(bench.replies, bench.job())
-    for _ in range(most):
-        await parts(bytes(size))
+    async with asyncio.timeout(1):
+        for _ in range(most):
+            await parts(bytes(size))
     one_more = asyncio.create_task(parts(bytes(size)))
     await settled()
     assert len(unconfirmed) == most
@@ -88,6 +89,10 @@ async def test_only_so_many_bytes_are_unconfirmed(bench: Bench, unconfirmed: Ans
     confirm(unconfirmed)
     await one_more
     assert len(unconfirmed) == most + 1
+    confirm(unconfirmed)
+    async with asyncio.timeout(1):
+        for _ in range(most):
+            await parts(bytes(size))
 
 
 async def test_the_outcome_waits_until_every_part_is_confirmed_or_lost(bench: Bench, unconfirmed: Answers) -> None:
@@ -187,17 +192,26 @@ async def test_whoever_may_have_events_of_an_earlier_call_is_told_once_to_discar
     ]
 
 
-async def test_of_a_second_call_in_one_attempt_the_events_begin_anew(bench: Bench) -> None:
+async def test_content_in_the_first_event_lifts_the_limit_and_a_call_without_events_restarts_nothing(
+    bench: Bench,
+) -> None:
     stream, flows = Parts(bench.replies, bench.job()), list[bool]()
     stream.on_flow = lambda: flows.append(stream.flow)
-    assert not stream.restart()
+    await stream(CONTENT)
+    assert flows == [True]
+    assert not Parts(bench.replies, bench.job()).restart()
+
+
+async def test_of_a_second_call_in_one_attempt_the_events_begin_anew(bench: Bench) -> None:
+    stream, flows = Parts(bench.replies, bench.job()), list[int]()
+    stream.on_flow = lambda: flows.append(len(bench.publisher.sent))
     for _ in range(2):
         await stream(b"{}")
         assert stream.restart()
         await stream(CONTENT)
         await stream(CONTENT)
         assert stream.restart()
-    assert flows == [True, True], "the limit is lifted at the first content of each call"
+    assert flows == [1, 6], "the limit is lifted at the first content of each call"
     assert [each.message.headers[n.PART] for each in bench.publisher.sent] == [
         "event", "restart", "event", "event", "restart", "event", "restart", "event", "event",
     ]  # fmt: skip

@@ -411,6 +411,8 @@ def test_a_thousand_replies_may_wait_and_a_hundred_of_one_tenant(bench: Bench) -
     jobs = [bench.job(user_id=f"shop-{number // 101}", reply_to="q") for number in range(1111)]
     pauses = [bench.reply_retries.pause_ms(job, now_ms=NOW_MS) for job in jobs]
     assert pauses[:101] == [1000] * 100 + [None]
+    few = ReplyRetries(max_waiting=5)
+    assert [few.pause_ms(job, now_ms=NOW_MS) for job in jobs[:2]] == [1000, None]
     assert sum(each is not None for each in pauses) == 1000
 
 
