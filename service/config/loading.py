@@ -178,7 +178,7 @@ def _names(places: tuple[Place, ...], found: Mapping[Place, _Found]) -> str:
     first = places[0]
     for near, value in found.items():
         if near[:-1] == first[:-1] and value.name.startswith(".".join(near)):
-            return value.name.replace(".".join(near), ".".join(first), 1)
+            return ".".join(first) + value.name.removeprefix(".".join(near))
     return variable(first)
 
 

@@ -279,6 +279,20 @@ async def test_an_answer_stays_as_long_as_its_result_and_no_request_removes_it(
     assert not list((tmp_path / "bodies").iterdir())
 
 
+async def test_a_body_is_there_for_all_of_its_time(store: BodyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 2_000_000_000.0
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    bodies = [await store.keep([b"hello"]), await store.keep_answer(b"hello", for_s=100)]
+    now_s += 100
+    await store.sweep()
+    assert [await store.fetch(each) for each in bodies] == [b"hello"] * 2
+    now_s += 0.5
+    await store.sweep()
+    for each in bodies:
+        with pytest.raises(BodyError, match="nothing is there"):
+            await store.fetch(each)
+
+
 async def test_an_error_names_no_file_of_this_machine_but_its_cause_does(tmp_path: Path) -> None:
     (tmp_path / "bodies").write_bytes(b"no folder")
     store = BodyStore(f"file://{tmp_path}/bodies")
@@ -323,7 +337,7 @@ def test_the_cause_of_an_error_is_cut() -> None:
 async def test_a_body_is_copied_into_a_file_in_pieces_and_checked(store: BodyStore) -> None:
     kept = await store.keep([b"hello"])
     with tempfile.TemporaryFile() as file:
-        assert await store.fetch_into(file, kept) == 5
+        assert await store.fetch_into(file, kept, most_bytes=5) == 5
         file.seek(0)
         assert file.read() == b"hello"
         with pytest.raises(BodyError, match="SHA-256"):

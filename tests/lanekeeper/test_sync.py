@@ -3,7 +3,10 @@
 import asyncio
 import gc
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from unittest.mock import patch
 
 import pytest
 
@@ -71,6 +74,25 @@ async def test_a_stream_that_is_left_cancels_its_request(gateway: FakeGateway, c
         parts.close()
 
     await asyncio.to_thread(leave)
+    await until(lambda: gateway.cancelled == ["id-1"])
+
+
+async def test_an_interrupted_caller_cancels_its_request(gateway: FakeGateway, client: Client) -> None:
+    gateway.status = {"status": "running"}
+    is_asked = threading.Event()
+
+    def interrupted(*_: object) -> None:
+        is_asked.wait(10)
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        with patch.object(Future, "result", interrupted), pytest.raises(KeyboardInterrupt):
+            client.request(BODY, key=LANE, message_id="id-1")
+
+    asking = asyncio.create_task(asyncio.to_thread(ask))
+    await until(lambda: gateway.called("GET"))
+    is_asked.set()
+    await asking
     await until(lambda: gateway.cancelled == ["id-1"])
 
 

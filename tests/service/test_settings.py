@@ -570,4 +570,6 @@ def test_a_file_whose_name_is_too_long_is_not_there() -> None:
     ],
 )
 def test_with_a_store_for_large_bodies_answers_may_have_32_mib_and_without_it_16(env: dict[str, str], mib: int) -> None:
-    assert load(env=env).answer_bytes == mib << 20
+    settings = load(env=env)
+    assert settings.answer_bytes == mib << 20
+    assert (settings.body_store() is None) == (settings.bodies_url is None) == (mib == 16)
