@@ -537,6 +537,8 @@ async def test_an_answer_of_the_most_bytes_for_a_message_is_sent_as_it_is(store:
     assert isinstance(kept, Answered)
     assert kept.kept is not None
     assert await store.fetch(kept.kept) == larger.body
+    assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1000))), Answered)
+    assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1001))), Buried)
     answers.forget(LARGE)
     answers.forget(kept)
     await answers.aclose(within_s=10)

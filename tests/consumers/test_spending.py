@@ -373,11 +373,15 @@ async def test_a_call_that_was_interrupted_is_counted_although_another_provider_
 
 
 async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_tokens() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000)})
+    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), ANSWERED, usage=None)
 
-    assert ground.store.used == {"cap lane critical requests": 1, "cap lane critical tokens": 0}
+    assert counted(ground.store) == {
+        "cap lane critical requests": 1,
+        "cap lane critical tokens": 0,
+        "cap lane critical usd": 0,
+    }
     assert ground.spending.totals()["lane"]["critical"] == Total(1, 0, 0)
 
 
@@ -571,6 +575,22 @@ async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(left_m
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used["cap lane critical requests"] == used
+
+
+async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_lost() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job(exchange="lane.due", headers=await gathered(ground))
+    assert await ground.enter(job) is None
+    await ground.gate.leave(job, decoded(job), None)
+    await ground.spending.finish(within_s=30)
+    assert ground.store.used["cap lane critical requests"] == 1
+
+
+async def test_a_request_that_was_in_no_batch_has_nothing_to_give_back_when_it_ends() -> None:
+    ground = Ground(lanes={"critical": Cap(requests=1)})
+    job = ground.job()
+    await ground.gate.end(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
+    assert ground.store.used == {}
 
 
 async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> None:

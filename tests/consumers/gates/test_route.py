@@ -204,3 +204,14 @@ def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once()
         assert asyncio.get_running_loop().time() == began_s
 
     virtually(story())
+
+
+async def test_the_delay_tells_whether_a_provider_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ground = Ground()
+    monkeypatch.setattr(
+        type(ground.breakers.pauses), "since_s", lambda _, route: 5.0 if route.provider == "two" else None
+    )
+    job = ground.job()
+    outcome = ground.later(job, decoded(job), 1.0)
+    assert isinstance(outcome, Deferred)
+    assert outcome.reason == "paused"

@@ -243,6 +243,12 @@ async def test_an_update_that_is_not_the_last_is_superseded_at_its_arrival_or_wh
     assert claiming.noted[-1] == "doc until 3600500", "the last update is known for an hour after it is due"
 
 
+async def test_an_update_that_arrives_when_it_is_due_is_superseded_by_a_newer_one() -> None:
+    claiming = FakeClaiming()
+    claiming.is_last = False
+    assert isinstance(await entered(claiming, 500, late_ms=500, headers=DEBOUNCED), Dropped)
+
+
 async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:
     claiming = FakeClaiming()
     claiming.is_last = False
