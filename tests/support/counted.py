@@ -314,7 +314,7 @@ class _Leases:
 class Probes(Counted):
     """The probe of an open circuit breaker, of which all processes together make one at a time."""
 
-    limits: ClassVar = {"OPEN_MOST_S": (breaking, breaking.OPEN_MOST_S)}
+    limits: ClassVar = {name: (breaking, getattr(breaking, name)) for name in ("OPEN_S", "OPEN_MOST_S")}
 
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real)
