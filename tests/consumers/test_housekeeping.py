@@ -68,6 +68,12 @@ async def test_dead_letters_beyond_the_number_or_size_are_removed_oldest_first(
     assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
 
 
+async def test_dead_letters_older_than_they_are_kept_are_removed() -> None:
+    queue = Queue(150.0, 101.0, 100.0, 50.0)
+    assert await looking_after(queue, keep_s=100).look() == 2
+    assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(100), moment(50)]
+
+
 @pytest.mark.parametrize("is_exported", [True, False])
 async def test_each_removed_dead_letter_is_counted_and_told(is_exported: bool, tmp_path: Path) -> None:
     limits = looking_after(Queue(3, 2, 1), max_count=1, folder=tmp_path if is_exported else None)
