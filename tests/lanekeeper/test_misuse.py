@@ -195,8 +195,9 @@ def test_a_client_whose_event_loop_was_closed_says_so() -> None:
     client = Client(AMQP)
     client._loop = asyncio.new_event_loop()
     client._loop.close()
-    with pytest.raises(ClientMisused, match="another event loop"):
-        asyncio.run(client.cancel("id"))
+    for call in (client.cancel("id"), client.result("id"), client.depth("normal")):
+        with pytest.raises(ClientMisused, match="another event loop"):
+            asyncio.run(call)
 
 
 CHANGES = """

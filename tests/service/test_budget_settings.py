@@ -7,6 +7,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from consumers.spending import Cap, Price
+from service.config.loading import plain
 from tests.support.settings import load, wrong
 from topology.lanes import DEFAULT_LANES
 
@@ -138,6 +139,7 @@ def test_caps_are_set_for_lanes_and_for_tenants() -> None:
     spec = settings.caps.spec()
     assert spec.lanes["batch"] == Cap(usd=50)
     assert "critical" not in spec.lanes
+    assert plain(settings.caps.tenants) == {"shop": {"usd": 5, "requests": 100, "tokens": 0.5}, "*": {"tokens": 1000}}
     assert spec.tenants == {"shop": Cap(usd=5, requests=100, tokens=0.5), "*": Cap(tokens=1000)}
     assert spec.in_money
     assert not load().caps.spec().in_money
