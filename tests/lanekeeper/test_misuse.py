@@ -268,6 +268,7 @@ def test_a_priority_that_workers_refuse_is_not_sent(priority: Any) -> None:
 @pytest.mark.parametrize("priority", [0, 9])
 def test_a_priority_from_0_to_9_is_sent(priority: int) -> None:
     assert request_message({}, Options(priority=priority), stream=False, user="crm").priority == priority
+    assert request_message({}, Options(), stream=False, user="crm").priority == 4
 
 
 def test_an_unknown_option_is_an_error_that_names_it_and_those_that_are_known() -> None:
