@@ -205,8 +205,7 @@ class ScaledQueue:
             if job.decoded is not None and job.taken_ms >= now_ms - 1000 * STEADY_S
         ]
         if self.waiting_since_ms is not None:
-            taken_ms = max((job.taken_ms for job in jobs), default=0)
-            waits.append(now_ms - max(self.waiting_since_ms, taken_ms))
+            waits.append(now_ms - max([self.waiting_since_ms, *(job.taken_ms for job in jobs)]))
         return max(waits, default=0) / 1000
 
 

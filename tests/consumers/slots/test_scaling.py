@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typing_extensions import override
@@ -20,6 +21,7 @@ from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import LaneSlots, QueueSlots
 from consumers.slots.scaling import AT_MOST, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
 from lanekeeper.contract.problems import BrokerUnreachable
+from lanekeeper.telemetry import signals
 from tests.support.examples import examples
 from tests.support.jobs import NOW_MS, Bench, FakePool
 from tests.support.virtual_time import virtually
@@ -49,6 +51,14 @@ def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P,
         virtually(test(*args, **given))
 
     return run
+
+
+def _queue(*, pool: FakePool, **given: Any) -> ScaledQueue:
+    given.setdefault("new_pool", lambda count: FakePool(pool.queue, count))
+    given.setdefault("load", QueueLoad(slots=pool.slots, reserved=1, max_slots=pool.slots, target_wait_s=2))
+    given.setdefault("shared", LaneSlots().queue(pool.slots))
+    activity = LaneActivity(pool.queue, slots=pool.slots, due_slots=0)
+    return ScaledQueue(lane=pool.queue, pool=pool, activity=activity, **given)
 
 
 class World:
@@ -84,14 +94,8 @@ class World:
             return self.added[-1]
 
         self.pools[lane] = HoldingPool(lane, slots)
-        return ScaledQueue(
-            lane=lane,
-            pool=self.pools[lane],
-            new_pool=more,
-            load=QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=2 if self.in_time else 1),
-            activity=LaneActivity(lane, slots=slots, due_slots=0),
-            shared=LaneSlots().queue(slots),
-        )
+        load = QueueLoad(slots=slots, reserved=kept, max_slots=most, target_wait_s=2 if self.in_time else 1)
+        return _queue(pool=self.pools[lane], new_pool=more, load=load)
 
     async def _depths(self, queues: list[str]) -> Mapping[str, int]:
         self.asked.append(queues)
@@ -133,6 +137,7 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
     async with world.lending():
         first, second = world.added
         assert world.low.shared.size == 2 + 4 + 2, "so many requests of the lane run at once now"
+        assert world.low.activity.extra_slots == 6
         first.in_hand, second.in_hand = 4, 2
         world.pools["high"].in_hand = 8
         await until(lambda: first.is_stopped and second.is_stopped)
@@ -141,16 +146,31 @@ async def test_lent_slots_are_taken_back_at_once_and_their_running_requests_end(
         await asyncio.sleep(8)
         assert world.open == [], "what still runs on them is not lent a second time"
         first.in_hand = 0
-        await until(lambda: world.open == [4])
+        await asyncio.sleep(0.3)
+        assert world.open == [4], "before the broker is asked again"
         assert ends_later
         assert first.is_over
         second.in_hand = 0
         await until(lambda: world.open == [4, 2])
 
 
-def job(bench: Bench, *, waited_ms: int) -> Job:
+@pytest.mark.parametrize(("busy", "open_now"), [(1, [4, 2]), (2, [4, 1]), (3, [2, 1, 1]), (6, [1])])
+@in_virtual_time
+async def test_as_few_added_consumers_are_taken_back_as_free_enough_slots(busy: int, open_now: list[int]) -> None:
+    world = World(high=9)
+    async with world.lending():
+        assert world.open == [4, 2, 1]
+        world.pools["high"].in_hand = busy
+        await asyncio.sleep(0.3)
+        assert world.open == open_now
+
+
+def job(bench: Bench, *, waited_ms: int | None, ago_ms: int = 0) -> Job:
+    """`waited_ms`: None: it is not decoded yet."""
     found = bench.job()
-    found.decoded = SimpleNamespace(request=SimpleNamespace(start_ms=found.taken_ms - waited_ms))  # type: ignore[assignment]
+    found.taken_ms -= ago_ms
+    if waited_ms is not None:
+        found.decoded = SimpleNamespace(request=SimpleNamespace(start_ms=found.taken_ms - waited_ms))  # type: ignore[assignment]
     return found
 
 
@@ -173,11 +193,26 @@ async def test_while_paused_all_added_slots_are_taken_back_and_none_is_added() -
         assert world.slots.is_paused
         assert not world.open
         assert world.low.added_slots == 0, "what still runs has no slots of the queue"
+        assert (world.low.shared.size, world.low.activity.extra_slots) == (2, 0)
         world.added[0].in_hand = 0
         await asyncio.sleep(3)
         assert not world.open
         await world.slots.resume()
         await until(lambda: world.open)
+
+
+@in_virtual_time
+async def test_slots_that_end_do_not_count_as_those_for_which_requests_wait() -> None:
+    world = World(high=20)
+    world.flood()
+    world.waiting["low"] = 8
+    async with world.watched():
+        await until(lambda: world.open == [8])
+        world.added[0].in_hand = 8
+        await world.slots.pause("store: away")
+        world.waiting["low"] = 3
+        await world.slots.resume()
+        await until(lambda: world.open == [2, 1])
 
 
 @in_virtual_time
@@ -246,6 +281,11 @@ def test_the_most_urgent_lane_borrows_first() -> None:
     assert (found["normal"], found["batch"]) == (ExtraSlots(lent=10), ExtraSlots(lent=4))
 
 
+def test_slots_that_end_are_no_longer_idle_but_stay_with_their_queue() -> None:
+    found = shares(normal=flooded(NORMAL, waiting=2, extra=4, ending=4, busiest=12), batch=flooded(BATCH))
+    assert (found["normal"], found["batch"]) == (ExtraSlots(lent=6), ExtraSlots(lent=14 - 4 - 2))
+
+
 def test_borrowed_slots_that_were_unused_for_a_while_are_returned() -> None:
     assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=6))["batch"] == ExtraSlots(lent=2)
     assert shares(batch=replace(BATCH, extra=10, grown=10, busiest=3))["batch"] == ExtraSlots()
@@ -258,6 +298,14 @@ def test_a_queue_that_waits_too_long_grows_by_a_quarter(slots: int, grown: int, 
         busiest=slots + grown,
     )  # fmt: skip
     assert shares(**FULL, batch=seen)["batch"] == ExtraSlots(grown=grows_to)
+
+
+@pytest.mark.parametrize(("most", "grown", "grows_to"), [(128, 0, 6), (32, 2, 7)])
+def test_a_queue_that_also_borrows_grows_by_a_quarter_of_all_its_slots_up_to_slots_max(
+    most: int, grown: int, grows_to: int
+) -> None:
+    seen = flooded(BATCH, max_slots=most, extra=21 + grown, grown=grown, busiest=25 + grown, wait_s=61)
+    assert shares(batch=seen)["batch"] == ExtraSlots(lent=21, grown=grows_to)
 
 
 def test_a_queue_does_not_grow_while_its_wait_is_within_the_target() -> None:
@@ -373,9 +421,10 @@ def test_under_constant_load_the_slots_stop_changing(
 async def test_requests_that_run_on_slots_that_were_taken_back_do_not_make_their_queue_full() -> None:
     world = World()
     async with world.lending():
+        full = [world.low.is_full]  # only its own two slots are in use
         for each in world.added:
             each.in_hand = each.slots
-        assert world.low.is_full
+        assert [*full, world.low.is_full] == [False, True]
         world.high.pool.in_hand = 8  # type: ignore[misc]
         await until(lambda: not world.open)
         assert world.low.is_full, "its own two slots are in use"
@@ -396,6 +445,40 @@ async def test_a_queue_grows_while_its_deliveries_have_waited_too_long() -> None
         await until(lambda: world.open == [1])
         world.added[0].in_hand = 1
         await until(lambda: world.open == [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("deliveries", "since_ms", "waits_s"),
+    [
+        ([], None, 0),
+        ([(3000, 7000), (1000, 2000)], None, 7),
+        ([(3001, 7000), (1000, 2000)], None, 2),
+        ([(3001, 7000), (2500, None)], None, 0),
+        ([], 9000, 9),
+        ([(12_000, 1000), (5000, None), (4000, 1000)], 9000, 4),
+        ([(12_000, 1000)], 9000, 9),
+        ([(1000, 2000)], 9000, 2),
+    ],
+)
+def test_the_wait_is_that_of_the_last_three_seconds_or_the_time_since_something_was_delivered(
+    deliveries: list[tuple[int, int | None]], since_ms: int | None, waits_s: float
+) -> None:
+    """`deliveries`: how many ms ago each was, and how long it had waited."""
+    side, bench = FakePool("low"), Bench()
+    queue = _queue(pool=FakePool("low", 2), side=side)
+    queue.waiting_since_ms = None if since_ms is None else NOW_MS - since_ms
+    side.jobs = {job(bench, waited_ms=waited_ms, ago_ms=ago_ms) for ago_ms, waited_ms in deliveries}
+
+    assert queue.wait_s(NOW_MS) == waits_s
+
+
+def test_what_runs_of_the_side_queues_holds_slots_too() -> None:
+    side = FakePool("low")
+    queue = _queue(pool=FakePool("low", 2), side=side)
+    side.in_hand = 1
+    assert (queue.in_hand, queue.is_full) == (1, False)
+    side.in_hand = 2
+    assert (queue.in_hand, queue.is_full) == (2, True)
 
 
 @in_virtual_time
@@ -439,6 +522,41 @@ async def test_slots_are_lent_when_they_were_idle_for_three_seconds_and_the_lane
 
 
 @in_virtual_time
+async def test_added_slots_that_no_request_used_for_three_seconds_are_given_up_and_forgotten() -> None:
+    world = World()
+    with structlog.testing.capture_logs() as logs:
+        async with world.lending():
+            world.waiting["low"] = 0
+            await asyncio.sleep(2.9)
+            assert world.open == [4, 2]
+            await asyncio.sleep(0.4)
+            assert world.open == world.low.taken_back == []
+            await asyncio.sleep(5)
+    assert [(each["lent"], each["grown"]) for each in logs if each["event"] == signals.SLOTS_CHANGED] == [
+        (6, 0),
+        (0, 0),
+    ]
+
+
+@in_virtual_time
+async def test_what_limits_a_lane_is_logged_at_once_and_then_once_a_minute() -> None:
+    world = World(high=4, kept=4, most=2, in_time=True)
+    world.flood()
+    with structlog.testing.capture_logs() as logs:
+        async with world.watched():
+            counts = []
+            for seconds, limit in ((1, None), (1.5, AT_MOST), (56, AT_MOST), (3, AT_MOST)):
+                await asyncio.sleep(seconds)
+                counts.append(len([each for each in logs if each["event"] == signals.SLOTS_LIMITED]))
+                for _ in range(4):  # the broker is asked at one of these
+                    assert world.low.activity.slots_limit == limit
+                    await asyncio.sleep(0.25)
+        assert counts == [0, 1, 1, 2]
+        assert {each["limit"] for each in logs} == {AT_MOST}
+        assert [each["wait_s"] for each in logs] == pytest.approx([2, 62], abs=1.3)
+
+
+@in_virtual_time
 async def test_a_provider_that_was_the_bottleneck_within_two_seconds_still_is() -> None:
     world = World(high=4, kept=4, in_time=True)
     world.flood()
@@ -464,15 +582,7 @@ class Lane:
         self.waiting = waiting
         self.slots: QueueSlots = LaneSlots().queue(2)
         self.scouts: list[FakePool] = []
-        queue = ScaledQueue(
-            lane="low",
-            pool=FakePool(QUEUE, 2),
-            new_pool=lambda count: FakePool(QUEUE, count),
-            load=QueueLoad(slots=2, reserved=1, max_slots=2, target_wait_s=2),
-            activity=LaneActivity("low", slots=2, due_slots=0),
-            shared=self.slots,
-            new_scout=self._scout,
-        )
+        queue = _queue(pool=FakePool(QUEUE, 2), shared=self.slots, new_scout=self._scout)
         self.scaling = Scaling([queue], depths=self._depths, ready=self._depths, now_ms=lambda: NOW_MS)
         self._running = asyncio.create_task(self.scaling.run())
         self.began_s = self.loop.time()
@@ -577,18 +687,18 @@ async def test_while_a_scout_is_out_requests_over_their_tenants_share_are_set_as
     assert not lane.slots.sets_surplus_aside
 
 
+@pytest.mark.parametrize(("waiting", "goes"), [(8, False), (9, True)])
 @in_virtual_time
-async def test_with_several_tenants_no_scout_goes_out_for_a_queue_shorter_than_what_begins_in_a_second() -> None:
-    lane = Lane(waiting=8)
+async def test_with_several_tenants_a_scout_goes_out_for_more_than_begin_in_a_second(waiting: int, goes: bool) -> None:
+    lane = Lane(waiting=waiting)
+    await asyncio.sleep(0.1)
     lane.fill()
-    for _ in range(40):
-        await asyncio.sleep(0.2)
-        for tenant in ("crm", "chat"):
-            lane.slots.end("crm")
+    for _ in range(40):  # eight calls a second
+        await asyncio.sleep(0.25)
+        for before, tenant in (("crm", "chat"), ("chat", "crm")):
+            lane.slots.end(before)
             assert lane.slots.begin(tenant)
-            lane.slots.end(tenant)
-            assert lane.slots.begin("crm")
-    assert not lane.scouts
+    assert bool(lane.scouts) == goes
     await lane.end()
 
 
