@@ -153,7 +153,7 @@ class LaneActivity:
     def _delay(self, reason: str, delay_ms: int) -> None:
         """Count a request that waits in the delay queues. Its due time is rounded up by at most a 16th of the delay, or
         a second."""
-        step_s = 1 << max(0, (delay_ms // 32_000).bit_length())
+        step_s = 1 << (delay_ms // 32_000).bit_length()
         due_s = time.monotonic() + delay_ms / 1000
         delayed = self._delayed.setdefault(reason, Counter())
         delayed[math.ceil(due_s / step_s) * step_s] += 1

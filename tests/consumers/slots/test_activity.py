@@ -1,20 +1,46 @@
 """A lane's figures: counts, and a limited number of the latest waits and run times."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Outcome, Refused, Replayed, Retried
-from consumers.slots.activity import LaneActivity, ended_per_s, note_ends
+from consumers.outcomes import (
+    Answered,
+    Batched,
+    Buried,
+    Deferred,
+    Dropped,
+    Outcome,
+    Refused,
+    Replayed,
+    Retried,
+    Stepped,
+)
+from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
 from consumers.state.base import StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
 from service.side_tasks import beside
 from tests.support.completions import answered
-from tests.support.waiting import until
+from tests.support.virtual_time import virtually
+from topology.codec.headers import FlowHop
 
 PROBLEM = RequestProblem("internal", "…")
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
+STEPPED = Stepped(flow=FlowHop(step="s", deadline_ms=0), state=b"", lane="critical", step="s")
 FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_per_min")
+
+
+def test_at_first_a_lane_has_its_slots_and_has_done_nothing() -> None:
+    activity = LaneActivity("critical", slots=16, due_slots=4)
+    assert activity.snapshot() == {
+        "slots": 16, "due_slots": 4, "extra_slots": 0, "slots_limit": None, "running": 0, "answered": 0, "failed": 0,
+        "retried": 0, "dropped": 0, "replayed": 0, "deferred": 0, "deferred_for": {}, "delayed_for": {},
+        "throughput_per_min": 0, "waits_since_delivery": 0,
+    }  # fmt: skip
+    assert (activity.ended, activity.attempts, activity.slots) == (0, 0, 20)
+    activity.extra_slots = 5
+    assert activity.slots == 25
 
 
 @pytest.mark.parametrize(
@@ -26,6 +52,9 @@ FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_p
         (Dropped(PROBLEM), (0, 0, 0, 0, 1, 1)),
         (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0, 0)),
         (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0, 0)),
+        (Batched(params=b""), (0, 0, 0, 1, 0, 0)),
+        (replace(STEPPED, answer=ANSWERED), (1, 0, 0, 0, 0, 1)),
+        (STEPPED, (0, 0, 0, 0, 0, 0)),
     ],
 )
 def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]) -> None:
@@ -35,7 +64,7 @@ def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]
     assert tuple(told[name] for name in FIGURES) == figures
     assert activity.attempts == sum(activity.waits.counts) == 0
     assert activity.recent.over(60)[0].count == 0
-    assert told["deferred_for"] == ({"x": 1} if isinstance(outcome, Deferred) else {})
+    assert told["deferred_for"] == {Deferred: {"x": 1}, Batched: {"batch": 1}}.get(type(outcome), {})
 
 
 def test_waits_and_run_times_are_recorded_for_attempts_only() -> None:
@@ -56,8 +85,8 @@ def test_waits_and_run_times_are_kept_for_an_hour(monkeypatch: pytest.MonkeyPatc
     for minute in range(90):
         now_s = 6000.0 + 60 * minute
         activity.record(ANSWERED, wait_ms=1000 * minute, run_ms=1)
-    for minutes, p50 in ((5, 87_000), (60, 60_000)):
-        waits, runs = activity.recent.over(minutes)
+    for window, minutes, p50 in (("5m", 5, 87_000), ("1h", 60, 60_000)):
+        waits, runs = activity.recent.over(WINDOWS[window])
         assert (waits.count, runs.count) == (minutes, minutes)
         assert waits.get_quantile_value(0.5) == pytest.approx(p50, rel=0.03)
     now_s += 3600
@@ -66,12 +95,12 @@ def test_waits_and_run_times_are_kept_for_an_hour(monkeypatch: pytest.MonkeyPatc
 
 def test_ends_are_counted_by_code_and_retries_by_cause() -> None:
     activity = LaneActivity("critical", slots=16, due_slots=4)
-    for outcome in (ANSWERED, Refused(PROBLEM), Buried(PROBLEM)):
+    for outcome in (ANSWERED, Refused(PROBLEM), Refused(PROBLEM), Buried(PROBLEM), Dropped(PROBLEM)):
         activity.record(outcome, wait_ms=0, run_ms=1, total_ms=2000)
     activity.record(Retried(delay_ms=0, error="x"), wait_ms=0, run_ms=1, cause="overloaded")
-    assert activity.ended_by == {"ok": 1, "internal": 2}
+    assert activity.ended_by == {"ok": 1, "internal": 4}
     assert (activity.buried_by, activity.retried_for) == ({"internal": 1}, {"overloaded": 1})
-    assert activity.totals.sum == 6
+    assert activity.totals.sum == 10
 
 
 @pytest.mark.parametrize(("later_s", "told"), [(59, 1), (60, 0)])
@@ -112,6 +141,32 @@ def test_what_waits_in_delays_is_told_by_reason_until_it_is_due(monkeypatch: pyt
     assert activity.snapshot()["delayed_for"] == {}
 
 
+@pytest.mark.parametrize(("items", "counts"), [(0, {}), (3, {"pipeline": 1})])
+def test_a_pipeline_is_delayed_only_while_it_waits_for_its_items(items: int, counts: dict[str, int]) -> None:
+    lane = activity()
+    lane.record(replace(STEPPED, of=items, delay_ms=2000), wait_ms=0, run_ms=None)
+    assert {reason: told["count"] for reason, told in lane.still_delayed().items()} == counts
+
+
+@pytest.mark.parametrize(("delay_s", "told_s"), [(31, 31), (32, 33), (63, 63), (64, 67), (500, 503), (1000, 1015)])
+def test_a_delay_is_told_as_longer_by_at_most_a_sixteenth(
+    delay_s: int, told_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 9.0)
+    lane = activity()
+    lane.record(Deferred(delay_ms=1000 * delay_s, reason="x"), wait_ms=0, run_ms=None)
+    assert lane.snapshot()["delayed_for"] == {"x": {"count": 1, "last_in_s": told_s}}
+
+
+def test_what_waits_in_delays_takes_little_memory_although_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    lane = activity()
+    for now_s in range(2000):  # noqa: B007
+        lane.record(Retried(delay_ms=1000, error="x"), wait_ms=0, run_ms=1)
+    assert len(lane._delayed["retry"]) <= 1024
+
+
 class Counted:
     """Counts without periods; `seen_s`: how old the period is."""
 
@@ -120,9 +175,11 @@ class Counted:
         self.seen_s = 20.0
         self.is_away = False
         self.asked = 0
+        self.periods_s: set[int] = set()
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         self.asked += 1
+        self.periods_s.add(period_s)
         if self.is_away:
             raise StoreUnavailable("away")
         self.used += amount
@@ -152,29 +209,38 @@ def test_a_request_that_ends_no_longer_runs() -> None:
     assert (lane.snapshot()["running"], lane.worked["lane.batch"].sum) == (2, 0.5)
 
 
-async def test_what_ends_in_all_workers_is_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.slots.activity.NOTE_EVERY_S", 0.01)
-    store, workers = Counted(), [activity(), activity()]
-    async with beside(note_ends(store, workers[:1]), name="1"), beside(note_ends(store, workers[1:]), name="2"):
-        await asyncio.sleep(0)
-        workers[0].ended, workers[1].ended = 30, 10
-        await until(lambda: store.used == 40)
-        workers[0].ended = 50
-        await until(lambda: store.used == 60)
+def test_what_ends_in_all_workers_is_noted_every_five_seconds_and_is_the_pace() -> None:
+    async def story() -> tuple[list[float], float | None]:
+        store, workers, used = Counted(), [activity(), activity()], []
+        workers[0].ended = 1000  # before it notes anything
+        async with beside(note_ends(store, workers[:1]), name="1"), beside(note_ends(store, workers[1:]), name="2"):
+            await asyncio.sleep(0.1)
+            workers[0].ended, workers[1].ended = 1030, 10
+            for seconds in (4.8, 0.2):
+                await asyncio.sleep(seconds)
+                used.append(store.used)
+            workers[0].ended = 1050
+            await asyncio.sleep(15)
+        assert (store.asked, store.periods_s) == (3, {60})
+        return [*used, store.used], await ended_per_s(store, "batch")
 
-    assert await ended_per_s(store, "batch") == 3
+    assert virtually(story()) == ([0, 40, 60], 3)
 
 
-async def test_what_a_store_that_was_away_did_not_take_is_counted_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.slots.activity.NOTE_EVERY_S", 0.01)
-    store, worker = Counted(), activity()
-    store.is_away = True
-    async with beside(note_ends(store, [worker]), name="pace"):
-        await asyncio.sleep(0)
-        worker.ended = 7
-        await until(lambda: store.asked > 2)
-        store.is_away = False
-        await until(lambda: store.used == 7)
+def test_what_a_store_that_was_away_did_not_take_is_counted_later() -> None:
+    async def story() -> float:
+        store, worker = Counted(), activity()
+        store.is_away = True
+        async with beside(note_ends(store, [worker]), name="pace"):
+            await asyncio.sleep(0)
+            worker.ended = 7
+            await asyncio.sleep(12)
+            assert (store.asked, store.used) == (2, 0)
+            store.is_away = False
+            await asyncio.sleep(12)
+        return store.used
+
+    assert virtually(story()) == 7
 
 
 @pytest.mark.parametrize(("used", "seen_s"), [(0, 50), (5, 19.9)])
