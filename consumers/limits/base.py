@@ -140,7 +140,6 @@ class WaitTooLong(LanekeeperError):
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
-        super().__init__(f"{wait.least_s:.1f} s for {wait.reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -278,7 +278,7 @@ def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: f
         return account, call
 
     def seen(account: Account, call: Reservation, now_s: float) -> list[object]:
-        found: list[object] = [account.is_stale(now_s)]
+        found: list[object] = [account.is_stale(now_s), account.concurrency.changes_in_s(now_s + 2.25)]
         for passed_s in (1, 2, 4, 8):
             account.learn(Feedback(kind=Kind.ANSWERED), now_s + passed_s)
             account.learn(Feedback(kind=Kind.RATE_LIMITED), now_s + passed_s)

@@ -1,10 +1,12 @@
 """When a lane may take from a bucket, and how long it waits."""
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.limits.account import Bucket
+from consumers.limits.account import Bucket, flows_in_s
 from consumers.limits.learned import Size
 
 SHARES = (0.3, 0.2, 0.05)
@@ -80,6 +82,30 @@ def test_a_request_larger_than_can_ever_be_free_goes_when_the_bucket_is_full_and
     assert some.wait_s(BATCH, 9.0) == 0
     some.want(CRITICAL, 1.0)
     assert some.wait_s(BATCH, 9.0) > 0
+
+
+def test_savings_of_less_than_one_are_held_and_debts_are_not() -> None:
+    some = bucket()
+    some.savings = [0.0, 0.75, -0.25]
+    assert [some.held(lane) for lane in (CRITICAL, NORMAL, BATCH)] == [0.0, 0.75, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("per_s", "filling", "in_s"),
+    [
+        (10, [], 10),
+        (0, [], inf),
+        (10, [(4, 10)], 4 + 60 / 20),
+        (10, [(10, 5)], 10),
+        (10, [(11, 5)], 10),
+        (0, [(5, 10)], 5 + 100 / 10),
+        (10, [(4, 20), (2, 10)], 2 + 2 + 40 / 40),
+    ],
+)
+def test_a_hundred_flow_in_faster_after_each_lane_that_has_saved_enough(
+    per_s: float, filling: list[tuple[float, float]], in_s: float
+) -> None:
+    assert flows_in_s(100, per_s, filling) == in_s
 
 
 @given(

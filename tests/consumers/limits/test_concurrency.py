@@ -524,3 +524,13 @@ def test_while_the_accepted_calls_grow_by_more_than_a_fifth_no_trial_begins(acce
     calls.tick(2.0)
 
     assert (calls.limit < inf) is is_lowered
+
+
+@pytest.mark.parametrize(("refused", "has_helped"), [(39, True), (41, False)])
+def test_a_trial_has_helped_if_a_third_fewer_calls_are_refused(refused: int, has_helped: bool) -> None:
+    calls = lowered()
+    calls._before = Sample(begun=100, ripe=100, refused=60)
+    calls._sample.begun, calls._sample.refused = 100, refused
+    calls.tick(3.0)
+
+    assert (calls.limit < inf) is has_helped

@@ -97,6 +97,7 @@ def test_for_each_call_before_it_a_request_waits_one_call_longer() -> None:
         account.join(waiter)
 
     assert [forecast.of(account, waiter, 3.0).seconds for waiter in waiters] == [10, 20, 30]
+    assert forecast.first(account, BATCH, Amounts(1, 1, 1), 3.0).seconds == 10
     assert list(forecast.hopeless(account, 3.0)) == []
     assert [waiter for waiter, _ in forecast.hopeless(account, 20.0)] == waiters[:2], "the third takes their place"
 

@@ -115,6 +115,24 @@ def test_only_guessed_limits_grow() -> None:
     assert not some.answered(20.0, pressed=True)
 
 
+def test_the_lower_of_the_announced_limit_and_the_operators_cap_counts() -> None:
+    some = limits(requests=30)
+    for announced, found in ((60, 30), (20, 20)):
+        some.learn(told(requests=announced), now_s=0.0)
+        assert some.per_minute().requests == found
+
+
+@pytest.mark.parametrize(
+    ("announced", "stale"), [(49, [True, False, False, True]), (50, [False] * 4), (None, [False] * 4)]
+)
+def test_a_limit_below_the_first_guess_is_stale_after_three_minutes_or_when_the_clock_was_set_back(
+    announced: float | None, stale: list[bool]
+) -> None:
+    some = limits()
+    some.learn(told(requests=announced), now_s=1000.0)
+    assert [some.is_stale(at_s) for at_s in (999.9, 1000.0, 1179.9, 1180.0)] == stale
+
+
 def test_a_guess_grows_by_a_tenth_of_the_first_guess_at_most_every_ten_seconds() -> None:
     some = limits()
     found = [some.answered(at_s, pressed=True) for at_s in (9.9, 10.0, 19.9, 20.0)]
@@ -179,7 +197,7 @@ def test_the_first_refusal_of_a_silent_provider_ends_that_belief_and_lowers_noth
     assert some.per_minute() == START
     assert not some.learn_no_rate()
     some.refused(105.0)
-    assert some.per_minute().requests == 25
+    assert some.per_minute() == (25, 15_000, 4_000)
 
 
 KNOWN = (False, False, False)
@@ -313,3 +331,11 @@ def test_the_margin_falls_by_a_hundredth_every_ten_seconds() -> None:
     assert bursts.margin == pytest.approx(0.2)
     assert bursts.answered(110.0)
     assert bursts.margin == pytest.approx(0.198)
+
+
+def test_limits_are_lowered_when_half_of_the_latest_calls_were_refused_by_buckets_of_the_smallest_size() -> None:
+    bursts = proven(6)
+    assert [bursts.refused(NONE_SPENT, 5.0 * number) for number in range(7)] == [True] * 6 + [False]
+    for _ in range(2):
+        bursts.answered(31.0)
+    assert bursts.refused(NONE_SPENT, 35.0)

@@ -103,13 +103,16 @@ def test_ends_are_counted_by_code_and_retries_by_cause() -> None:
     assert activity.totals.sum == 10
 
 
-@pytest.mark.parametrize(("later_s", "told"), [(59, 1), (60, 0)])
+@pytest.mark.parametrize(("later_s", "told"), [(59, 105), (60, 5), (61, 0)])
 def test_the_throughput_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch, later_s: float, told: int) -> None:
     now_s = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     activity = LaneActivity("critical", slots=16, due_slots=4)
-    activity.record(ANSWERED, wait_ms=5, run_ms=1)
-    now_s += later_s
+    for second, ends in ((1000.5, 100), (1001.5, 5)):
+        now_s = second
+        for _ in range(ends):
+            activity.record(ANSWERED, wait_ms=5, run_ms=1)
+    now_s = 1000.0 + later_s
     assert activity.snapshot()["throughput_per_min"] == told
 
 
@@ -154,8 +157,9 @@ def test_a_delay_is_told_as_longer_by_at_most_a_sixteenth(
 ) -> None:
     monkeypatch.setattr("time.monotonic", lambda: 9.0)
     lane = activity()
-    lane.record(Deferred(delay_ms=1000 * delay_s, reason="x"), wait_ms=0, run_ms=None)
-    assert lane.snapshot()["delayed_for"] == {"x": {"count": 1, "last_in_s": told_s}}
+    for delay_ms in (1000 * delay_s, 1000):
+        lane.record(Deferred(delay_ms=delay_ms, reason="x"), wait_ms=0, run_ms=None)
+    assert lane.snapshot()["delayed_for"] == {"x": {"count": 2, "last_in_s": told_s}}
 
 
 def test_what_waits_in_delays_takes_little_memory_although_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -530,7 +530,7 @@ async def test_added_slots_that_no_request_used_for_three_seconds_are_given_up_a
             await asyncio.sleep(2.9)
             assert world.open == [4, 2]
             await asyncio.sleep(0.4)
-            assert world.open == world.low.taken_back == []
+            assert (world.open, world.low.taken_back) == ([], [])
             await asyncio.sleep(5)
     assert [(each["lent"], each["grown"]) for each in logs if each["event"] == signals.SLOTS_CHANGED] == [
         (6, 0),
