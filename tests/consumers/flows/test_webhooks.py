@@ -1,11 +1,18 @@
 """Where webhooks may go, and what a post's message says."""
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import pytest
+from aiohttp import web
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from standardwebhooks import Webhook
 
 from consumers.addresses import PublicResolver
 from consumers.flows.webhooks import (
@@ -24,6 +31,8 @@ from consumers.flows.webhooks import (
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.telemetry.tracing import Tracing
+from tests.support.endpoint import SECRET, endpoint
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDeliveries, FakeSession
 from topology.delays import wait_ms
 
@@ -220,6 +229,119 @@ class Answering(Posting):
         if not (status := self.statuses.pop(0)):
             raise PostFailed("no answer")
         return status
+
+
+async def posted(bench: Bench, spec: WebhookSpec, post: Post, **headers: str) -> Posting:
+    """What became of this post, really made."""
+    given = {**post.headers(), **headers}
+    delivery = bench.delivery(body=b'{"a":1}', queue="lane.webhooks", exchange="lane.webhooks", headers=given)
+    posting = Posting(
+        FakeDeliveries(FakeSession(bench.log, [delivery], ends=True)),
+        spec=spec,
+        publisher=bench.publisher,
+        settler=bench.settler,
+        store=bench.store,
+    )
+    await posting.run()
+    return posting
+
+
+async def test_a_post_is_signed_and_says_what_it_is_and_belongs_to_the_trace() -> None:
+    bench, exporter, provider = Bench(), InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    bench.settler.tracing = Tracing(provider)
+    bench.settler.failpoints.reach = bench.log.append  # type: ignore[assignment, method-assign]
+    async with endpoint() as hook:
+        spec = WebhookSpec(hosts=(f"127.0.0.1:{hook.port}",), secrets=(SECRET,), private=True, http=True)
+        posting = await posted(bench, spec, replace(POST, url=hook.url("/h?a=b")), **{n.TRACEPARENT: TRACE})
+    (found,) = hook.posts
+    at = datetime.fromtimestamp(NOW_MS / 1000, UTC)
+    assert (found.path, found.body, found.id) == ("/h?a=b", b'{"a":1}', "m-1")
+    assert found.headers["webhook-timestamp"] == "1790000000"
+    assert found.headers["webhook-signature"] == Webhook(SECRET).sign("m-1", at, '{"a":1}')
+    assert (found.headers["content-type"], found.headers[n.STATUS]) == ("application/json", "ok")
+    span = next(each for each in exporter.get_finished_spans() if each.name == "POST")
+    assert span.context is not None
+    assert found.headers["traceparent"] == f"{TRACE[:35]}-{span.context.span_id:016x}-01"
+    assert (span.attributes or {})["server.address"] == "127.0.0.1"
+    assert (span.attributes or {})["http.response.status_code"] == 204
+    assert posting.posted == {"delivered": 1}
+    assert bench.log == ["after_post", "event: webhook", "ack"]
+    event = json.loads(bench.notices.bodies[0])
+    assert (event["state"], event["status"], "error" in event) == ("delivered", 204, False)
+
+
+@pytest.mark.parametrize(
+    ("host", "private", "state", "error"),
+    [
+        ("127.0.0.1", True, "retrying", "answered 302"),
+        ("127.0.0.1", False, "undelivered", "its host has a private address"),
+        ("localhost", False, "undelivered", "its host has a private address"),
+        ("elsewhere.example", True, "retrying", "its host is not allowed"),
+    ],
+)
+async def test_no_redirect_is_followed_and_a_private_address_is_never_called(
+    host: str, private: bool, state: str, error: str
+) -> None:
+    bench = Bench()
+    async with endpoint() as hook:
+        hook.answer = lambda posted: web.Response(status=302, headers={"location": hook.url("/other")})
+        hosts = (f"127.0.0.1:{hook.port}", f"localhost:{hook.port}")
+        spec = WebhookSpec(hosts=hosts, secrets=(SECRET,), private=private, http=True)
+        posting = await posted(bench, spec, replace(POST, url=hook.url(host=host)))
+    assert posting.posted == {state: 1}
+    assert [each.path for each in hook.posts] == (["/hook"] if "302" in error else [])
+    event = next(found for each in bench.notices.bodies if (found := json.loads(each))["event"] == "webhook")
+    assert error in event["error"]
+    assert event["status"] == (302 if "302" in error else None)
+
+
+async def test_an_endpoint_that_does_not_answer_in_time_or_is_not_there_is_told_so() -> None:
+    async with endpoint() as hook:
+        hook.answer = lambda posted: 60.0
+        hosts, url = (f"127.0.0.1:{hook.port}",), hook.url()
+        spec = WebhookSpec(hosts=hosts, secrets=(SECRET,), private=True, http=True, timeout_s=0.05)
+        late = Bench()
+        await posted(late, spec, replace(POST, url=url))
+    away = Bench()
+    await posted(away, replace(spec, timeout_s=15), replace(POST, url=url))
+    errors = [json.loads(bench.notices.bodies[0])["error"] for bench in (late, away)]
+    assert errors == ["no answer within 0.05 s", "not reached: ClientConnectorError"]
+
+
+@pytest.mark.parametrize(
+    ("is_quick", "of_it", "others", "has_room"),
+    [
+        (False, 3, 0, True), (False, 4, 0, False), (False, 0, 31, True), (False, 0, 32, False),
+        (True, 15, 32, True), (True, 16, 0, False),
+    ],
+)  # fmt: skip
+async def test_an_endpoint_has_four_posts_or_sixteen_if_it_is_quick_and_all_that_are_not_have_half_of_all_slots(
+    is_quick: bool, of_it: int, others: int, has_room: bool
+) -> None:
+    class Held(Posting):
+        async def _post(self, post: Post, body: bytes) -> int:
+            await go_on.wait()
+            return 200
+
+    bench, go_on = Bench(spec=SPEC), asyncio.Event()
+    posting, message = posting_of(Held, bench), POST.message(b"{}")
+
+    async def post(endpoint: str) -> None:
+        await posting._attempt(replace(POST, attempts=1), message, endpoint)
+
+    if is_quick:
+        go_on.set()
+        await post(POST.endpoint)
+        go_on.clear()
+    endpoints = [POST.endpoint] * of_it + [f"https://{number}.example" for number in range(others)]
+    running = [asyncio.create_task(post(each)) for each in endpoints]
+    await asyncio.sleep(0)
+    assert posting._has_room(POST.endpoint) == has_room
+    go_on.set()
+    await asyncio.gather(*running)
+    assert not posting.running
+    assert posting._unproven == 0
 
 
 async def test_an_endpoint_gets_more_posts_at_once_while_it_answers_quickly() -> None:
