@@ -4,7 +4,6 @@ most, so that nobody's rows drive out those of a tenant that has less than its s
 from collections import deque
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from itertools import accumulate, islice
 from math import inf
 from typing import Final, NamedTuple
 
@@ -80,7 +79,11 @@ def oldest(rows: Iterable[Surplus], cut: float) -> list[Surplus]:
 
 
 def _level(sizes: Iterable[int], at_most: float) -> float:
-    """The level to which the largest sizes must fall so that the sum of all is `at_most`; above all, if it is less."""
+    """The level to which the largest sizes must fall so that the sum of all is `at_most`; infinite if it is less."""
     left = sorted(sizes)
-    below = accumulate(left, initial=0)  # what those that are not cut take, if the first 0, 1, … are not
-    return max(((at_most - size) / (len(left) - at) for at, size in enumerate(islice(below, len(left)))), default=inf)
+    for at, size in enumerate(left):
+        level = at_most / (len(left) - at)
+        if size > level:
+            return level
+        at_most -= size
+    return inf

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
 from urllib.parse import urlsplit
@@ -150,7 +150,7 @@ def _of_values(error: ValidationError, found: Mapping[Place, _Found]) -> dict[Pl
         first, *rest = map(str, details["loc"])
         location = (_ALIASES.get(first, first), *rest)
         # pydantic's location may be longer than the setting's path, because it may name an item of a list.
-        for place in accumulate((step,) for step in location):
+        for place in (location[:n] for n in range(1, len(location) + 1)):
             if place in found:
                 lines[place] = _line(place, details, found[place])
     return lines
