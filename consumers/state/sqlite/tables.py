@@ -761,7 +761,7 @@ class Tables:
         """End a request with the completion in `row`, and keep it for as long as a message of the request can wait in
         the broker."""
         keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
-        self._write(identity, row._replace(keep_ms=keep_ms, cancelling=False))
+        self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=False))
 
     def _write(self, identity: Identity, row: Row) -> None:
         self._execute(_WRITE, (identity.tenant, identity.id, *row))
