@@ -272,8 +272,9 @@ async def test_a_store_that_is_closed_does_not_wait_for_what_it_looks_for_to_rem
     looks = threading.Event()
 
     def surplus(tables: Tables, _: int) -> None:
-        looks.set()
-        tables.connection.execute("WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x FROM n) SELECT count(*) FROM n")
+        tables.connection.create_function("looks", 0, looks.set)  # called by the statement, so that it runs already
+        endless = "WITH RECURSIVE n(x) AS (SELECT looks() UNION ALL SELECT x FROM n) SELECT count(*) FROM n"
+        tables.connection.execute(endless)
 
     monkeypatch.setattr(Tables, "surplus", surplus)
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
