@@ -7,7 +7,7 @@ and its rate limits allow the call at once, because an attempt waits for its rat
 
 import asyncio
 import random
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
@@ -206,7 +206,7 @@ class Attempts:
             if not is_reserved:
                 await self.breakers.unknown(permit, clock())
         if is_reserved and used is not None and used.output_tokens > 0 and job.attempted is not None:
-            job.attempted = replace(job.attempted, lost=(*job.attempted.lost, (before.model, used)))
+            job.attempted.lost = (*job.attempted.lost, (before.model, used))
         return permit if is_reserved else None
 
     async def _call(
@@ -323,4 +323,6 @@ def _may_help(failed: _FailedCall, other: Route) -> bool:
 
 def _record_run(job: Job, seconds: float, **result: Any) -> None:
     if job.attempted is not None:
-        job.attempted = replace(job.attempted, run_ms=round(1000 * seconds), **result)
+        job.attempted.run_ms = round(1000 * seconds)
+        for name, value in result.items():
+            setattr(job.attempted, name, value)

@@ -25,7 +25,7 @@ from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
 from topology.codec.decoding import Published, Request, app_of, deadline_of, published
-from topology.codec.headers import BatchHop, FlowHop, read_hop, read_replay, split_tail
+from topology.codec.headers import BatchHop, FlowHop, read_fresh, read_hop, split_tail
 from topology.lanes import LaneSpec
 
 CONSUMER_TIMEOUT_S = 1800.0
@@ -97,7 +97,7 @@ class Reserved:
     reservation: Reservation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Attempted:
     """What is known about the attempt that is made for a delivery, that is, about its one or two calls to providers."""
 
@@ -148,9 +148,7 @@ class Job:
             self.hop = read_hop(headers)
             message.priority = original_priority(message.priority)
         else:
-            self.hop = replace(
-                read_replay(headers), user_id=message.user_id, expiration=message.expiration, is_fresh=True
-            )
+            self.hop = read_fresh(headers, user_id=message.user_id, expiration=message.expiration)
         self.batch: BatchHop | None = self.hop.batch
         self.batch_result: bytes | None = None
         """The line of the batch's results that answers it; then no provider is called."""

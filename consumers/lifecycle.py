@@ -130,7 +130,7 @@ def _is_first(job: Job, completion: Completion) -> bool:
 
 
 def _ascii(text: str, length: int) -> str:
-    return text[:length].encode("ascii", "replace").decode()
+    return text[:length] if text.isascii() else text[:length].encode("ascii", "replace").decode()
 
 
 def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> None:

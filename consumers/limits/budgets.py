@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Final, NamedTuple, Protocol, TypeVar
 
-from cachetools import FIFOCache
+from cachetools import LRUCache
 
 from consumers.limits import forecast
 from consumers.limits.account import Account, Waiter
@@ -339,9 +339,9 @@ class Estimates:
     def __init__(self, *, first_output_tokens: float, first_bytes_per_token: float) -> None:
         self._first_output = first_output_tokens
         self._first_ratio = 1 / first_bytes_per_token
-        self._outputs: FIFOCache[UsageClass, _Average] = FIFOCache(KINDS)
-        self._runs: FIFOCache[UsageClass, _Average] = FIFOCache(KINDS)
-        self._tokens_per_byte: FIFOCache[str, _Average] = FIFOCache(KINDS)
+        self._outputs: LRUCache[UsageClass, _Average] = LRUCache(KINDS)
+        self._runs: LRUCache[UsageClass, _Average] = LRUCache(KINDS)
+        self._tokens_per_byte: LRUCache[str, _Average] = LRUCache(KINDS)
 
     def input_tokens(self, model: str, text_bytes: int, media_tokens: int = 0) -> float:
         known = self._tokens_per_byte.get(model)
@@ -375,9 +375,8 @@ class Estimates:
             _learn_value(self._tokens_per_byte, kind.model, part * input_tokens / text_bytes)
 
 
-def _learn_value(averages: FIFOCache[Key, _Average], key: Key, value: float) -> None:
-    if (known := averages.pop(key, None)) is None:
-        known = _Average(value)
+def _learn_value(averages: LRUCache[Key, _Average], key: Key, value: float) -> None:
+    if (known := averages.get(key)) is None:
+        averages[key] = _Average(value)
     else:
         known.add(value)
-    averages[key] = known  # now the last

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from consumers.providers.batches import Batches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Answer:
     """A provider's answer to one call: a whole Message of Anthropic's API, and what else the response says."""
 
@@ -199,11 +199,8 @@ class Registry:
         return self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
 
     def _count(self, answer: Answer, route: Route, span: Span) -> Answer:
-        answer = replace(
-            answer,
-            cost_usd=self.prices.cost_usd(route.model, answer.usage),
-            saved_usd=self.prices.saved_usd(route.model, answer.usage),
-        )
+        answer.cost_usd = self.prices.cost_usd(route.model, answer.usage)
+        answer.saved_usd = self.prices.saved_usd(route.model, answer.usage)
         self._calls_of(route).count(answer)
         tracing.record_answer(
             span,

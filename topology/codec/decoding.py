@@ -28,7 +28,7 @@ from lanekeeper.contract.names import (
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.codec import bounds
 from topology.codec import headers as header_rules
-from topology.codec.headers import HopHeaders, RequestHeaders, ms_or_none
+from topology.codec.headers import NO_HOP, HopHeaders, RequestHeaders, ms_or_none
 from topology.codec.media import NO_MEDIA, Media, count
 from topology.delays import MAX_DELAY_MS
 from topology.lanes import MIB, LaneSpec
@@ -171,7 +171,7 @@ def decode(
     """
     _check_properties(message, lane=lane, fresh=hop is None)
     headers = header_rules.read(message.headers)
-    history = hop or HopHeaders()
+    history = hop or NO_HOP
     flow = history.flow
     handler = _handler_of(message, headers, handlers)
     pipeline = _pipeline_of(message, headers, pipelines)
@@ -221,7 +221,7 @@ def deadline_of(message: Message, *, lane: LaneSpec, hop: HopHeaders | None, now
     """`Request.deadline_ms`, without a look at the body. Raises RequestProblem."""
     if hop is not None and hop.flow is not None:
         return hop.flow.deadline_ms
-    headers, history = header_rules.read(message.headers), hop or HopHeaders()
+    headers, history = header_rules.read(message.headers), hop or NO_HOP
     sent = published(message, history, now_ms=now_ms)
     return (_due_ms(headers, history, sent_ms=sent.ms) or sent.ms) + _allowed_ms(headers, lane)
 

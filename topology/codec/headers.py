@@ -158,6 +158,7 @@ class HopHeaders:
     batch_unread: str = ""
 
 
+NO_HOP = HopHeaders()
 _NUMBERS = {
     "attempts": names.ATTEMPT,
     "first_seen_ms": names.FIRST_SEEN_MS,
@@ -241,10 +242,18 @@ def read_hop(headers: Mapping[str, Any]) -> HopHeaders:
     )
 
 
-def read_replay(headers: Mapping[str, Any]) -> HopHeaders:
-    """Of a message that a requester published: what it says of the dead letter that it was. It may be forged, which
-    harms nobody: the store compares the time, and the rest is only shown."""
-    return read_hop({key: headers.get(key) for key in (names.DEAD_AT, names.REPLAYS, names.REPLAYED_AT)})
+def read_fresh(headers: Mapping[str, Any], *, user_id: str | None, expiration: str | None) -> HopHeaders:
+    """Of a message that a requester published. What it says of the dead letter that it was may be forged, which harms
+    nobody: the store compares the time, and the rest is only shown."""
+    dead_at, replays, replayed_at = map(headers.get, (names.DEAD_AT, names.REPLAYS, names.REPLAYED_AT))
+    return HopHeaders(
+        user_id=user_id,
+        expiration=expiration,
+        dead_at=dead_at if isinstance(dead_at, str) else None,
+        replays=replays if type(replays) is int and replays >= 0 else 0,
+        replayed_at=replayed_at if isinstance(replayed_at, str) else None,
+        is_fresh=True,
+    )
 
 
 def carried(headers: Mapping[str, Any], *, of: Names) -> dict[str, Any]:
