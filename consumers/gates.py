@@ -611,7 +611,7 @@ class BudgetGate:
         route = routes[0]
         began_s = _loop_s()
         try:
-            async with job.interruptible(self.spec.hold_s) as limit:
+            async with job.interruptible(None) as limit:  # `_reserve` limits it, if the request has to wait
                 if len(routes) > 1:
                     if (found := await self._overflowing(job, decoded, routes, limit)) is not None:
                         job.reserved = found
@@ -705,8 +705,8 @@ class BudgetGate:
             has_to_wait = True
             self.waits[account, lane.name, wait.reason] += 1
             patience_s = room.enter(lane.name, account, slots=lane.slots)
-            if patience_s is not None:
-                limit.reschedule(_loop_s() + min(patience_s, self.spec.hold_s))
+            hold_s = self.spec.hold_s
+            limit.reschedule(_loop_s() + (hold_s if patience_s is None else min(patience_s, hold_s)))
             if wait.seconds >= REPORTED_FROM_S:
                 self.on_wait(job, wait)
 

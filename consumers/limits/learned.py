@@ -246,8 +246,10 @@ class Bursts:
             held_s, proven_s = min(self._most_s, 60 * held / header.limit), found[index]
             if proven_s is None or held_s > NEWS * proven_s or held_s == self._most_s > proven_s:
                 found[index] = held_s
-        before, self.learned = self.learned, self.learned._replace(proven_s=tuple(found))
-        return self.learned != before
+        if (proven := tuple(found)) == self.learned.proven_s:
+            return False
+        self.learned = self.learned._replace(proven_s=proven)
+        return True
 
     def spent(self, rate: RateHeaders) -> tuple[bool, ...]:
         usual = (0.0, SPENT_REQUESTS * self._usual_input, 0.0)
