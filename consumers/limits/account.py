@@ -132,9 +132,9 @@ class Account:
         """Grant the next waiting request, if the budget allows it: take it out of its line and give it a reservation.
         Returns the granted request and 0; or, if none may be granted now, None and the seconds after which to call this
         again."""
+        self.refill(now_s)
         if self.lines.is_empty:
             return None, inf
-        self.refill(now_s)
         if (stopped_s := self.stopped_s(now_s)) > 0:
             return None, stopped_s
         calls = self.concurrency

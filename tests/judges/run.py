@@ -445,7 +445,7 @@ async def judge_calls(
 ) -> None:
     given = json.dumps([call.document() for call in made]).encode()
     found: list[dict[str, Any]] = []
-    arrived: dict[str, Counter[str]] = {}
+    arrived: dict[str, dict[str, list[str]]] = {}
     for way in ways:
         api.start_over()
         both = await asyncio.gather(
@@ -453,15 +453,19 @@ async def judge_calls(
             output("node", "judge.js", way.url, folder=typescript, given=given),
         )
         found.append({client: got for _, out in both for client, got in json.loads(out).items()})
-        arrived[way.name] = Counter(call.model for call in api.calls)
+        arrived[way.name] = defaultdict(list)
+        for each in api.calls:
+            arrived[way.name][each.model].append(f"{each.started_s:.3f} {each.outcome} {each.status}")
     direct, through = found
     for client in CLIENTS:
         kind = "TypeScript" if client == "typescript" else f"Python, {client}"
         for call in made:
             verdict.compare(kind, call.name, direct[client][call.name], through[client][call.name])
             if call.name.startswith("retry"):
-                counts = [arrived[way.name][f"{call.name} {client}"] for way in ways]
-                verdict.compare(kind, f"calls of: {call.name}", *counts)
+                directly, passed_on = (arrived[way.name][f"{call.name} {client}"] for way in ways)
+                if len(directly) == len(passed_on):  # else it is shown when each came, and how it ended
+                    directly = passed_on = [str(len(directly))]
+                verdict.compare(kind, f"calls of: {call.name}", directly, passed_on)
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
