@@ -1,7 +1,7 @@
 """Defines `Job`: one delivery while a worker works on it. The result of a job is an outcome (`outcomes.py`)."""
 
 import asyncio
-import os
+import random
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -234,7 +234,7 @@ class Job:
             mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
             # a message in a side queue that was not delivered before has no claim; only its original may have one
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
-            nonce=(b"s" if self.source is Source.SIDE else b"q") + os.urandom(7),
+            nonce=(b"s" if self.source is Source.SIDE else b"q") + random.randbytes(7),
             dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
         )
 

@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
+from ctypes import PyDLL, Structure, byref, c_int, c_short
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from ipaddress import ip_address
@@ -419,14 +420,21 @@ def _with_pool(transport: Any) -> Any:
     return transport
 
 
+_LIBC: Final = PyDLL(None)
+"""Its `poll` keeps the interpreter's lock, for which each call of Python's own makes the store's thread wake up."""
+
+
+class _PollFd(Structure):
+    _fields_ = (("fd", c_int), ("events", c_short), ("revents", c_short))
+
+
 class _Pool(aiohttp.TCPConnector):
     """Uses a connection again only if nothing has arrived since its last answer: the next call, perhaps of another
     tenant, would take that for its answer."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._polls: WeakKeyDictionary[object, select.poll] = WeakKeyDictionary()
-        """For each connection that was used: whether its socket has bytes, or an end, that nobody has read."""
+        self._used: WeakKeyDictionary[object, _PollFd] = WeakKeyDictionary()
 
     @override
     async def connect(self, *args: Any, **options: Any) -> Connection:
@@ -435,11 +443,10 @@ class _Pool(aiohttp.TCPConnector):
             protocol, transport = found.protocol, found.transport
             assert protocol is not None
             assert transport is not None
-            if (poll := self._polls.get(protocol)) is None:
-                poll = self._polls[protocol] = select.poll()
-                poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+            if (used := self._used.get(protocol)) is None:
+                self._used[protocol] = _PollFd(transport.get_extra_info("socket").fileno(), select.POLLIN)
                 return found
-            if not protocol.should_close and not poll.poll(0):
+            if not protocol.should_close and _LIBC.poll(byref(used), 1, 0) == 0:
                 return found
             found.close()
 

@@ -5,7 +5,7 @@ If `failing` is set, every call raises it, like a store that is unavailable. `lo
 import asyncio
 import sqlite3
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -43,7 +43,7 @@ class MemoryStore(SqliteStore):
         self.failing: StoreUnavailable | None = None
 
     @override
-    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
+    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True, **_: Any) -> T:
         return operation(self._tables, self._at(LOGGED.get(name)))
 
     @override

@@ -226,7 +226,7 @@ def adopt(former: Path, path: Path) -> None:
 def connect(path: Path) -> sqlite3.Connection:
     """Open a connection to a file that exists."""
     return sqlite3.connect(
-        f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=64
+        f"file:{quote(str(path))}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None, cached_statements=128
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from consumers.state import base
-from consumers.state.base import Identity, StoreSpec, StoreUnavailable
+from consumers.state.base import Completion, Fingerprint, Identity, StoreSpec, StoreUnavailable
 from consumers.state.shedding import Surplus, next_step
 from consumers.state.sqlite.file import (
     ROOM_BYTES,
@@ -37,13 +37,13 @@ from consumers.state.sqlite.file import (
     probe,
     sync_commits,
 )
-from consumers.state.sqlite.tables import Tables, Times
+from consumers.state.sqlite.tables import TOGETHER_AT_MOST, Tables, Times
 from lanekeeper.telemetry.figures import timings
 
 P = ParamSpec("P")
 T = TypeVar("T")
 WAITING_AT_MOST = 10_000
-TOGETHER_AT_MOST = 500
+GROUP_AT_MOST = 500
 REOPEN_S = 0.5
 CLOSE_S = 10.0
 """How long `close` waits for the last operations: longer than one wait for a lock (`BUSY_S`) and one fsync."""
@@ -59,6 +59,9 @@ _INVALID_VALUES = (
 
 
 Operation = Callable[[Tables, Times], T]
+Together = Callable[[Tables, Times, list[Any]], Sequence[object]]
+"""Writes many operations by one statement, each given by its arguments. Returns their results; None for one that must
+be done by itself."""
 _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 
@@ -66,6 +69,8 @@ class _Waiting(NamedTuple):
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
     durable: bool
+    together: Together | None
+    arguments: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -105,17 +110,25 @@ class Writer:
         self._groups.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
-    async def do(self, name: str, operation: Operation[T], *, durable: bool) -> T:
+    async def do(
+        self,
+        name: str,
+        operation: Operation[T],
+        *,
+        durable: bool,
+        together: Together | None = None,
+        arguments: tuple[Any, ...] = (),
+    ) -> T:
         """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
         `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
-        it has written."""
+        it has written. `together`: how the operation, by its `arguments`, can be done with others of its kind."""
         if self._is_closed:
             raise StoreUnavailable(f"{self.path} is not used any more: this store was closed")
         if self._waiting >= WAITING_AT_MOST:
             raise StoreUnavailable(f"{self.path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append(_Waiting(operation, done, durable))
+        self._gathered.append(_Waiting(operation, done, durable, together, arguments))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
@@ -126,7 +139,7 @@ class Writer:
             self.times[name].add(time.monotonic() - began_s)
 
     def _hand_over(self) -> None:
-        group, self._gathered = self._gathered[:TOGETHER_AT_MOST], self._gathered[TOGETHER_AT_MOST:]
+        group, self._gathered = self._gathered[:GROUP_AT_MOST], self._gathered[GROUP_AT_MOST:]
         self._is_busy = bool(group)
         if group:
             self._groups.put(group)
@@ -173,7 +186,8 @@ class Writer:
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             at = Times(now=self.clock.since_boot_ms(), today=self.clock.since_1970_ms())
-            done = [_done(tables, at, waiting) for waiting in group]
+            written = _written_together(tables, at, group)
+            done = [written.get(waiting.done) or _done(tables, at, waiting) for waiting in group]
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
@@ -214,6 +228,24 @@ class Writer:
             with suppress(sqlite3.Error):
                 self._tables.connection.close()
             self._tables = None
+
+
+def _written_together(tables: Tables, at: Times, group: Sequence[_Waiting]) -> dict["asyncio.Future[Any]", _Done]:
+    """Write the operations of a group that can be written together, before the others: all of them were asked for
+    before the first one was answered."""
+    kinds: dict[Together, list[_Waiting]] = {}
+    for waiting in group:
+        if waiting.together is not None and not waiting.done.cancelled():
+            kinds.setdefault(waiting.together, []).append(waiting)
+    done: dict[asyncio.Future[Any], _Done] = {}
+    for together, rest in kinds.items():
+        while len(rest) > 1:
+            part, rest = rest[:TOGETHER_AT_MOST], rest[TOGETHER_AT_MOST:]
+            with suppress(*_INVALID_VALUES):  # of one operation: the statement has written nothing
+                results = together(tables, at, [waiting.arguments for waiting in part])
+                pairs = zip(part, results, strict=True)
+                done |= {one.done: (one.done, result, None) for one, result in pairs if result is not None}
+    return done
 
 
 def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
@@ -344,15 +376,40 @@ class SqliteStore:
             self._no_room = f"{self._path} has no room left, its disk is full ({left} bytes): free some space"
             raise StoreUnavailable(self._no_room)
 
-    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
-        return await self._writer.do(name, operation, durable=durable)
+    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> base.ClaimAnswer:
+        return await self.transact(
+            "claim",
+            lambda tables, at: tables.claim(at, identity, fingerprint),
+            durable=False,
+            together=Tables.claim_new,
+            arguments=(identity, fingerprint),
+        )
 
-    claim = _in_writer(Tables.claim, durable=False)
+    async def complete(
+        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
+    ) -> Completion | None:
+        return await self.transact(
+            "complete",
+            lambda tables, at: tables.complete(at, identity, fingerprint, completion, token=token),
+            together=None if token is None else Tables.complete_held,
+            arguments=(identity, fingerprint, completion, token),
+        )
+
+    async def transact(
+        self,
+        name: str,
+        operation: Operation[T],
+        *,
+        durable: bool = True,
+        together: Together | None = None,
+        arguments: tuple[Any, ...] = (),
+    ) -> T:
+        return await self._writer.do(name, operation, durable=durable, together=together, arguments=arguments)
+
     renew = _in_writer(Tables.renew, durable=False)
     shelter = _in_writer(Tables.shelter, durable=False)
     release = _in_writer(Tables.release)
     defer = _in_writer(Tables.defer)
-    complete = _in_writer(Tables.complete)
     note = _in_writer(Tables.note)
     cancel = _in_writer(Tables.cancel)
     find = _in_writer(Tables.find)

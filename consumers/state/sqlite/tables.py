@@ -7,6 +7,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, Literal, NamedTuple
 
 from consumers.state import base
@@ -116,21 +117,50 @@ FORGET_EVENTS = "DELETE FROM entry WHERE followed = ? AND kind = ?"
 _COUNT_UNSEEN = f"SELECT count(*) {_UNSEEN}"
 _FORGET_UNSEEN = f"DELETE FROM request WHERE rowid IN (SELECT rowid {_UNSEEN} ORDER BY keep_ms LIMIT ?)"
 _MARK = "UPDATE request SET mark = ? WHERE tenant = ? AND id = ?"
+_CLAIMS: Final = (
+    "(SELECT key, json_extract(value, '$[0]') AS tenant, json_extract(value, '$[1]') AS id,"
+    " json_extract(value, '$[2]') AS token FROM json_each(?)) AS held"
+)
+_STOPPED: Final = (
+    f"SELECT held.key, request.token <> held.token FROM {_CLAIMS} CROSS JOIN request"
+    " ON request.tenant = held.tenant AND request.id = held.id"
+    f" WHERE (request.token <> held.token OR cancelling OR code = '{CANCELLED}') AND (keep_ms > ? OR lease_ms > ?)"
+)
 _RENEW: Final = (
-    "UPDATE request SET lease_ms = ? WHERE tenant = ? AND id = ? AND token = ? AND status IS NULL AND lease_ms > 0"
+    f"UPDATE request SET lease_ms = ? FROM {_CLAIMS}"
+    " WHERE request.tenant = held.tenant AND request.id = held.id AND request.token = held.token"
+    " AND (status IS NULL AND lease_ms > 0 OR cancelling)"
 )
-_CLAIM_NEW: Final = (
-    "INSERT INTO request (token, lease_ms, claimed_ms, keep_ms, tenant, id, body_hash, mark, nonce, attempts, noted,"
-    " cancelling, deaths) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0) ON CONFLICT (tenant, id) DO NOTHING"
-)
-_COMPLETE_HELD: Final = (  # inserts a row if the store has lost the claim
-    "INSERT INTO request (claimed_ms, keep_ms, tenant, id, body_hash, mark, token, status, code, headers, ended_ms,"
-    " body, lease_ms, attempts, noted, cancelling, deaths) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"
-    " ON CONFLICT (tenant, id) DO UPDATE SET"
-    " lease_ms = 0, keep_ms = excluded.keep_ms, cancelling = 0, status = excluded.status, code = excluded.code,"
-    " headers = excluded.headers, ended_ms = excluded.ended_ms, body = excluded.body"
-    " WHERE request.token = excluded.token AND (request.status IS NULL OR request.cancelling)"
-)
+TOGETHER_AT_MOST: Final = 32
+"""How many claims, or completions, one statement writes: sqlite3 gives the interpreter's lock away several times for
+each statement, and waits for it again. A connection keeps a prepared statement for each number (`connect`)."""
+
+
+@cache
+def _claim_new(count: int) -> str:
+    row = "(?1, ?2, ?3, ?4, ?, ?, ?, ?, ?, 0, 0, 0, 0)"
+    return (
+        "INSERT INTO request (token, lease_ms, claimed_ms, keep_ms, tenant, id, body_hash, mark, nonce, attempts,"
+        f" noted, cancelling, deaths) VALUES {', '.join([row] * count)} ON CONFLICT (tenant, id) DO NOTHING"
+    )
+
+
+_CLAIMED: Final = "SELECT tenant, id FROM request WHERE rowid > ?"
+
+
+@cache
+def _complete_held(count: int) -> str:
+    row = "(?1, ?2, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"  # inserted if the store has lost the claim
+    return (
+        "INSERT INTO request (claimed_ms, keep_ms, tenant, id, body_hash, mark, token, status, code, headers, ended_ms,"
+        f" body, lease_ms, attempts, noted, cancelling, deaths) VALUES {', '.join([row] * count)}"
+        " ON CONFLICT (tenant, id) DO UPDATE SET"
+        " lease_ms = 0, keep_ms = excluded.keep_ms, cancelling = 0, status = excluded.status, code = excluded.code,"
+        " headers = excluded.headers, ended_ms = excluded.ended_ms, body = excluded.body"
+        " WHERE request.token = excluded.token AND (request.status IS NULL OR request.cancelling)"
+    )
+
+
 _FIELDS: Final = ", ".join(Submission._fields)
 _ADD: Final = (
     f"INSERT INTO followed (streams, last, events, bytes, tenant, id, {_FIELDS})"
@@ -236,6 +266,10 @@ _OLDEST: Final = f"SELECT id, {_SIZE}, keep_ms FROM request WHERE tenant = ? AND
 _REMOVE: Final = "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms = ? AND lease_ms <= ?"
 
 
+_Ended = tuple[Identity, Fingerprint, Completion, int]
+"""The arguments of `complete` for a request whose claim its worker holds."""
+
+
 class Tables:
     """Implements the methods of `FollowedStore` on one connection."""
 
@@ -247,11 +281,29 @@ class Tables:
         self._keep_ms = round(spec.keep_s * 1000)
         self._cancelled_ms = round(spec.cancelled_s * 1000)
 
+    def claim_new(self, at: Times, claims: Sequence[tuple[Identity, Fingerprint]]) -> Sequence[Granted | None]:
+        """Grant, by one statement, those claims whose requests have no row; None for the others."""
+        values: list[object] = [at.today, at.now + self._lease_ms, at.now, at.today + self._keep_ms]
+        for identity, message in claims:
+            values += (identity.tenant, identity.id, message.body_hash, message.mark, message.nonce)
+        written = self._execute(_claim_new(len(claims)), values)
+        granted = Granted(token=at.today)
+        if written.rowcount == len(claims):
+            return [granted] * len(claims)
+        new: set[tuple[str, str]] = set()
+        if written.rowcount and written.lastrowid:  # the new rows have the highest numbers
+            new.update(self._execute(_CLAIMED, (written.lastrowid - written.rowcount,)))
+        answers: list[Granted | None] = []
+        for identity, _ in claims:
+            key = (identity.tenant, identity.id)
+            answers.append(granted if key in new else None)
+            new.discard(key)  # a second claim of the same request comes after the first
+        return answers
+
     def claim(self, at: Times, identity: Identity, fingerprint: Fingerprint) -> base.ClaimAnswer:
         message = fingerprint
-        new = (at.today, at.now + self._lease_ms, at.now, at.today + self._keep_ms, identity.tenant, identity.id)
-        if self._execute(_CLAIM_NEW, (*new, message.body_hash, message.mark, message.nonce)).rowcount:
-            return Granted(token=at.today)
+        if (new := self.claim_new(at, [(identity, message)])[0]) is not None:
+            return new
         row = self.read(at, identity)
         if row is None or row.noted or row.runs_again(message):
             if row is not None and row.ended:
@@ -274,22 +326,10 @@ class Tables:
         return self._grant(at, identity, message, row, attempts=row.attempts, deaths=row.deaths + bool(row.lease_ms))
 
     def renew(self, at: Times, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
-        stops = {}
-        for claim in held:
-            me, lease_ms = claim.identity, at.now + self._lease_ms
-            if self._execute(_RENEW, (lease_ms, me.tenant, me.id, claim.token)).rowcount:
-                continue
-            row = self.read(at, me)
-            if row is None:  # the store has lost the claim, so no other worker holds it
-                continue
-            if row.token != claim.token:
-                stops[claim] = base.Stop.FENCED
-                continue
-            if row.cancelling or (row.ended and row.code == CANCELLED):
-                stops[claim] = base.Stop.CANCELLED
-            if row.cancelling:
-                self._write(me, row._replace(lease_ms=lease_ms))
-        return stops
+        claims = as_json([(claim.identity.tenant, claim.identity.id, claim.token) for claim in held])
+        stopped = self._execute(_STOPPED, (claims, at.today, at.now)).fetchall()
+        self._execute(_RENEW, (at.now + self._lease_ms, claims))
+        return {held[key]: base.Stop.FENCED if is_lost else base.Stop.CANCELLED for key, is_lost in stopped}
 
     def shelter(self, at: Times, held: Held) -> None:
         row = self.read(at, held.identity)
@@ -328,17 +368,24 @@ class Tables:
             return True
         return not row.ended
 
+    def complete_held(self, at: Times, ended: Sequence[_Ended]) -> Sequence[Completion | None]:
+        """Store, by one statement, how requests ended whose claims are held; None for all of them if one is not."""
+        values: list[object] = [at.now, at.today + self._keep_ms]
+        for identity, message, completion, token in ended:
+            values += (identity.tenant, identity.id, message.body_hash, message.mark, token)
+            values += _of_completion(completion)
+        is_all = self._execute(_complete_held(len(ended)), values).rowcount == len(ended)
+        return [completion if is_all else None for _, _, completion, _ in ended]
+
     def complete(
         self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
         message, keep_ms = fingerprint, at.today + self._keep_ms
-        if token is not None:
-            held = (at.now, keep_ms, identity.tenant, identity.id, message.body_hash, message.mark, token)
-            if self._execute(_COMPLETE_HELD, (*held, *_of_completion(completion))).rowcount:
-                return completion
+        if token is not None and self.complete_held(at, [(identity, message, completion, token)])[0] is not None:
+            return completion
         row = self.read(at, identity)
         if row is not None and row.token == token:
-            return row.completion()  # `_COMPLETE_HELD` has found that it has ended
+            return row.completion()  # `complete_held` has found that it has ended
         if row is not None and not row.noted and not (token is None and row.runs_again(message)):
             if row.body_hash not in (None, message.body_hash):
                 return completion if token is None else None

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -27,6 +28,7 @@ from consumers.state.base import (
     NewEntry,
     Part,
     Running,
+    Stop,
     StoreSpec,
     StoreUnavailable,
     Submission,
@@ -36,7 +38,7 @@ from consumers.state.base import (
 from consumers.state.sqlite.file import Clock
 from consumers.state.sqlite.store import Reader, SqliteStore, Writer
 from consumers.state.sqlite.tables import Tables, Times
-from tests.support.completions import CANCELLED, ME, answered, fingerprint
+from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
 
 WAITED = Identity("", "waited")
@@ -75,6 +77,44 @@ async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
     assert [each for each in range(39) if not isinstance(found[each], Completion)] == [8]
     assert isinstance(found[8], OverflowError)
     assert [each for each in range(39) if (one := kept[each]) is None or one.completion is None] == [8]
+
+
+async def test_operations_that_are_asked_for_together_are_decided_like_one_after_the_other(tmp_path: Path) -> None:
+    names = ["new", "deferred", "ended", "failed", "held", "unseen", "conflict", "told", *map(str, range(70)), "twice"]
+    ids = {name: Identity("", name) for name in names}
+
+    async def play(path: Path, ask: Callable[[list[Callable[[], Awaitable[Any]]]], Awaitable[list[Any]]]) -> object:
+        async with SqliteStore(path, namespace="lane", clock=Standing()) as store:
+            await store.defer(ids["deferred"], due_ms=None, keep_until_ms=Standing.ms + 1)
+            await store.complete(ids["ended"], fingerprint(), answered(), token=None)
+            await store.complete(ids["failed"], fingerprint(), failed(ended_ms=5), token=None)
+            await store.cancel(ids["unseen"], CANCELLED)
+            await store.complete(ids["conflict"], fingerprint("another"), answered(), token=None)
+            await store.claim(ids["told"], fingerprint(nonce=b"q1"))
+            await store.cancel(ids["told"], CANCELLED)
+            await store.claim(ids["held"], fingerprint(mark="other", nonce=b"q9"))  # the newest row
+            messages = [(ids[name], fingerprint(nonce=b"q1", dead_at_ms=5)) for name in names]
+            messages.append((ids["twice"], fingerprint(mark="another", nonce=b"q2")))
+            claims: list[object] = await ask([partial(store.claim, *message) for message in messages])
+            tokens = [claim.token if isinstance(claim, Granted) else 7 for claim in claims]
+            tokens[names.index("5")] += 1
+            ends = [
+                partial(store.complete, *message, answered(message[0].id), token=token)
+                for message, token in zip(messages, tokens, strict=True)
+            ]
+            await store.release(Held(ids["6"], tokens[names.index("6")]))
+            rows = "SELECT * FROM request ORDER BY id"
+            looked = [partial(store.transact, "look", lambda tables, _: tables.connection.execute(rows).fetchall())]
+            return claims, await ask([*ends, *looked])
+
+    async def together(asked: list[Callable[[], Awaitable[Any]]]) -> list[Any]:
+        return await asyncio.gather(*(ask() for ask in asked))
+
+    async def in_turn(asked: list[Callable[[], Awaitable[Any]]]) -> list[Any]:
+        return [await ask() for ask in asked]
+
+    at_once = await play(tmp_path / "at once.sqlite", together)
+    assert at_once == await play(tmp_path / "in turn.sqlite", in_turn)
 
 
 async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
@@ -356,6 +396,20 @@ async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) ->
         assert again.deaths == 1
         clock.ms += 10_000
         assert Granted(token=again.token + 1, deaths=2) == await store.claim(ME, fingerprint())
+
+
+async def test_who_lost_a_claim_does_not_prolong_its_next_holders(tmp_path: Path) -> None:
+    clock = Standing()
+    async with a_store(tmp_path, clock) as store:
+        first = await store.claim(ME, fingerprint(nonce=b"q1"))
+        assert isinstance(first, Granted)
+        await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2"))
+        clock.ms += 9_999
+        assert await store.renew([Held(ME, first.token)]) == {Held(ME, first.token): Stop.FENCED}
+        clock.ms += 1
+        assert await store.find(ME) == Found(completion=None, running=False)
+        clock.ms += 8 * 86_400_000
+        assert await store.renew([Held(ME, first.token)]) == {}, "nothing is known of a request that is not kept"
 
 
 async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -> None:

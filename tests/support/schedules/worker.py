@@ -421,7 +421,9 @@ class StoreEdge(SqliteStore):
         return await self._do("complete", identity.id, keep, fingerprint)
 
     @override
-    async def transact(self, name: str, operation: Callable[[Tables, Times], T], *, durable: bool = True) -> T:
+    async def transact(
+        self, name: str, operation: Callable[[Tables, Times], T], *, durable: bool = True, **_: Any
+    ) -> T:
         delivery = DELIVERY.get(None)
         about = delivery.message.message_id if isinstance(delivery, Delivery) else None
         return await self._do(name, about or "", lambda at: operation(self._world.rows, at))
