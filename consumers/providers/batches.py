@@ -22,7 +22,7 @@ from consumers.decoding import Parsing
 from consumers.failures import AccountError, AnswerTooLargeError, RejectedError, TransientError
 from consumers.providers.errors import NETWORK_ERRORS, border, from_body, is_html, plain, refuse_html, within
 from consumers.providers.registry import Answer
-from consumers.providers.streams import bounded, from_json, pieces, read_answer, to_json
+from consumers.providers.streams import bounded, from_json, read_answer, to_json
 from topology.codec import bounds
 
 PATH: Final = "/v1/messages/batches"
@@ -180,7 +180,7 @@ class Batches:
     async def _lines(self, response: httpx2.Response) -> AsyncGenerator[tuple[bytes, bool], None]:
         """Each line that is not empty, and whether it is whole: of one that is too long, only the begin is kept."""
         kept, size = bytearray(), 0
-        body_pieces = aiter(pieces(response, plain(response.headers)))
+        body_pieces = aiter(response.aiter_bytes())
         until_s = asyncio.get_running_loop().time() + RESULTS_WITHIN_S
         while (piece := await self._piece(body_pieces, until_s)) is not None:
             for nth, part in enumerate(piece.split(b"\n")):
@@ -211,7 +211,7 @@ class Batches:
             self._response(method, path, **more) as response,
         ):
             with border(secret=self.secret):
-                found = bounded(pieces(response, plain(response.headers)), _OBJECT_BYTES)
+                found = bounded(response.aiter_bytes(), _OBJECT_BYTES)
                 body = b"".join([piece async for piece in found])
         return _parsed(body)
 

@@ -115,7 +115,7 @@ async def within(seconds: float, *, why: str) -> AsyncIterator[None]:
 
 
 def _from_network(error: BaseException | None) -> ProviderError:
-    lowest = getattr(error, "__cause__", None) or error
+    lowest = _lowest(error)
     if (reason := _named(lowest, _WRONG_ADDRESS)) is not None:
         return AccountError(reason, reason=reason, type=UNREACHABLE)
     if isinstance(lowest, aiohttp.ClientConnectorError):
@@ -126,8 +126,13 @@ def _from_network(error: BaseException | None) -> ProviderError:
 def _kind(error: BaseException | None) -> str:
     """In our own words: the exception's text may quote the base URL, which may contain a secret, and bytes of the
     response."""
-    lowest = getattr(error, "__cause__", None) or error
+    lowest = _lowest(error)
     return _named(lowest, _WRONG_ADDRESS) or _named(lowest, _FAILURES) or type(lowest).__name__
+
+
+def _lowest(error: BaseException | None) -> BaseException | None:
+    """aiohttp's exception, which the SDK's transport wraps."""
+    return error if error is None or isinstance(error, aiohttp.ClientError) else error.__cause__ or error
 
 
 def _named(error: BaseException | None, names: Mapping[type[Exception], str]) -> str | None:
@@ -231,7 +236,10 @@ def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | N
 _MOST_LIMIT: Final = 1e12
 _FARTHEST_RESET_S: Final = 86_400.0
 """All headers about a limit are ignored if its `reset` is further away, because a bucket refills within a minute."""
-_LIMITS: Final = ("requests", "input-tokens", "output-tokens")
+_LIMITS: Final = [
+    [f"anthropic-ratelimit-{name}-{what}" for what in ("reset", "limit", "remaining")]
+    for name in ("requests", "input-tokens", "output-tokens")
+]
 
 
 def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
@@ -244,12 +252,12 @@ def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None
 
 
 def _bucket_headers(headers: Mapping[str, str], index: int, now_s: float) -> BucketHeaders:
-    prefix = f"anthropic-ratelimit-{_LIMITS[index]}-"
-    reset = headers.get(f"{prefix}reset")
+    of_reset, of_limit, of_remaining = _LIMITS[index]
+    reset = headers.get(of_reset)
     if reset is not None and not _is_near(reset, now_s):
         return BucketHeaders()
-    limit = _number(headers.get(f"{prefix}limit"))
-    remaining = _number(headers.get(f"{prefix}remaining"))
+    limit = _number(headers.get(of_limit))
+    remaining = _number(headers.get(of_remaining))
     if limit is not None and limit < LEAST_LIMITS[index]:
         return BucketHeaders()
     if limit is not None and remaining is not None and remaining > limit:

@@ -8,7 +8,6 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping
 from typing import Any, Final
 
-import httpx2
 import jiter
 
 from consumers.failures import AnswerTooLargeError, TransientError
@@ -23,14 +22,6 @@ MOST_TOKENS: Final = 10_000_000
 """More is ignored as impossible: charging it would use up the budget for ever."""
 _NAME_CHARACTERS: Final = 256
 """Longer names in an answer are not copied into headers and spans."""
-
-
-def pieces(response: httpx2.Response, headers: Mapping[str, str]) -> AsyncIterable[bytes]:
-    """Yield the body of a provider's HTTP answer in pieces, decompressed. A body that is not compressed is read
-    directly from the transport's stream, which takes 40 % of the CPU time of httpx2's own method."""
-    if "content-encoding" not in headers and isinstance(response.stream, httpx2.AsyncByteStream):
-        return response.stream
-    return response.aiter_bytes()
 
 
 async def bounded(body_pieces: AsyncIterable[bytes], most_bytes: int, *, hint: str = "") -> AsyncGenerator[bytes, None]:

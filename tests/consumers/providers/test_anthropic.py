@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from consumers.failures import (
     AccountError,
@@ -307,6 +308,14 @@ async def test_a_decompression_bomb_is_read_up_to_64_kib(encoding: str) -> None:
 
 
 SHORT = b'{"type": "message", "model": "m", "content": [], "stop_reason": "end_turn", "usage": {}}'
+EVENTS = b"".join(
+    b"data: %s\n\n" % event
+    for event in (
+        b'{"type": "message_start", "message": {"type": "message", "model": "m", "content": [], "usage": {}}}',
+        b'{"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {}}',
+        b'{"type": "message_stop"}',
+    )
+)
 ERROR = b'{"type": "error", "error": {"type": "%s", "message": "no", "details": {"error_code": "c"}}}'
 Response = tuple[int, bytes, dict[str, str]]
 
@@ -384,6 +393,52 @@ async def test_a_later_call_raises_the_same_error_as_a_first_one(
     assert type(later) is type(first)
     assert repr(vars(later)) == repr(vars(first))
     assert later.detail == first.detail
+
+
+async def test_a_later_call_to_a_server_that_is_gone_raises_the_same_error_as_a_first_one(asked: AskedFor) -> None:
+    errors = []
+    for is_later in (False, True):
+        _, handler = failing(GOOD)
+        server = RawTestServer(handler)
+        await server.start_server()
+        provider = AnthropicProvider.at(str(server.make_url("")), api_key=KEY)
+        if is_later:
+            await provider.stream(asked(), timeout_s=60, parts=None)
+        await server.close()
+        with pytest.raises(TransientError) as failed:
+            await provider.stream(asked(), timeout_s=60, parts=None)
+        errors.append(failed.value)
+        await provider.aclose()
+
+    first, later = errors
+    assert repr(vars(later)) == repr(vars(first))
+    assert "no connection could be opened" in later.detail
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_later_answer_may_be_compressed(answering: Answering, asked: AskedFor, streamed: bool) -> None:
+    packed = gzip.compress(EVENTS if streamed else SHORT)
+    _, handler = failing(*[(200, packed, {"content-encoding": "gzip"})] * 2, (200, packed[:-9], {}))
+    received = Received()
+    async with answering(handler) as provider:
+        for _ in range(2):
+            answer = await provider.stream(asked(), timeout_s=60, parts=received if streamed else None)
+            assert answer.stop_reason == "end_turn"
+        with pytest.raises(TransientError):
+            await provider.stream(asked(), timeout_s=60, parts=received if streamed else None)
+
+
+@pytest.mark.filterwarnings("ignore:BasicAuth is deprecated", "ignore:The 'proxy_auth'")  # of the SDK's transport
+async def test_all_calls_go_through_the_proxy(monkeypatch: pytest.MonkeyPatch, asked: AskedFor) -> None:
+    calls, answer = failing(*[GOOD] * 3)
+    async with RawTestServer(answer) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", str(proxy.make_url("").with_user("me").with_password("secret")))
+        provider = AnthropicProvider.at("http://api.test", api_key=KEY)
+        for _ in range(3):
+            await provider.stream(asked(), timeout_s=60, parts=None)
+        await provider.aclose()
+    assert [str(call.url) for call in calls] == ["http://api.test/v1/messages"] * 3
+    assert {call.headers.get("Proxy-Authorization") for call in calls} == {"Basic bWU6c2VjcmV0"}
 
 
 async def test_by_default_an_answer_has_at_most_16_mib(api: SimulatedAPI) -> None:
