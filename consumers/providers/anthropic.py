@@ -104,8 +104,8 @@ class _Received:
     headers: Mapping[str, str]
     body: AsyncIterable[bytes]
     close: Callable[[], Awaitable[None]]
-    compressed: httpx2.Response | None = None
-    """What counts the bytes that arrived, if the body is compressed."""
+    counted: httpx2.Response | None = None
+    """What counts the bytes that arrived, before they were decompressed; None: the body is not compressed."""
 
     @classmethod
     def of(cls, response: httpx2.Response) -> Self:
@@ -272,7 +272,7 @@ class AnthropicProvider:
             raise AnswerTooLargeError(f"more than {self.max_answer_bytes} bytes{_HINT}")
         with border(secret=self.secret):
             body = b"".join([chunk async for chunk in bounded(response.body, self.max_answer_bytes, hint=_HINT)])
-        received = len(body) if response.compressed is None else response.compressed.num_bytes_downloaded
+        received = len(body) if response.counted is None else response.counted.num_bytes_downloaded
         if announced.isdigit() and int(announced) != received:
             raise TransientError(f"the answer has {received} of its {announced} bytes", type="truncated")
         return body
