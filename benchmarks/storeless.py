@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from unittest.mock import patch
 
-from consumers.state.base import Completion, Fingerprint, Granted, Held, Identity, Taken
+from consumers.state.base import Completion, Fingerprint, Granted, Held, Identity, Pause, Taken
 
 
 class Forgetful:
     """A store that grants every claim and stores nothing."""
 
     trouble = None
+    is_full = False
 
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted:
         return Granted(token=1)
@@ -32,6 +33,9 @@ class Forgetful:
 
     async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
         return Taken(granted=True, used=amount, resets_in_s=period_s)
+
+    async def pauses(self) -> Sequence[Pause]:
+        return ()
 
     async def probe(self) -> None:
         return None
