@@ -19,7 +19,7 @@ from benchmarks.harness.processes import ROOT, START_WITHIN_S, broker, process, 
 from benchmarks.harness.provider import LOOK_EVERY_S, CallLog, provider
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.messages import Depth
-from lanekeeper.contract.problems import BrokerError
+from lanekeeper.contract.problems import TopologyMismatch
 from topology.broker.admin import apply
 
 MOST = 260_000
@@ -107,7 +107,7 @@ class Stage:
     async def _consumers(self, who: Contestant) -> int:
         try:
             return (await self.intake(who)).consumers
-        except BrokerError:  # its worker has not declared the queue yet
+        except TopologyMismatch:  # its worker has not declared the queue yet
             return 0
 
     async def send(self, who: Contestant, spec: Spec, *, client: bool = False) -> Sent:

@@ -418,14 +418,12 @@ async def test_a_later_call_to_a_server_that_is_gone_raises_the_same_error_as_a_
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_later_answer_may_be_compressed(answering: Answering, asked: AskedFor, streamed: bool) -> None:
     packed = gzip.compress(EVENTS if streamed else SHORT)
-    _, handler = failing(*[(200, packed, {"content-encoding": "gzip"})] * 2, (200, packed[:-9], {}))
+    _, handler = failing(*[(200, packed, {"content-encoding": "gzip"})] * 2)
     received = Received()
     async with answering(handler) as provider:
         for _ in range(2):
             answer = await provider.stream(asked(), timeout_s=60, parts=received if streamed else None)
             assert answer.stop_reason == "end_turn"
-        with pytest.raises(TransientError):
-            await provider.stream(asked(), timeout_s=60, parts=received if streamed else None)
 
 
 @pytest.mark.filterwarnings("ignore:BasicAuth is deprecated", "ignore:The 'proxy_auth'")  # of the SDK's transport
