@@ -4,17 +4,28 @@ import asyncio
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from ipaddress import IPv4Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
 from typing import Final
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 THREADS: Final = 64
-_NAT64: Final = ip_network("64:ff9b::/96")
-_COMPATIBLE: Final = ip_network("::/96")
-"""IPv6 addresses that contain an IPv4 address, in a form that is no longer used."""
-_UNLISTED: Final = tuple(map(ip_network, ("64:ff9b:1::/48", "::ffff:0:0:0/96", "fec0::/10", "168.63.129.16/32")))
-"""What Python takes for public: local translations to IPv4, site-local addresses, Azure's metadata service."""
+_SPECIAL_V4: Final = tuple(
+    IPv4Network(each)
+    for each in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "168.63.129.16/32", "169.254.0.0/16",
+        "172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15",
+        "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4",
+    )
+)  # fmt: skip
+"""IANA's registry of special addresses, multicast, and Azure's metadata service (168.63.129.16). The lists are our own
+because those of `ipaddress` change between patch levels of Python."""
+_UNICAST_V6: Final = IPv6Network("2000::/3")
+"""The only IPv6 addresses that are given out to be public."""
+_SPECIAL_V6: Final = tuple(IPv6Network(each) for each in ("2001::/23", "2001:db8::/32", "3fff::/20"))
+"""What of it is not public. Teredo (2001::/32) is refused whatever IPv4 address it contains: nobody offers it now."""
+_6TO4: Final = IPv6Network("2002::/16")
+_ENDS_IN_V4: Final = tuple(IPv6Network(each) for each in ("::/96", "::ffff:0:0/96", "64:ff9b::/96"))
 
 
 class PrivateAddress(OSError):
@@ -52,12 +63,18 @@ def is_private(host: str) -> bool:
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
-        # A name is checked when it is resolved. Numbers such as `127.1` are no name to aiohttp, which would dial them.
-        return host.replace(".", "").isdigit()
-    mapped = getattr(address, "ipv4_mapped", None) or getattr(address, "sixtofour", None)
-    if address in _NAT64 or address in _COMPATIBLE:
-        mapped = IPv4Address(int(address) & 0xFFFFFFFF)
-    is_inside = any(address in network for network in _UNLISTED)
-    return (
-        is_inside or not address.is_global or address.is_multicast or (mapped is not None and is_private(str(mapped)))
-    )
+        # A name is checked when it is resolved. aiohttp dials what has a colon, or numbers such as `127.1`, unresolved.
+        return ":" in host or host.replace(".", "").isdigit()
+    if isinstance(address, IPv6Address):
+        if (inner := _v4_in(address)) is None:
+            return address not in _UNICAST_V6 or any(address in network for network in _SPECIAL_V6)
+        address = inner
+    return any(address in network for network in _SPECIAL_V4)
+
+
+def _v4_in(address: IPv6Address) -> IPv4Address | None:
+    if address in _6TO4:
+        return IPv4Address(int(address) >> 80 & 0xFFFFFFFF)
+    if any(address in network for network in _ENDS_IN_V4):
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return None

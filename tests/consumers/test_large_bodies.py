@@ -10,7 +10,6 @@ import pytest
 from aiohttp import web
 from typing_extensions import override
 
-from consumers.addresses import is_private
 from consumers.large_bodies import Fetching, WebBodies
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
 from lanekeeper.contract import names as n
@@ -171,20 +170,6 @@ async def test_a_private_address_inside_another_is_refused(number: str) -> None:
     url = f"http://[{number}]"
     with pytest.raises(BodyError, match="private address"):
         await WebBodies([url]).fetch(BodyAddress(f"{url}/in/body", SHA256), most_bytes=1000)
-
-
-@pytest.mark.parametrize(
-    ("host", "private"),
-    [
-        *((each, False) for each in ("8.8.8.8", "2606:4700::1111", "files.example.com")),
-        *((each, False) for each in ("64:ff9b::808:808", "::ffff:8.8.8.8", "::808:808", "2002:808:808::1")),
-        *((each, True) for each in ("64:ff9b::a00:1", "::ffff:10.0.0.1", "::a00:1", "2002:a00:1::1")),
-        *((each, True) for each in ("10.0.0.1", "127.1", "2130706433", "fe80::1%eth0", "224.0.0.1", "ff02::1")),
-        *((each, True) for each in ("64:ff9b:1::1", "::ffff:0:8.8.8.8", "fec0::1", "168.63.129.16")),
-    ],
-)
-def test_an_address_is_private_if_it_or_the_one_in_it_is(host: str, private: bool) -> None:
-    assert is_private(host) is private
 
 
 async def test_a_body_that_takes_none_of_our_space_has_no_size(own: BodyStore) -> None:
