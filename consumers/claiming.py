@@ -95,10 +95,10 @@ class Claiming:
         try:
             has_answer = await ended(claiming, within_s=CLAIM_WITHIN_S)
         except asyncio.CancelledError:
-            self._background.begin(self._release_if_granted(job, claiming), name=f"give back {job.id}")
+            self._background.detached(self._release_if_granted(job, claiming), name=f"give back {job.id}")
             raise
         if not has_answer:
-            self._background.begin(self._release_if_granted(job, claiming), name=f"give back {job.id}")
+            self._background.detached(self._release_if_granted(job, claiming), name=f"give back {job.id}")
             raise StoreUnavailable(self._store.trouble or f"the store has not answered within {CLAIM_WITHIN_S:g} s")
         found = claiming.result()
         if isinstance(found, Granted):
@@ -125,7 +125,7 @@ class Claiming:
             releasing.cancel()
 
     def _begin_release(self, job: Job, held: Held, due_ms: int | None = None, step: str = "") -> "asyncio.Task[None]":
-        return self._background.begin(self._release(job, held, due_ms, step), name=f"let go {job.id}")
+        return self._background.detached(self._release(job, held, due_ms, step), name=f"let go {job.id}")
 
     async def _release(self, job: Job, held: Held, due_ms: int | None, step: str = "") -> None:
         self._releasing += 1

@@ -18,6 +18,7 @@ from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from consumers.background import background_task
 from consumers.brake import Brake, read_pause, too_many
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
@@ -344,14 +345,12 @@ class Control:
             async for session in sessions:
                 self.behind = BEHIND
                 self._busy_at_s = asyncio.get_running_loop().time()
-                catching_up = asyncio.create_task(self._catch_up(session), name="control backlog")
-                try:
-                    async with asyncio.TaskGroup() as reading:  # as many as the prefetch
-                        await self._read_all(session, reading)
-                except* ChannelLost as lost:
-                    log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
-                finally:
-                    catching_up.cancel()
+                async with background_task(self._catch_up(session), name="control backlog"):
+                    try:
+                        async with asyncio.TaskGroup() as reading:  # as many as the prefetch
+                            await self._read_all(session, reading)
+                    except* ChannelLost as lost:
+                        log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
         self._in_hand, self._done, counted = set(), [], 0

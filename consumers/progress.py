@@ -118,7 +118,7 @@ class ProgressWriter:
     def write_soon(self, progress: Progress) -> None:
         self._unwritten[progress] = None
         if self._writing is None or self._writing.done():
-            self._writing = self._background.begin(self._write(), name="progress")
+            self._writing = self._background.detached(self._write(), name="progress")
 
     async def flush(self, progress: Progress) -> None:
         with suppress(TimeoutError):

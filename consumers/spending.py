@@ -140,7 +140,7 @@ class Spending:
     def correct(self, hold: Hold, used: Spent) -> None:
         """Replace a request's estimate by the amounts that its call used. If the store is unavailable or the day is
         over, the estimate stays counted."""
-        self._background.begin(self._correct(hold, used), name="caps")
+        self._background.detached(self._correct(hold, used), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from consumers.background import background_task
 from consumers.failures import RateLimitedError
 from consumers.flows.pipelines import StepSpec
 from consumers.providers.anthropic import AnthropicProvider
@@ -42,7 +43,6 @@ from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.loading import simulating, with_broker
 from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings
 from service.private_broker import private_broker
-from service.side_tasks import beside
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.batches import BatchOptions
 from service.telemetry import logs
@@ -96,7 +96,7 @@ async def tell_story(settings: Settings) -> bool:
                 f"{FLOOD} batch jobs, then {CHATS} critical and {CHATS} normal chats among them"
             )
             lanes, queued = ({lane: Score(count) for lane, count in SENT.items()} for _ in range(2))
-            async with beside(_watch(console, lanes), name="demo table"):
+            async with background_task(_watch(console, lanes), name="demo table"):
                 lanes_s = await flood(client, lanes)
             act("a second worker, which is killed in the middle of its work")
             show("nothing lost", *await unbroken(settings, client, api, folder=Path(folder)))

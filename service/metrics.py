@@ -20,6 +20,7 @@ from opentelemetry.sdk.metrics import MeterProvider, export
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 
+from consumers.background import background_task, restarted
 from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.telemetry.figures import Histogram, Timings
@@ -240,11 +241,10 @@ async def measuring(resource: Resource, *, otlp_url: str | None) -> AsyncIterato
     """The metrics of a process, which are sent over OTLP if there is a URL, inside the block."""
     metrics = Metrics(resource, otlp_url=otlp_url)
     sys.setswitchinterval(SWITCHED_AFTER_S)
-    running = asyncio.create_task(metrics.run(), name="metrics")
     try:
-        yield metrics
+        async with background_task(restarted(metrics.run, name="metrics"), name="metrics"):
+            yield metrics
     finally:
-        running.cancel()
         await asyncio.to_thread(metrics.close)
 
 

@@ -14,7 +14,7 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from ddsketch import DDSketch
@@ -36,6 +36,8 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology import delays
 from topology.lanes import LaneSpec
 
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading an answer that is not as expected may raise."""
 QUIET_S = 0.3
 LONGEST_S = 2.0
 ADDED = (
@@ -175,14 +177,37 @@ async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, A
             end = now_s() + LONGEST_S
             while now_s() < end:
                 answer = await arrived.next(end=min(end, now_s() + QUIET_S))
-                answers.append(json.loads(answer.body))
+                with suppress(ValueError, RecursionError):
+                    told = json.loads(answer.body)
+                    answers.append(told if isinstance(told, dict) else {"lanes": None})  # `merge` names it
     return answers
 
 
 def merge(
     answers: Sequence[Mapping[str, Any]], found: Mapping[str, Depth], *, lanes: Sequence[LaneSpec], names: Names
 ) -> Status:
-    """One status of the workers' answers and the queues' lengths (`found`)."""
+    """One status of the workers' answers and the queues' lengths (`found`). Workers of other versions answer too, so an
+    answer that cannot be read is left out, and named among the troubles."""
+    try:
+        return _merged(answers, found, lanes=lanes, names=names)
+    except UNREADABLE:
+        pass
+    readable: list[Mapping[str, Any]] = []
+    unread: list[str] = []
+    for answer in answers:
+        try:
+            _merged([*readable, answer], found, lanes=lanes, names=names)
+            readable.append(answer)
+        except UNREADABLE:
+            worker = answer.get("worker")
+            unread.append(f"{worker if isinstance(worker, str) else 'a worker'} sends a status that cannot be read")
+    status = _merged(readable, found, lanes=lanes, names=names)
+    return replace(status, troubles=(*status.troubles, *unread))
+
+
+def _merged(
+    answers: Sequence[Mapping[str, Any]], found: Mapping[str, Depth], *, lanes: Sequence[LaneSpec], names: Names
+) -> Status:
     tenants, batches = _sums(answers, "tenants"), _sums(answers, "batches")
     gathering, in_hand = _ready(found, [names.batches]), batches.pop("waiting", 0)
     known = {lane.name: _sides(lane, names) for lane in lanes}
@@ -205,7 +230,7 @@ def merge(
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
         pauses=tuple({pause["id"]: pause for answer in answers for pause in answer.get("pauses", ())}.values()),
-        schedules=schedules_in(answers),
+        schedules=_schedules(answers),
         breakers=tuple(
             sorted(
                 {
@@ -242,7 +267,7 @@ def _troubles(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{answer.get('worker', '?')} takes no work: {why}"
 
 
-def schedules_in(answers: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def _schedules(answers: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """What the workers tell of each schedule; only the one that publishes knows what is wrong with it."""
     told = [each for answer in answers for each in answer.get("schedules", {}).items()]
     return dict(sorted(told, key=lambda each: any(each[1].get(what) for what in ("trouble", "failed", "late_since"))))

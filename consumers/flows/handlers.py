@@ -185,7 +185,7 @@ class Handlers:
         finally:
             if not running.done():
                 running.cancel()
-                self._background.begin(_see_end(running, spec.name), name=f"end of handler {spec.name}")
+                self._background.detached(_see_end(running, spec.name), name=f"end of handler {spec.name}")
 
     async def _in_process(
         self, spec: HandlerSpec, child: Child, body: bytes, timeout_s: float, *, kind: bytes = RUN

@@ -255,7 +255,7 @@ class Pauses:
         self._pauses[name], self._wanted[name] = pause, route
         fields = {"provider": name, "reason": pause.reason, "error": pause.error}
         log.error(signals.PROVIDER_PAUSED, **fields)
-        self._background.begin(self._until_well(name, pause), name=f"probe {name}")
+        self._background.detached(self._until_well(name, pause), name=f"probe {name}")
         return Change("paused", fields)
 
     async def aclose(self) -> None:
@@ -436,7 +436,7 @@ class Breakers:
 
     def _give_back(self, route: Route, leasing: "asyncio.Task[bool]") -> None:
         if not leasing.cancelled():
-            self._background.begin(self._let_go(route), name="breaker")
+            self._background.detached(self._let_go(route), name="breaker")
 
     async def _surely(self, changing: Coroutine[Any, Any, object]) -> None:
         await asyncio.shield(self._background.begin(changing, name="breaker"))

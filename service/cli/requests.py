@@ -130,8 +130,8 @@ async def _send(
 ) -> None:
     from opentelemetry.trace import INVALID_SPAN
 
+    from consumers.background import background_task
     from lanekeeper.telemetry.tracing import trace_id_of
-    from service.side_tasks import beside
 
     id = how.setdefault("message_id", uuid.uuid4().hex)
     lane = key.partition(".")[0]
@@ -143,7 +143,7 @@ async def _send(
                     return
                 tell(f"request {printable(id)}")
                 timeout_s = _longest_wait_s(settings, lane, how)
-                async with beside(_warn_if_no_worker(client, lane), name="watch"):
+                async with background_task(_warn_if_no_worker(client, lane), name="watch"):
                     if stream:
                         parts = client.stream(body, key=key, timeout_s=timeout_s, **how)
                         answer = await _print_parts(parts, json=json)

@@ -78,12 +78,13 @@ def _faults(schedule: Mapping[str, Any]) -> Iterator[str]:
 
 
 async def _told(settings: "Settings") -> Mapping[str, Mapping[str, Any]]:
-    from service.status import gather, schedules_in
+    from service.status import gather, merge
 
     async with connected(settings, "schedules") as connection:
         answers = await gather(connection, names=settings.names())
     now_ms = round(1000 * time.time())
-    return {spec.name: spec.figures(now_ms, None) for spec in settings.schedule_specs()} | schedules_in(answers)
+    told = merge(answers, {}, lanes=(), names=settings.names()).schedules
+    return {spec.name: spec.figures(now_ms, None) for spec in settings.schedule_specs()} | dict(told)
 
 
 async def _publish(settings: "Settings", spec: "ScheduleSpec") -> str:

@@ -71,6 +71,7 @@ async def _serve(
     simulate: bool,
 ) -> None:
     declares = new_keys is not None
+    from consumers.background import end
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
@@ -80,7 +81,6 @@ async def _serve(
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import CannotListen, Server
     from service.metrics import measuring, of_client, of_http
-    from service.side_tasks import end
     from service.simulated.app import SimulatedAPI
     from service.telemetry.exporters import resource_of
     from service.worker import running as worker

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from consumers.background import Background
+from consumers.background import Background, background_task, restarted
 from consumers.clock import now_ms
 from consumers.state.base import QUEUED, FollowedStore, NewEntry, Submission
 from lanekeeper import Client, __version__
@@ -35,7 +35,6 @@ from service.gateway.server import Connection, Handler, descriptors
 from service.gateway.shares import SharedLimit, Shares
 from service.gateway.sockets import Sockets
 from service.page.live import Live
-from service.side_tasks import beside
 from topology.codec.decoding import PACKED_BYTES
 
 _ROUTING_KEY_WORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -147,8 +146,8 @@ class Gateway:
         }
 
     async def run(self) -> None:
-        async with beside(self._live.run(), name="live page"):
-            await self._read_keys()
+        async with background_task(restarted(self._live.run, name="live page"), name="live page"):
+            await restarted(self._read_keys, name="keys")
 
     async def _read_keys(self) -> None:
         while True:

@@ -24,6 +24,7 @@ from typing import Any
 import jiter
 from aiohttp import web
 
+from consumers.background import background_task
 from consumers.failures import TIMEOUT, AccountError, ProviderError
 from consumers.providers.anthropic import Found, Lookups
 from consumers.rate_limit import RateLimit
@@ -37,7 +38,6 @@ from service.gateway.answers import StoredAnswers, event_stream, send_pieces
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, request_id_of
 from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of, refused
 from service.gateway.shares import SharedLimit
-from service.side_tasks import beside
 from topology.codec import bounds
 from topology.codec.decoding import too_large
 from topology.codec.headers import read as read_headers
@@ -119,7 +119,7 @@ class Messages:
         writing = event_stream(request, id)
         async with (
             aclosing(self._replies(call, forwarding)) as replies,
-            beside(writing.pings(PING, every_s=self.ping_every_s), name=f"pings {id}"),
+            background_task(writing.pings(PING, every_s=self.ping_every_s), name=f"pings {id}"),
         ):
             try:
                 async for reply in replies:

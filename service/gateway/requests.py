@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from aiohttp import web
 
-from consumers.background import Background
+from consumers.background import Background, background_task
 from consumers.clock import moment_text, now_ms
 from consumers.flows import webhooks
 from consumers.slots import activity
@@ -37,7 +37,6 @@ from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, s
 from service.gateway.calls import Bodies, CheckedCall, submitted_id_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, detail_of, refused, stopping
 from service.gateway.shares import SharedLimit
-from service.side_tasks import beside
 
 WAIT_AT_MOST_S: Final = 60.0
 LAST_EVENT_ID: Final = "Last-Event-ID"
@@ -105,7 +104,7 @@ class RequestPaths:
         try:
             async with (
                 poller.following(caller),
-                beside(writing.pings(HEARTBEAT, every_s=self.ping_every_s), name=f"heartbeats {id}"),
+                background_task(writing.pings(HEARTBEAT, every_s=self.ping_every_s), name=f"heartbeats {id}"),
                 aclosing(self.requests.entries(id, caller, after=after)) as entries,
             ):
                 async for entry in entries:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Final, Protocol, Self
 
 from aiohttp import web
@@ -20,10 +20,10 @@ from aiohttp.hdrs import METH_ALL
 from aiohttp.http import HttpProcessingError, WebSocketReader
 from aiohttp.http_exceptions import InvalidURLError, LineTooLong
 
+from consumers.background import background_task
 from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.telemetry.figures import Histogram
 from service.gateway.problems import NO_SNIFFING, ApiError, answer, answer_errors, note_beginning
-from service.side_tasks import end
 from topology.codec.decoding import PACKED_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
@@ -98,7 +98,7 @@ class Server:
         )
         self._listening: asyncio.Server | None = None
         self._connections = _Connections(HEALTH_CONNECTIONS if paths is None else paths.connections)
-        self._beside: asyncio.Task[None] | None = None
+        self._beside = AsyncExitStack()
 
     @property
     def url(self) -> str:
@@ -116,14 +116,13 @@ class Server:
         self._listening = listening
         self.port = listening.sockets[0].getsockname()[1]
         if self._paths is not None:
-            self._beside = asyncio.create_task(self._paths.run(), name="gateway")
+            await self._beside.enter_async_context(background_task(self._paths.run(), name="gateway"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._listening is not None:
             self._listening.close()
-        if self._beside is not None:
-            await end((self._beside,))
+        await self._beside.aclose()
         await self._runner.cleanup()
         if self._paths is not None:
             await self._paths.aclose()

@@ -23,6 +23,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import WebSocketReader
 from multidict import CIMultiDict
 
+from consumers.background import background_task
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.settings import GatewayKey
 from service.gateway.answers import Drain, StoredAnswers
@@ -31,7 +32,6 @@ from service.gateway.problems import ApiError, problem_of, refused
 from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, urls_of
 from service.gateway.server import Connection
 from service.gateway.shares import Shares, Taken, UsedTime
-from service.side_tasks import beside
 from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
 
@@ -75,7 +75,7 @@ class Sockets:
                 with self.shares.memory.taken(caller.tenant, 0) as memory:
                     ws.count_in(memory, self.shares.receiving, caller.tenant)
                     await ws.prepare(request)
-                    async with beside(self._close_with_the_process(ws), name="socket stopping"):
+                    async with background_task(self._close_with_the_process(ws), name="socket stopping"):
                         await _Socket(ws, caller, self).serve()
         except ApiError as error:  # after the beginning: the key was revoked
             if not ws.prepared:
@@ -85,7 +85,8 @@ class Sockets:
 
     async def _close_with_the_process(self, ws: BoundedSocket) -> None:
         await self.requests.poller.closing.wait()
-        await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
+        with suppress(ConnectionError):
+            await ws.close(code=WSCloseCode.GOING_AWAY, message=b"this process stops; connect again")
 
 
 class _Socket:

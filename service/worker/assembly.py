@@ -10,6 +10,7 @@ from opentelemetry.trace import TracerProvider
 
 from consumers import gates
 from consumers.attempt import Attempts
+from consumers.background import background_task, restarted
 from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
@@ -64,7 +65,6 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.loading import variable
 from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
-from service.side_tasks import beside
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
 from topology.broker.consume import Deliveries, Delivery, Heads, OldestMessages
@@ -132,7 +132,7 @@ async def open_broker(
     rights = await _checked_rights(
         publishing, names, [(names.requests, each.key) for each in settings.schedule_specs()]
     )
-    await stack.enter_async_context(beside(rights.run(), name="rights"))
+    await stack.enter_async_context(background_task(restarted(rights.run, name="rights"), name="rights"))
     notices = await stack.enter_async_context(Notices(publishing))
     direct = None
     # Older brokers close a connection that sends a direct reply to a forged address, so direct replies get a

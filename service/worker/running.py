@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+from consumers.background import background_task, end
 from consumers.housekeeping import probing, sweeping
 from consumers.slots.activity import WINDOWS, note_ends
 from lanekeeper.contract.names import STATUS_KEY
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
-from service.side_tasks import beside, end
 from service.status import quantiles
 from service.worker.assembly import Worker
 from service.worker.figures import status
@@ -105,7 +105,7 @@ async def _answer_status(worker: Worker) -> None:
         with suppress(BrokerError):
             async with (
                 Inbox(worker.broker.consuming, bindings=((worker.broker.names.control, STATUS_KEY),)) as inbox,
-                beside(_bind_again(inbox), name="status binding"),
+                background_task(_bind_again(inbox), name="status binding"),
             ):
                 async for question in inbox:
                     if question.type == STATUS_KEY:  # other types are answered from the control queue

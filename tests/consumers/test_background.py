@@ -5,8 +5,9 @@ import gc
 import weakref
 
 import pytest
+from structlog.testing import capture_logs
 
-from consumers.background import Background
+from consumers.background import Background, background_task, restarted
 from consumers.clock import every
 
 
@@ -96,3 +97,66 @@ async def test_what_a_background_task_begins_is_waited_for_too() -> None:
     await background.finish(within_s=30)
 
     assert ended == ["second"]
+
+
+async def test_a_task_that_fails_ends_the_block_that_it_runs_beside_with_its_error() -> None:
+    with pytest.raises(RuntimeError, match="broken"):
+        async with background_task(fails(), name="beside"):
+            await asyncio.sleep(60)
+
+
+async def test_the_error_of_the_block_and_a_timeout_of_its_own_are_kept() -> None:
+    for error in (KeyError("own"), TimeoutError("own")):
+        with pytest.raises(type(error), match="own"):
+            async with background_task(asyncio.sleep(60), name="beside"):
+                raise error
+
+
+async def test_a_cancellation_from_outside_ends_the_block_and_its_task() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def works() -> None:
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    async def block() -> None:
+        async with background_task(works(), name="beside"):
+            await asyncio.sleep(60)
+
+    task = asyncio.create_task(block())
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_a_task_that_is_restarted_logs_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumers.background.RESTART_S", 0.0)
+    runs = 0
+
+    async def run() -> None:
+        nonlocal runs
+        runs += 1
+        if runs < 3:
+            raise KeyError("in_hand")
+
+    with capture_logs() as logs:
+        await restarted(run, name="live page")
+
+    assert [(log["event"], log["where"], log["log_level"]) for log in logs] == [
+        ("handler.failed", "live page", "error")
+    ] * 2
+
+
+async def test_the_failure_of_a_detached_task_is_logged() -> None:
+    background = Background()
+    with capture_logs() as logs:
+        task = background.detached(fails(), name="probe")
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+
+    assert [(log["event"], log["where"], log["error"]) for log in logs] == [("handler.failed", "probe", "RuntimeError")]

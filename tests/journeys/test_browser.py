@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aio_pika
+import aio_pika.abc
 import aiohttp
 import pytest
 from aiohttp import web
@@ -402,6 +404,49 @@ async def test_a_key_may_look_and_not_touch_and_another_key_sees_nothing(vhost: 
         for path in ("/v1/pauses", "/v1/dead"):
             assert (await call("GET", f"{url}{path}", x_api_key="look")).status == 200
             assert (await call("GET", f"{url}{path}", x_api_key="none")).status == 403
+
+
+async def test_the_live_page_goes_on_after_a_status_answer_that_it_cannot_read(vhost: Vhost, tmp_path: Path) -> None:
+    environ = environment(vhost, LANEKEEPER_SPEAKERS=vhost.user)
+    async with (
+        lanekeeper("serve", "--simulate", environ=environ, folder=tmp_path) as served,
+        await aio_pika.connect(vhost.amqp_url) as connection,
+        aiohttp.ClientSession() as http,
+    ):
+        url = await served.ready()
+        channel = await connection.channel()
+        queue = await channel.declare_queue(exclusive=True)
+        await queue.bind(await channel.get_exchange("lane.control"), "status")
+        is_odd, answered = True, 0
+
+        async def answer(question: aio_pika.abc.AbstractIncomingMessage) -> None:
+            nonlocal answered
+            if is_odd and question.reply_to is not None:
+                told = {"worker": "of-another-version", "tenants": {"normal": {"crm": {"running": 1}}}}
+                headers = {"x-lane-control": "accepted"}
+                message = aio_pika.Message(
+                    json.dumps(told).encode(), correlation_id=question.correlation_id, headers=dict(headers)
+                )
+                await channel.default_exchange.publish(message, routing_key=question.reply_to)
+                answered += 1
+
+        await queue.consume(answer, no_ack=True)
+        async with http.get(f"{url}/v1/live") as live:
+
+            async def next_status() -> dict[str, Any]:
+                async for line in live.content:
+                    if line.startswith(b"data: {"):
+                        return dict(json.loads(line.removeprefix(b"data: ")))
+                raise AssertionError("the live page has ended")
+
+            async with asyncio.timeout(STARTED_S):
+                while "of-another-version sends a status that cannot be read" not in (await next_status())["troubles"]:
+                    pass
+                assert (await call("GET", f"{url}/v1/lanes")).status == 200
+                is_odd = False
+                while (await next_status())["troubles"]:
+                    pass
+        assert answered
 
 
 async def _result(url: str, id: str) -> dict[str, object] | None:

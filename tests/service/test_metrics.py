@@ -13,6 +13,7 @@ from opentelemetry.sdk.metrics.export import MetricsData
 from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
+from consumers.background import background_task
 from consumers.slots.activity import ACCURACY
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
@@ -21,7 +22,6 @@ from lanekeeper.telemetry.figures import Histogram
 from service.config.settings import GatewayKey
 from service.gateway.operators import shown
 from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics, Sample
-from service.side_tasks import beside
 from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpacked
 from service.worker import figures
 from service.worker.figures import QueueLengths
@@ -93,7 +93,7 @@ async def test_the_same_figures_are_sent_over_otlp(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(OTLPMetricExporter, "export", lambda _, data, **__: sent.append(data))
     metrics = Metrics(Resource({}), otlp_url="http://127.0.0.1:1/v1/metrics")
     metrics.add(lambda: [("lanekeeper.ready", {}, 1), ("lanekeeper.lane.run", {"lane": "batch"}, waits(0.1))])
-    async with beside(metrics.run(), name="metrics"):
+    async with background_task(metrics.run(), name="metrics"):
         await until(lambda: metrics._samples)
     await asyncio.to_thread(metrics.close)
 
@@ -136,7 +136,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
 
 async def read(lengths: QueueLengths, broker: Broker) -> None:
     before = broker.asked
-    async with beside(lengths.run(), name="lengths"):
+    async with background_task(lengths.run(), name="lengths"):
         await until(lambda: broker.asked >= before + 3)
 
 

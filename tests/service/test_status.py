@@ -74,6 +74,42 @@ def test_figures_of_several_workers_are_added_up() -> None:
     assert (status.control, status.undelivered) == ({"refused": 3, "displaced": 1}, 4)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"lanes": None},
+        {"lanes": {"critical": 3}},
+        {"lanes": {"critical": {"running": "many"}}},
+        {"tenants": {"critical": {"shop": {"running": 1}}}},  # without `in_hand`
+        {"tenants": {"critical": {"crm": 1}}},
+        {"accounts": {"a": {"rpm": {"limit": 1}}}},
+        {"paused": {"a": {}}},
+        {"pauses": [{}]},
+        {"failures": [{"at_ms": "x"}]},
+        {"schedules": {"nightly": None}},
+        {"breakers": {"a": "open"}},
+        {"control": {"refused": "three"}},
+        {"batches": []},
+        {"spent": {"lane": {"critical": 1}}},
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_left_out_and_named(odd: dict[str, Any]) -> None:
+    first = {
+        "worker": "a:1",
+        "lanes": {"critical": figures(running=3)},
+        "tenants": {"critical": {"crm": {"running": 3, "in_hand": 2}}},
+        "accounts": {"a": {"rpm": {"limit": 1, "left": 1, "used": 0}}},
+        "spent": {"lane": {"critical": {"usd": 1.0}}},
+        "batches": {"waiting": 1},
+    }
+
+    status = merge([first, {"worker": "b:2", **odd}, {"worker": "c:3"}], EMPTY, lanes=LANES, names=NAMES)
+
+    assert status.lanes[0].running == 3
+    assert status.workers == ("a:1", "c:3")
+    assert status.troubles == ("b:2 sends a status that cannot be read",)
+
+
 def test_what_waits_in_delays_is_added_up_by_reason_and_compared_with_the_broker() -> None:
     until_midnight = {"daily cap": {"count": 80, "last_in_s": 3600}}
     answers = [

@@ -10,13 +10,12 @@ from typing import Self
 
 from aiormq.abc import ChannelFrame
 from aiormq.channel import Channel
-from aiormq.exceptions import AMQPError
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.driver import asks_to_stop
 from lanekeeper.amqp.wire import encoded, frames
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import BrokerBlocked, BrokerError
+from lanekeeper.contract.problems import BrokerBlocked
 from lanekeeper.telemetry import logs, signals
 
 WAITING = 1000
@@ -79,7 +78,7 @@ class Notices:
             except asyncio.CancelledError:
                 if asks_to_stop():
                     raise
-            except (BrokerError, AMQPError, RuntimeError, OSError, TimeoutError, ValueError) as error:
+            except Exception as error:  # whatever it is, the next notices are sent
                 log.debug(signals.NOTICE_DROPPED, error=str(error))
             finally:
                 for _ in together:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from consumers.background import background_task
 from consumers.outcomes import (
     Answered,
     Batched,
@@ -20,7 +21,6 @@ from consumers.outcomes import (
 from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
 from consumers.state.base import StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
-from service.side_tasks import beside
 from tests.support.completions import answered
 from tests.support.virtual_time import virtually
 from topology.codec.headers import FlowHop
@@ -217,7 +217,10 @@ def test_what_ends_in_all_workers_is_noted_every_five_seconds_and_is_the_pace() 
     async def story() -> tuple[list[float], float | None]:
         store, workers, used = Counted(), [activity(), activity()], []
         workers[0].ended = 1000  # before it notes anything
-        async with beside(note_ends(store, workers[:1]), name="1"), beside(note_ends(store, workers[1:]), name="2"):
+        async with (
+            background_task(note_ends(store, workers[:1]), name="1"),
+            background_task(note_ends(store, workers[1:]), name="2"),
+        ):
             await asyncio.sleep(0.1)
             workers[0].ended, workers[1].ended = 1030, 10
             for seconds in (4.8, 0.2):
@@ -235,7 +238,7 @@ def test_what_a_store_that_was_away_did_not_take_is_counted_later() -> None:
     async def story() -> float:
         store, worker = Counted(), activity()
         store.is_away = True
-        async with beside(note_ends(store, [worker]), name="pace"):
+        async with background_task(note_ends(store, [worker]), name="pace"):
             await asyncio.sleep(0)
             worker.ended = 7
             await asyncio.sleep(12)

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 from typing_extensions import override
 
+from consumers.background import background_task
 from lanekeeper import Client, Final
 from lanekeeper.bodies import BodyStore
 from lanekeeper.client import Body
@@ -21,7 +22,6 @@ from lanekeeper.requests import Options
 from service.config.settings import BodiesSettings, Settings
 from service.gateway import answers
 from service.gateway.answers import event_stream
-from service.side_tasks import beside
 from tests.support.gate import Alone
 from tests.support.waiting import until
 
@@ -38,7 +38,7 @@ class Stream:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         stream = event_stream(request, "a")
-        async with beside(stream.pings(PING, every_s=0.01), name="pings"):
+        async with background_task(stream.pings(PING, every_s=0.01), name="pings"):
             await until(lambda: request.protocol.writing_paused)
         self.begins_to_end.set()
         await stream.end()
