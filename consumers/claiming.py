@@ -8,18 +8,19 @@ could get a second, different outcome.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from consumers.background import Background, ended
 from consumers.clock import now_ms
-from consumers.job import ASK_WITHIN_S, CLAIM_WITHIN_S, STORE_WITHIN_S, Job
+from consumers.job import ASK_WITHIN_S, CLAIM_WITHIN_S, KEPT_AFTER_MS, STORE_WITHIN_S, Job
 from consumers.progress import Progress, ProgressWriter
 from consumers.state.base import (
     Cancelling,
     ClaimAnswer,
     Completion,
+    Ending,
     FollowedStore,
     Found,
     Granted,
@@ -40,7 +41,6 @@ RELEASE_WITHIN_S = 60.0
 RELEASES_AT_MOST = 1000
 SHELTER_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
-DEFERRED_KEPT_MS = 60_000
 PAUSE_CAP_S = 1.0
 T = TypeVar("T")
 log = logs.logger()
@@ -102,7 +102,7 @@ class Claiming:
             raise StoreUnavailable(self._store.trouble or f"the store has not answered within {CLAIM_WITHIN_S:g} s")
         found = claiming.result()
         if isinstance(found, Granted):
-            job.claim = Held(job.identity, found.token)
+            job.claim = _held(job, found)
             self._follow(job, job.claim, found)
         return found
 
@@ -179,20 +179,20 @@ class Claiming:
         return completion is not None and (not completion.code or PROBLEMS[completion.code].kept)
 
     async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
-        may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + DEFERRED_KEPT_MS)
+        may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + KEPT_AFTER_MS)
         return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
     async def _request_claim(self, job: Job) -> ClaimAnswer:
         found = await _until_stored(lambda: self._store.claim(job.identity, job.fingerprint), within_s=CLAIM_WITHIN_S)
         if isinstance(found, Granted):
-            self._held[Held(job.identity, found.token)] = job
+            self._held[_held(job, found)] = job
             self._has_claims.set()
         return found
 
     async def _release_if_granted(self, job: Job, claiming: "asyncio.Task[ClaimAnswer]") -> None:
         with suppress(StoreUnavailable):
             if isinstance(found := await claiming, Granted):
-                await self._release(job, Held(job.identity, found.token), None)
+                await self._release(job, _held(job, found), None)
 
     async def sheltered(self, job: Job, storing: Coroutine[Any, Any, T]) -> T:
         """Await `storing`, which brings a paid answer into a form that can be sent, and completes the job's claim. If
@@ -258,7 +258,7 @@ class Claiming:
         return await self._background.sheltered(storing, name=f"step {identity.id}", if_left=_log_lost_completion)
 
     async def expect(self, identity: Identity, *, deadline_ms: int) -> None:
-        keep_until_ms = deadline_ms + DEFERRED_KEPT_MS
+        keep_until_ms = deadline_ms + KEPT_AFTER_MS
         await _answered(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
 
     async def note(self, job: Job, completion: Completion) -> None:
@@ -275,10 +275,17 @@ class Claiming:
     async def find(self, identity: Identity) -> Found | None:
         return await _answered(lambda: self._store.find(identity))
 
+    async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
+        return await _answered(lambda: self._store.endings(requests))
+
     def forget(self, job: Job) -> None:
         if job.claim is not None:
             self._held.pop(job.claim, None)
             job.claim = None
+
+
+def _held(job: Job, granted: Granted) -> Held:
+    return Held(job.identity, granted.token, "" if job.hop.flow is None else job.hop.flow.item_of)
 
 
 def _log_lost_completion(completing: "asyncio.Task[Any]") -> None:

@@ -38,6 +38,8 @@ ATTEMPT_WITHIN_S = 1200.0
 STORE_WITHIN_S = 180.0
 SETTLE_WITHIN_S = 200.0
 """For how many seconds a worker tries to settle a delivery: to store its outcome, and to publish its reply."""
+KEPT_AFTER_MS: Final = 60_000
+"""For so long after its deadline the store keeps what it knows of a request that waits, or of a pipeline."""
 HIGHEST_PRIORITY: Final = 9
 _DELAYED_BASE: Final = HIGHEST_PRIORITY + 1
 _DELAYED_WITHOUT_PRIORITY: Final = _DELAYED_BASE + HIGHEST_PRIORITY + 1
@@ -236,7 +238,15 @@ class Job:
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
             nonce=(b"s" if self.source is Source.SIDE else b"q") + random.randbytes(7),
             dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
+            keep_until_ms=self._keep_until_ms(),
         )
+
+    def _keep_until_ms(self) -> int:
+        if self.hop.flow is not None:
+            return self.hop.flow.deadline_ms + KEPT_AFTER_MS
+        if self.decoded is not None and self.decoded.request.pipeline:
+            return self.decoded.request.deadline_ms + KEPT_AFTER_MS
+        return 0
 
     @property
     def attempts(self) -> int:

@@ -146,8 +146,8 @@ class Pipelines:
             return ended_by(problem)
 
     async def _enter_item(self, job: Job, flow: FlowHop) -> Outcome | None:
-        found = await self.claiming.find(Identity(job.identity.tenant, flow.item_of))
-        if found is not None and found.completion is not None:
+        (found,) = await self.claiming.endings([Identity(job.identity.tenant, flow.item_of)])
+        if found is not None and found.is_over:
             return Refused(RequestProblem("cancelled", "its pipeline has ended"))
         return None
 

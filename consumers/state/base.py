@@ -85,6 +85,9 @@ class Fingerprint:
     message. It differs between a request in its lane's queue and its copy in a side queue."""
     dead_at_ms: int | None = None
     """If the message is a dead letter that was published again: when its request ended (ms since 1970)."""
+    keep_until_ms: int = 0
+    """Until when at least the claim and the outcome are kept: of a pipeline, and of its steps and items, to the end of
+    its deadline, because what is forgotten before is called and paid again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +166,25 @@ class Held:
 
     identity: Identity
     token: int
+    item_of: str = ""
+    """Of an item of a fan-out: the id of its pipeline's request. Its worker must stop when that has ended."""
+
+
+class Ending(NamedTuple):
+    """Whether and how a request has ended, without its outcome's bytes."""
+
+    status: Literal["ok", "error"] | None = None
+    """None: it has not ended."""
+    code: str = ""
+    ended_ms: int = 0
+    size: int = 0
+    """Of its outcome's body, in bytes."""
+    is_cancelled: bool = False
+    """Its worker has still to end it."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.status is not None or self.is_cancelled
 
 
 IN_BATCH = "waiting for a batch"
@@ -484,7 +506,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
         the others are valid for another lease. A claim that the store has lost is not returned: no other worker holds
-        it, so the outcome of its request can still be stored."""
+        it, so the outcome of its request can still be stored. An item whose pipeline has ended is cancelled."""
 
     async def shelter(self, held: Held) -> None:
         """Let no redelivery of the message take the claim over while its lease is valid, because the request has an
@@ -529,6 +551,9 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
 
     async def find(self, identity: Identity) -> Found | None:
         """Returns None if no worker has received the request, or if its result is no longer kept."""
+
+    async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
+        """Like `find`, for several requests, without the bytes of their outcomes."""
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
@@ -590,3 +615,10 @@ class Following(Protocol):
 
 class FollowedStore(Store, Following, Protocol):
     """The whole store."""
+
+
+async def ended(store: Store, requests: Collection[Identity]) -> set[Identity]:
+    """Those of the requests that have ended, or are being cancelled. Raises StoreUnavailable."""
+    asked = list(requests)
+    found = await store.endings(asked) if asked else ()
+    return {each for each, ending in zip(asked, found, strict=True) if ending is not None and ending.is_over}

@@ -26,6 +26,9 @@ class Kind(StrEnum):
     """The cancellation of a request that no worker has claimed."""
     LIVE = "live"
     """A request that has not ended: it waits, or its worker died."""
+    FLOW = "flow"
+    """What the steps and items of a pipeline that has not ended have come to. It is removed last of its tenant's rows,
+    because it would be called and paid again."""
     KEPT = "kept"
     """What is not removed, but counts for its tenant: claims that are held, and counters."""
 
@@ -61,8 +64,11 @@ def cuts(used: Mapping[Share, int], at_most: float) -> list[tuple[Share, float]]
     share = _level((sum(sizes.values()) for sizes in tenants.values()), at_most)
     found: dict[Share, float] = {}
     for tenant, sizes in tenants.items():
-        kept = sizes.pop(Kind.KEPT, 0)
-        level = _level(sizes.values(), max(0.0, share - kept))
+        left = max(0.0, share - sizes.pop(Kind.KEPT, 0))
+        flow = sizes.pop(Kind.FLOW, 0)
+        if flow > left:
+            found[tenant, Kind.FLOW] = flow - left
+        level = _level(sizes.values(), max(0.0, left - flow))
         found |= {(tenant, kind): size - level for kind, size in sizes.items() if size > level}
     return sorted(found.items(), key=lambda each: -each[1])
 

@@ -12,8 +12,16 @@ def fingerprint(
     redelivered: bool = False,
     nonce: bytes = b"",
     dead_at_ms: int | None = None,
+    keep_until_ms: int = 0,
 ) -> Fingerprint:
-    return Fingerprint(body_hash=_16(body), mark=_16(mark), redelivered=redelivered, nonce=nonce, dead_at_ms=dead_at_ms)
+    return Fingerprint(
+        body_hash=_16(body),
+        mark=_16(mark),
+        redelivered=redelivered,
+        nonce=nonce,
+        dead_at_ms=dead_at_ms,
+        keep_until_ms=keep_until_ms,
+    )
 
 
 def answered(text: str = "answer", *, ended_ms: int = 1_000) -> Completion:

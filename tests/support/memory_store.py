@@ -4,12 +4,13 @@ If `failing` is set, every call raises it, like a store that is unavailable. `lo
 
 import asyncio
 import sqlite3
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from consumers.state.base import Identity, StoreSpec, StoreUnavailable, Taken
+from consumers.state.base import Ending, Identity, StoreSpec, StoreUnavailable, Taken
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
 from consumers.state.sqlite.tables import Tables, Times
@@ -45,6 +46,10 @@ class MemoryStore(SqliteStore):
     @override
     async def transact(self, name: str, operation: Operation[T], *, durable: bool = True, **_: Any) -> T:
         return operation(self._tables, self._at(LOGGED.get(name)))
+
+    @override
+    async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
+        return self._tables.endings(self._at(), requests)
 
     @override
     async def webhook(self, identity: Identity) -> bytes | None:

@@ -286,6 +286,12 @@ def _flow(text: str) -> FlowHop | None:
         return None
 
 
+def item_of(headers: Mapping[str, Any]) -> str:
+    """The id of the pipeline's request of which a message that a worker has published is an item; empty: of none."""
+    flow = _flow(text) if isinstance(text := headers.get(names.FLOW), str) else None
+    return "" if flow is None else flow.item_of
+
+
 def read_batch(headers: Mapping[str, Any]) -> BatchHop | None:
     """Like `read_hop`, of the batch alone."""
     if not isinstance(text := headers.get(names.BATCH), str):

@@ -63,7 +63,7 @@ end
 
 -- The functions of the Redis store that claim, complete and cancel requests. Each decides like the method of the same
 -- name in consumers/state/sqlite/tables.py, which is easier to read.
-function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dead_at, nonce)
+function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dead_at, nonce, keep_until)
   local row, attempts, deaths = read(request), 0, 0
   if row and not row.noted and not runs_again(row, dead_at) then
     if other_body(row, hash) then return {'conflict'} end
@@ -85,24 +85,26 @@ function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dea
   local step = row and row.status == '' and redis.call('HGET', request, 'headers') or ''
   write_new(row, 'hash', hash, 'mark', mark, 'nonce', nonce, 'deaths', deaths, 'lease', now + lease_ms,
     'claimed', now, 'attempts', attempts, 'headers', step)
-  redis.call('PEXPIRE', request, keep_ms + lease_ms)
+  redis.call('PEXPIRE', request, math.max(keep_ms + lease_ms, keep_until - now))
   if row and row.ended then restart_entries(keep_ms) end
   return {'granted', next_token(row), deaths, row and redis.call('EXISTS', followed) or 0}
 end
 
--- After `lease_ms` and `keep_ms`, the arguments are the tokens of the claims.
+-- After `lease_ms` and `keep_ms`, the arguments are for each claim its token, and the number of its pipeline's key, 0
+-- without one. The keys of pipelines follow those of the claims.
 function run.renew(lease_ms, keep_ms)
   local stops = {}
-  for i, key in ipairs(KEYS) do
+  for i = 1, (#ARGV - 2) / 2 do
+    local key, token, owner = KEYS[i], tonumber(ARGV[2 * i + 1]), tonumber(ARGV[2 * i + 2])
     local row = read(key)
-    stops[i] = ''
-    if row and row.token ~= tonumber(ARGV[i + 2]) then
+    stops[i] = owner > 0 and (redis.call('HGET', KEYS[owner], 'status') or '') ~= '' and 'cancelled' or ''
+    if row and row.token ~= token then
       stops[i] = 'fenced'
     elseif row then
       if row.cancelling or (row.ended and row.code == 'cancelled') then stops[i] = 'cancelled' end
       if not row.ended and row.lease > 0 then
         redis.call('HSET', key, 'lease', now + lease_ms)
-        redis.call('PEXPIRE', key, keep_ms + lease_ms)
+        redis.call('PEXPIRE', key, math.max(keep_ms + lease_ms, redis.call('PTTL', key)))
       end
     end
   end
@@ -127,12 +129,12 @@ function run.release(keep_ms, cancelled_ms, token, attempts, due, is_survived, s
     local deaths = is_survived == '1' and 0 or row.deaths
     redis.call('HSET', request, 'lease', 0, 'attempts', attempts, 'due', due, 'deaths', deaths,
       'headers', step)
-    redis.call('PEXPIRE', request, keep_ms)
+    redis.call('PEXPIRE', request, math.max(tonumber(keep_ms), redis.call('PTTL', request)))
   end
 end
 
 -- `...`, here and in the functions below: the names of the completion's fields, each followed by its value.
-function run.complete(keep_ms, token, hash, mark, redelivered, dead_at, nonce, ...)
+function run.complete(keep_ms, token, hash, mark, redelivered, dead_at, nonce, keep_until, ...)
   local row = read(request)
   token = tonumber(token)
   if row and row.token == token then
@@ -147,7 +149,7 @@ function run.complete(keep_ms, token, hash, mark, redelivered, dead_at, nonce, .
     write_new(row, 'hash', hash, 'mark', mark, 'nonce', nonce, 'claimed', now, ...)
     if row and row.ended then restart_entries(keep_ms) end
   end
-  redis.call('PEXPIRE', request, keep_ms)
+  redis.call('PEXPIRE', request, math.max(tonumber(keep_ms), keep_until - now))
   return {'given'}
 end
 
@@ -206,6 +208,15 @@ function run.find()
   local step = row.status == '' and redis.call('HGET', request, 'headers') or ''
   if row.lease > now then return {'running', row.attempts, '', step} end
   return {'waiting', row.attempts, row.due, step}
+end
+
+function run.endings()
+  local found = {}
+  for i, key in ipairs(KEYS) do
+    local row = redis.call('HMGET', key, 'status', 'code', 'ended', 'cancelling')
+    found[i] = row[1] and {row[1], row[2], row[3], redis.call('HSTRLEN', key, 'body'), row[4]}
+  end
+  return found
 end
 
 -- The functions that keep the progress of requests that clients follow. They decide like

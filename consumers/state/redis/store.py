@@ -88,8 +88,11 @@ class RedisStore:
         if not held:
             return {}
         keys = [self._keys(claim.identity)[0] for claim in held]
-        tokens = [claim.token for claim in held]
-        stops = await self._run("renew", keys, self._lease_ms, self._keep_ms, *tokens)
+        owners = {claim.item_of: Identity(claim.identity.tenant, claim.item_of) for claim in held if claim.item_of}
+        at = {id: len(keys) + nth for nth, id in enumerate(owners, 1)}
+        keys += (self._keys(owner)[0] for owner in owners.values())
+        claims = [value for claim in held for value in (claim.token, at.get(claim.item_of, 0))]
+        stops = await self._run("renew", keys, self._lease_ms, self._keep_ms, *claims)
         return {claim: base.Stop(stop.decode()) for claim, stop in zip(held, stops, strict=True) if stop}
 
     async def shelter(self, held: Held) -> None:
@@ -207,6 +210,13 @@ class RedisStore:
                 )
             case _:
                 return None
+
+    async def endings(self, requests: Sequence[Identity]) -> list[base.Ending | None]:
+        found: list[base.Ending | None] = []
+        for begin in range(0, len(requests), REQUESTS_IN_A_LOOK):
+            keys = [self._keys(each)[0] for each in requests[begin : begin + REQUESTS_IN_A_LOOK]]
+            found += map(_ending, await self._run("endings", keys))
+        return found
 
     async def sweep(self) -> int:
         if not self._surplus:
@@ -384,7 +394,8 @@ def _or_empty(number: int | None) -> Argument:
 
 def _of_fingerprint(fingerprint: Fingerprint) -> tuple[Argument, ...]:
     dead_at = _or_empty(fingerprint.dead_at_ms)
-    return (fingerprint.body_hash, fingerprint.mark, int(fingerprint.redelivered), dead_at, fingerprint.nonce)
+    message = (fingerprint.body_hash, fingerprint.mark, int(fingerprint.redelivered), dead_at, fingerprint.nonce)
+    return (*message, fingerprint.keep_until_ms)
 
 
 def _of_completion(completion: Completion) -> tuple[Argument, ...]:
@@ -408,6 +419,17 @@ def _completion(ending: Sequence[Any]) -> Completion:
         ended_ms=int(ended_ms),
         mark=mark or None,
     )
+
+
+def _ending(found: Sequence[Any] | None) -> base.Ending | None:
+    if found is None:
+        return None
+    status, code, ended_ms, size, cancelling = found
+    if cancelling == b"1":
+        return base.Ending(is_cancelled=True)
+    if status == b"":
+        return base.Ending()
+    return base.Ending("ok" if status == b"ok" else "error", code.decode(), int(ended_ms), size)
 
 
 def _entry(found: Sequence[Any]) -> base.Entry:

@@ -5,6 +5,11 @@ local UNSEEN_BYTES = 130  -- of the member of a tenant's `unseen`
 local function kind_of(key)
   local status, cancelling, lease, hash, noted, headers = unpack(redis.call('HMGET', key, unpack(FIELDS)))
   if not lease or tonumber(lease) > now then return 'kept' end
+  local pipeline = key:match('^([^#]*)#')  -- of its steps and items, whose ids begin with that of its request
+  if pipeline then
+    local state = redis.call('HMGET', pipeline, 'status', 'cancelling')
+    if not state[1] or state[1] == '' or state[2] == '1' then return 'flow' end
+  end
   if status == '' or cancelling == '1' then return 'live' end
   if hash == '' and noted ~= '1' then return 'cancelled' end
   if status == 'error' and (noted == '1' or headers:find('"x-lane-attempt": 0', 1, true)) then return 'free' end

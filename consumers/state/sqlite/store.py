@@ -437,6 +437,10 @@ class SqliteStore:
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
         return await self._read(lambda tables: tables.look(wanted))
 
+    async def endings(self, requests: Sequence[Identity]) -> Sequence[base.Ending | None]:
+        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+        return await self._read(lambda tables: tables.endings(at, requests))
+
     async def webhook(self, identity: Identity) -> bytes | None:
         return await self._read(lambda tables: tables.webhook(self._clock.since_1970_ms(), identity))
 

@@ -119,12 +119,21 @@ _FORGET_UNSEEN = f"DELETE FROM request WHERE rowid IN (SELECT rowid {_UNSEEN} OR
 _MARK = "UPDATE request SET mark = ? WHERE tenant = ? AND id = ?"
 _CLAIMS: Final = (
     "(SELECT key, json_extract(value, '$[0]') AS tenant, json_extract(value, '$[1]') AS id,"
-    " json_extract(value, '$[2]') AS token FROM json_each(?)) AS held"
+    " json_extract(value, '$[2]') AS token, json_extract(value, '$[3]') AS item_of FROM json_each(?)) AS held"
 )
 _STOPPED: Final = (
     f"SELECT held.key, request.token <> held.token FROM {_CLAIMS} CROSS JOIN request"
     " ON request.tenant = held.tenant AND request.id = held.id"
     f" WHERE (request.token <> held.token OR cancelling OR code = '{CANCELLED}') AND (keep_ms > ? OR lease_ms > ?)"
+)
+_ITEMS_OF_ENDED: Final = (
+    f"SELECT held.key, 0 FROM {_CLAIMS} CROSS JOIN request ON request.tenant = held.tenant"
+    " AND request.id = held.item_of WHERE status IS NOT NULL AND (keep_ms > ? OR lease_ms > ?)"
+)
+_ENDINGS: Final = (
+    "SELECT held.key, status, code, coalesce(ended_ms, 0), coalesce(length(body), 0), cancelling"
+    f" FROM {_CLAIMS} CROSS JOIN request ON request.tenant = held.tenant AND request.id = held.id"
+    " WHERE keep_ms > ? OR lease_ms > ?"
 )
 _RENEW: Final = (
     f"UPDATE request SET lease_ms = ? FROM {_CLAIMS}"
@@ -138,7 +147,7 @@ each statement, and waits for it again. A connection keeps a prepared statement 
 
 @cache
 def _claim_new(count: int) -> str:
-    row = "(?1, ?2, ?3, ?4, ?, ?, ?, ?, ?, 0, 0, 0, 0)"
+    row = "(?1, ?2, ?3, max(?4, ?), ?, ?, ?, ?, ?, 0, 0, 0, 0)"
     return (
         "INSERT INTO request (token, lease_ms, claimed_ms, keep_ms, tenant, id, body_hash, mark, nonce, attempts,"
         f" noted, cancelling, deaths) VALUES {', '.join([row] * count)} ON CONFLICT (tenant, id) DO NOTHING"
@@ -150,7 +159,7 @@ _CLAIMED: Final = "SELECT tenant, id FROM request WHERE rowid > ?"
 
 @cache
 def _complete_held(count: int) -> str:
-    row = "(?1, ?2, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"  # inserted if the store has lost the claim
+    row = "(?1, max(?2, ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"  # inserted if the store has lost the claim
     return (
         "INSERT INTO request (claimed_ms, keep_ms, tenant, id, body_hash, mark, token, status, code, headers, ended_ms,"
         f" body, lease_ms, attempts, noted, cancelling, deaths) VALUES {', '.join([row] * count)}"
@@ -248,7 +257,12 @@ _SIZE: Final = (
     " WHERE f.tenant = request.tenant AND f.id = request.id), 0)"
 )
 _KIND: Final = (
-    f"CASE WHEN lease_ms > ? THEN '{Kind.KEPT}' WHEN status IS NULL OR cancelling THEN '{Kind.LIVE}'"
+    f"CASE WHEN lease_ms > ? THEN '{Kind.KEPT}'"
+    # an id with # is of a step or item of a pipeline, whose request's id is before it
+    f" WHEN instr(id, '#') AND NOT EXISTS (SELECT 1 FROM request p WHERE p.tenant = request.tenant"
+    " AND p.id = substr(request.id, 1, instr(request.id, '#') - 1) AND p.status IS NOT NULL AND NOT p.cancelling)"
+    f" THEN '{Kind.FLOW}'"
+    f" WHEN status IS NULL OR cancelling THEN '{Kind.LIVE}'"
     f" WHEN body_hash IS NULL AND NOT noted THEN '{Kind.CANCELLED}'"
     f" WHEN status = 'error' AND (noted OR instr(headers, '\"{ATTEMPT}\": 0')) THEN '{Kind.FREE}'"
     f" ELSE '{Kind.PAID}' END"
@@ -285,7 +299,8 @@ class Tables:
         """Grant, by one statement, those claims whose requests have no row; None for the others."""
         values: list[object] = [at.today, at.now + self._lease_ms, at.now, at.today + self._keep_ms]
         for identity, message in claims:
-            values += (identity.tenant, identity.id, message.body_hash, message.mark, message.nonce)
+            keep_ms = message.keep_until_ms
+            values += (keep_ms, identity.tenant, identity.id, message.body_hash, message.mark, message.nonce)
         written = self._execute(_claim_new(len(claims)), values)
         granted = Granted(token=at.today)
         if written.rowcount == len(claims):
@@ -326,8 +341,10 @@ class Tables:
         return self._grant(at, identity, message, row, attempts=row.attempts, deaths=row.deaths + bool(row.lease_ms))
 
     def renew(self, at: Times, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
-        claims = as_json([(claim.identity.tenant, claim.identity.id, claim.token) for claim in held])
+        claims = as_json([(claim.identity.tenant, claim.identity.id, claim.token, claim.item_of) for claim in held])
         stopped = self._execute(_STOPPED, (claims, at.today, at.now)).fetchall()
+        if any(claim.item_of for claim in held):
+            stopped = [*self._execute(_ITEMS_OF_ENDED, (claims, at.today, at.now)), *stopped]
         self._execute(_RENEW, (at.now + self._lease_ms, claims))
         return {held[key]: base.Stop.FENCED if is_lost else base.Stop.CANCELLED for key, is_lost in stopped}
 
@@ -354,7 +371,7 @@ class Tables:
         elif row.cancelling:
             self._end_as_cancelled(at, held.identity, row)
         else:
-            keep_ms = at.today + self._keep_ms
+            keep_ms = max(row.keep_ms, at.today + self._keep_ms)
             deaths = 0 if is_survived else row.deaths
             released = row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms, deaths=deaths)
             self._write(held.identity, released._replace(headers=step or None))
@@ -372,7 +389,7 @@ class Tables:
         """Store, by one statement, how requests ended whose claims are held; None for all of them if one is not."""
         values: list[object] = [at.now, at.today + self._keep_ms]
         for identity, message, completion, token in ended:
-            values += (identity.tenant, identity.id, message.body_hash, message.mark, token)
+            values += (message.keep_until_ms, identity.tenant, identity.id, message.body_hash, message.mark, token)
             values += _of_completion(completion)
         is_all = self._execute(_complete_held(len(ended)), values).rowcount == len(ended)
         return [completion if is_all else None for _, _, completion, _ in ended]
@@ -380,7 +397,7 @@ class Tables:
     def complete(
         self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion | None:
-        message, keep_ms = fingerprint, at.today + self._keep_ms
+        message, keep_ms = fingerprint, max(fingerprint.keep_until_ms, at.today + self._keep_ms)
         if token is not None and self.complete_held(at, [(identity, message, completion, token)])[0] is not None:
             return completion
         row = self.read(at, identity)
@@ -448,6 +465,15 @@ class Tables:
             due_ms=None if is_running else row.due_ms,
             step=row.step,
         )
+
+    def endings(self, at: Times, requests: Sequence[Identity]) -> list[base.Ending | None]:
+        found: list[base.Ending | None] = [None] * len(requests)
+        asked = as_json([(each.tenant, each.id) for each in requests])
+        for key, status, code, ended_ms, size, cancelling in self._execute(_ENDINGS, (asked, at.today, at.now)):
+            if cancelling:
+                status, code, ended_ms, size = None, None, 0, 0
+            found[key] = base.Ending(status, code or "", ended_ms, size, bool(cancelling))
+        return found
 
     # ---- progress of requests that clients follow --------------------------------------------------------------------
 
@@ -796,7 +822,7 @@ class Tables:
             lease_ms=at.now + self._lease_ms,
             claimed_ms=at.now,
             attempts=attempts,
-            keep_ms=at.today + self._keep_ms,
+            keep_ms=max(message.keep_until_ms, at.today + self._keep_ms),
             nonce=message.nonce,
             deaths=deaths,
             headers=None if row is None else row.step or None,

@@ -47,6 +47,7 @@ steps = st.one_of(
     st.tuples(st.just("note"), identities, endings),
     st.tuples(st.just("cancel"), identities),
     st.tuples(st.just("find"), identities),
+    st.tuples(st.just("endings"), identities),
 )
 
 
@@ -101,6 +102,9 @@ class Player:
 
     async def _find(self, identity: Identity) -> object:
         return await self._store.find(identity)
+
+    async def _endings(self, identity: Identity) -> object:
+        return await self._store.endings([identity])
 
     def _held(self, identity: Identity, which: int) -> Held | None:
         tokens = self._tokens[identity]
