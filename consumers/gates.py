@@ -32,9 +32,10 @@ from consumers.outcomes import (
     ended_by,
     stopped_by,
 )
+from consumers.prices import Prices, Usage
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import asking_for
-from consumers.spending import MILLION, Hold, Over, Price, Prices, Spending, Spent
+from consumers.spending import Hold, Over, Spending, Spent
 from consumers.state.base import IN_BATCH, Conflict, Ended, Granted, Pause, Running, StoreUnavailable, WaitingLimit
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
@@ -407,15 +408,14 @@ class CapsGate:
             self._held[job] = Hold(bounds, Spent())
             return None
         route = self.breakers.usable(decoded.chain.routes)[0]
-        price = self.prices.of(route.model)
-        if price is None and any(bound.what == "usd" for bound in bounds):
+        if not self.prices.has(route.model, route.name) and any(bound.what == "usd" for bound in bounds):
             return ended(
                 "forbidden_model",
                 f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
-                f"allowed: {', '.join(sorted(self.prices.models))}",
+                "the operator can set its price (LANEKEEPER_PRICES__MODELS)",
             )
         try:
-            wanted = _spent(self.estimate(job, decoded.request, route), price)
+            wanted = self._spent(self.estimate(job, decoded.request, route), route.model, route.name)
             async with asyncio.timeout(TAKE_WITHIN_S):
                 found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
         except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
@@ -452,7 +452,7 @@ class CapsGate:
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = hold.spent
         for model, amounts in () if attempted is None else attempted.lost:
-            _, tokens, usd = _spent(amounts, self.prices.of(model))
+            _, tokens, usd = self._spent(amounts, model)
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if hold is not None:
             self.spending.correct(hold, used)
@@ -476,6 +476,12 @@ class CapsGate:
         bounds = self.spending.bounds(job.lane_name, job.identity.tenant)
         return Hold(bounds, Spent(*batch.held), _loop_s() + (batch.held_until_ms - self.now_ms()) / 1000)
 
+    def _spent(self, amounts: Amounts, model: str, name: str = "") -> Spent:
+        usage = Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))
+        return Spent(
+            1, amounts.input_tokens + amounts.output_tokens, self.prices.cost_usd(model, usage, name=name) or 0.0
+        )
+
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
         left_ms = request.deadline_ms - self.now_ms()
         wait_ms = round(1000 * over.resets_in_s)
@@ -487,13 +493,6 @@ class CapsGate:
 
 def _may_be_paid(attempted: Attempted) -> bool:
     return attempted.usage is None or attempted.usage.output_tokens > 0
-
-
-def _spent(amounts: Amounts, price: Price | None) -> Spent:
-    usd = 0.0
-    if price is not None:
-        usd = (amounts.input_tokens * price.input + amounts.output_tokens * price.output) / MILLION
-    return Spent(1, amounts.input_tokens + amounts.output_tokens, usd)
 
 
 LARGEST_PART = 32

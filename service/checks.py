@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Final
@@ -242,6 +243,8 @@ async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[F
     else:
         for finding in await providers(settings):
             yield finding
+    for finding in of_models(settings):
+        yield finding
     yield await _store(settings)
     yield await bodies(settings)
 
@@ -355,6 +358,26 @@ def warn_of_plain_text(settings: Settings) -> None:
     """Logs each connection that goes to another machine without TLS."""
     for risk in of_transport(settings):
         log.warning(signals.PLAIN_TEXT, what=risk.what, reason=risk.text)
+
+
+def of_models(settings: Settings) -> Iterator[Finding]:
+    """The models that the settings name and that have no price: perhaps a new model, perhaps a slip of the pen."""
+    prices = settings.prices.table()
+    named = dict(settings.routes_spec().models())
+    for lane in settings.lane_specs():
+        named.setdefault(lane.model, lane.model)
+    for model, name in sorted(named.items()):
+        if not prices.has(model, name):
+            near = get_close_matches(model, prices.models, n=1, cutoff=0.8)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            text = f"has no price, so what it costs is not counted: set it in LANEKEEPER_PRICES__MODELS{meant}"
+            yield Finding(f"model {model}", None, text)
+
+
+def warn_of_unpriced(settings: Settings) -> None:
+    """Logs each model that the settings name and that has no price."""
+    for found in of_models(settings):
+        log.warning(signals.MODEL_UNPRICED, model=found.what.removeprefix("model "), reason=found.text)
 
 
 def _told(settings: Settings, risk: Finding) -> Finding:

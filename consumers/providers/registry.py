@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
+from cachetools import LRUCache
 from opentelemetry.trace import Span
 
 from consumers.failures import ProviderError, TransientError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind, RateHeaders, Underway
-from consumers.spending import Prices, Usage
-from lanekeeper.telemetry import tracing
+from consumers.prices import Prices, Usage
+from lanekeeper.telemetry import logs, signals, tracing
 from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.decoding import Request
@@ -59,7 +60,10 @@ class Calls:
         self.cache_read = 0
         self.cache_write = 0
         self.uncached = 0
+        self.web_searches = 0
         self.usd = 0.0
+        self.unpriced = 0
+        """How many answers are in `usd` with nothing, because the price of a model is unknown."""
 
     def count(self, answer: Answer) -> None:
         usage = answer.usage
@@ -68,10 +72,15 @@ class Calls:
         self.uncached += usage.input_tokens
         self.cache_read += usage.cache_read_input_tokens
         self.cache_write += usage.cache_creation_input_tokens
+        self.web_searches += usage.web_searches
         self.usd += answer.cost_usd or 0.0
+        self.unpriced += answer.cost_usd is None
 
 
+log = logs.logger()
 OTHER = "other"
+UNPRICED_TOLD = 1000
+"""For so many models without a price a warning is logged once each."""
 CONTENT = b'"content_block_'
 """The events before the first token do not have it."""
 OnEvent = Callable[[bytes], Awaitable[None]]
@@ -123,6 +132,7 @@ class Registry:
         self._tracing = tracing
         self.prices = prices or Prices()
         self._models = self.prices.models
+        self._unpriced: LRUCache[str, bool] = LRUCache(UNPRICED_TOLD)
         self._learn = learn
         self.calls: defaultdict[tuple[str, str, str], Calls] = defaultdict(Calls)
 
@@ -199,8 +209,11 @@ class Registry:
         return self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
 
     def _count(self, answer: Answer, route: Route, span: Span) -> Answer:
-        answer.cost_usd = self.prices.cost_usd(route.model, answer.usage)
-        answer.saved_usd = self.prices.saved_usd(route.model, answer.usage)
+        answer.cost_usd = self.prices.cost_usd(route.model, answer.usage, name=route.name)
+        answer.saved_usd = self.prices.saved_usd(route.model, answer.usage, name=route.name)
+        if answer.cost_usd is None and route.model not in self._unpriced:
+            self._unpriced[route.model] = True
+            log.warning(signals.MODEL_UNPRICED, model=route.model, setting="LANEKEEPER_PRICES__MODELS")
         self._calls_of(route).count(answer)
         tracing.record_answer(
             span,

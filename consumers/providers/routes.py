@@ -7,7 +7,6 @@ that the lane or the tenant may not use are left out.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,9 +47,18 @@ class RoutesSpec:
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
 
-    def problems(self, *, known: Collection[str]) -> list[Problem]:
-        """The errors, except circles of fallback models. `known`: models that a lane uses or that have a price."""
-        return [*self._of_lanes(), *self._of_models(known), *self._of_lane_models()]
+    def problems(self) -> list[Problem]:
+        """The errors, except circles of fallback models."""
+        return [*self._of_lanes(), *self._of_lane_models()]
+
+    def models(self) -> Mapping[str, str]:
+        """All models that these settings name, each with the provider's name for it where there is one."""
+        named = {model: model for models in self.lane_models.values() for model in models or ()}
+        named |= {model: model for pair in self.fallbacks.items() for model in pair}
+        named |= {model: model for models in self.tenants.values() for model in models}
+        for provider in self.providers:
+            named |= provider.models or {}
+        return named
 
     def _of_lanes(self) -> Iterator[Problem]:
         names = [provider.name for provider in self.providers]
@@ -70,20 +78,6 @@ class RoutesSpec:
                 reported.update(way)
                 yield f"{' -> '.join([*way, model])} goes in a circle; take one of them out"
 
-    def _of_models(self, known: Collection[str]) -> Iterator[Problem]:
-        for provider in self.providers:
-            for model in provider.models or ():
-                if model not in known:
-                    yield Problem(("providers", provider.name, "models"), unknown(model, known))
-        known = {*known, *(model for provider in self.providers for model in provider.models or ())}
-        for model in dict.fromkeys([*self.fallbacks, *self.fallbacks.values()]):
-            if model not in known:
-                yield Problem(("models", "fallbacks"), unknown(model, known))
-        for tenant, models in self.tenants.items():
-            for model in models:
-                if model not in known:
-                    yield Problem(("models", "tenants"), f"of {tenant[:80]!r}: {unknown(model, known)}")
-
     def _of_lane_models(self) -> Iterator[Problem]:
         for lane, allowed in self.lane_models.items():
             for model in allowed or ():
@@ -96,13 +90,6 @@ class RoutesSpec:
             (names is None or provider.name in names) and (provider.models is None or model in provider.models)
             for provider in self.providers
         )
-
-
-def unknown(model: str, known: Collection[str]) -> str:
-    """The error text for an unknown model."""
-    near = get_close_matches(model, known, n=1, cutoff=0.8)
-    meant = f"did you mean {near[0]}? Else" if near else f"known are {', '.join(sorted(known))};"
-    return f"unknown model {model!r}; {meant} give it a price in prices.models (LANEKEEPER_PRICES__MODELS)"
 
 
 class Routes:

@@ -12,8 +12,8 @@ import jiter
 
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.limits.base import Amounts, RateHeaders
+from consumers.prices import Tokens, Usage
 from consumers.providers.registry import Answer, counted
-from consumers.spending import Usage
 from lanekeeper.contract.identity import encodable
 from topology.codec import bounds
 from topology.codec.bounds import Measure
@@ -79,17 +79,40 @@ def _name(value: object) -> str:
 def read_usage(counts: object) -> Usage:
     """A count that is missing or impossible is 0."""
     given = counts if isinstance(counts, dict) else {}
-
-    def count(name: str) -> int:
-        value = given.get(name)
-        return value if type(value) is int and 0 <= value <= MOST_TOKENS else 0
-
+    tokens, tools = _read_tokens(given), given.get("server_tool_use")
+    iterations = given.get("iterations")
     return Usage(
-        input_tokens=count("input_tokens"),
-        output_tokens=count("output_tokens"),
-        cache_creation_input_tokens=count("cache_creation_input_tokens"),
-        cache_read_input_tokens=count("cache_read_input_tokens"),
+        input_tokens=tokens.input_tokens,
+        output_tokens=tokens.output_tokens,
+        cache_creation_input_tokens=tokens.cache_creation_input_tokens,
+        cache_creation_1h_tokens=tokens.cache_creation_1h_tokens,
+        cache_read_input_tokens=tokens.cache_read_input_tokens,
+        web_searches=_count(tools, "web_search_requests"),
+        is_fast=given.get("speed") == "fast",
+        geo=_name(given.get("inference_geo")),
+        is_batch=given.get("service_tier") == "batch",
+        iterations=tuple(
+            (_name(each.get("model")), _read_tokens(each))
+            for each in (iterations if isinstance(iterations, list) else ())
+            if isinstance(each, dict)
+        ),
     )
+
+
+def _read_tokens(given: Mapping[str, object]) -> Tokens:
+    written = _count(given, "cache_creation_input_tokens")
+    return Tokens(
+        input_tokens=_count(given, "input_tokens"),
+        output_tokens=_count(given, "output_tokens"),
+        cache_creation_input_tokens=written,
+        cache_creation_1h_tokens=min(written, _count(given.get("cache_creation"), "ephemeral_1h_input_tokens")),
+        cache_read_input_tokens=_count(given, "cache_read_input_tokens"),
+    )
+
+
+def _count(given: object, name: str) -> int:
+    value = given.get(name) if isinstance(given, dict) else None
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else 0
 
 
 _BOM = b"\xef\xbb\xbf"

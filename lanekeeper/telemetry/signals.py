@@ -113,6 +113,7 @@ PROVIDER_PAUSED: Final = "provider.paused"
 PROVIDER_RESUMED: Final = "provider.resumed"
 FAILED_OVER: Final = "failed.over"
 CAP_REACHED: Final = "cap.reached"
+MODEL_UNPRICED: Final = "model.unpriced"
 CAP_UNCORRECTED: Final = "cap.uncorrected"
 
 # Names of spans have the form `<operation> <destination>`. A destination has few values: an exchange, one of our

@@ -96,6 +96,7 @@ async def _serve(
             settings = simulating(settings, api.base_url)
         await checks.refuse(settings)
         checks.warn_of_plain_text(settings)
+        checks.warn_of_unpriced(settings)
         parts = await stack.enter_async_context(
             assemble(settings, lanes=lanes, declares=declares, traces=traces, simulated=simulate)
         )

@@ -172,7 +172,7 @@ def _show_status(found: "Status", console: "Console") -> None:
         say(line)
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())
-        say(f"spent since the workers began, at prices of {found.prices_as_of}: {text}")
+        say(f"spent since the workers began, by {found.prices_as_of}: {text}")
     saved = {lane: usd for lane, of in found.spent.get("lane", {}).items() if (usd := of.get("saved_usd"))}
     if saved:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in saved.items())

@@ -23,7 +23,6 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from consumers.providers.routes import unknown
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.problems import SettingsError
 from service.config.flows import THE_MODEL, wrong_names, wrong_references
@@ -329,23 +328,16 @@ def _speakers(settings: Settings) -> Iterator[Disagreement]:
 
 
 def _models(settings: Settings) -> Iterator[Disagreement]:
-    """A model is known if it has a price, or if both a lane and a provider's table name it."""
-    lanes, routes, prices = settings.lane_specs(), settings.routes_spec(), settings.prices.table()
-    in_lanes = {model for lane in lanes for model in (lane.model, *(lane.models or ()))}
-    in_tables = {model for provider in routes.providers for model in provider.models or ()}
-    others = {model for models in (*routes.fallbacks.items(), *routes.tenants.values()) for model in models}
-    priced = prices.models | {model for model in in_lanes | in_tables | others if prices.of(model) is not None}
-    for lane in lanes:
+    routes, prices, in_money = settings.routes_spec(), settings.prices.table(), settings.caps.spec().in_money
+    for lane in settings.lane_specs() if in_money else ():
         for model in sorted({lane.model, *(lane.models or ())}):
-            at = (("lanes", lane.name, "model" if model == lane.model else "models"),)
-            if model not in priced | in_tables:
-                yield Disagreement(unknown(model, priced | in_tables), at=at, by=_NAMING_MODELS)
-            elif settings.caps.spec().in_money and model not in priced:
+            if not prices.has(model):
                 text = f"{model!r} has no price, and what is spent is capped in dollars; give it one in prices.models"
+                at = (("lanes", lane.name, "model" if model == lane.model else "models"),)
                 yield Disagreement(f"{text} (LANEKEEPER_PRICES__MODELS)", at=at, by=(*_NAMING_MODELS, ("caps",)))
     for circle in routes.circles():
         yield Disagreement(circle, at=(("models", "fallbacks"),))
-    for problem in routes.problems(known=priced | in_lanes):
+    for problem in routes.problems():
         yield Disagreement(problem.text, at=(problem.place,), by=_NAMING_MODELS)
 
 

@@ -7,7 +7,7 @@ import re
 import ssl
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import date, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
@@ -23,10 +23,11 @@ from consumers.flows.schedules import ScheduleSpec
 from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.limits.base import LEAST_LIMITS, AccountCaps, BatchLimits, BudgetSpec, shares_of
+from consumers.prices import BATCH_SHARE, Prices
 from consumers.providers.routes import ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
-from consumers.spending import AS_OF, BATCH_SHARE, Cap, CapsSpec, Prices
+from consumers.spending import Cap, CapsSpec
 from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import urls_of
@@ -101,7 +102,7 @@ class LaneSettings(Section):
     max_attempts: Number[int] = Field(ge=1, le=100)
     """How often one request may be tried, including the first attempt."""
     model: types.ModelName
-    """The model for requests that name none. It must have a price, or be listed in a provider's table of models."""
+    """The model for requests that name none."""
     max_tokens: Number[int] = Field(ge=1, le=1_000_000)
     """`max_tokens` of requests that do not set it."""
     models: types.ModelWords | None = None
@@ -565,19 +566,19 @@ class ModelsSettings(Section):
 
 
 class PricesSettings(Section):
-    """The prices of tokens, and the day on which they were valid. The prices in `models` are added to the table in
-    `consumers/spending.py`, or replace prices in it."""
+    """What models cost. The prices are those of the package genai-prices, unless they are set here."""
 
-    as_of: types.Day = AS_OF
-    """The day on which the prices were valid. Example: 2026-11-01"""
+    as_of: types.Day | None = None
+    """The day whose prices are used. None: the day of the call. Example: 2026-11-01"""
     models: types.PriceTable = Field(default_factory=dict)
-    """Prices in US dollars per million tokens, over those of the built-in table. Example: {"my-model": {"input": 1,
-    "output": 5}}"""
+    """Prices in US dollars per million tokens, for models that the table lacks or that cost you something else.
+    Example: {"my-model": {"input": 1, "output": 5}}"""
     batch: Number[float] = Field(default=BATCH_SHARE, ge=0, le=1)
     """What an answer in a provider's batch costs, as a share of its price in a live call."""
 
     def table(self) -> Prices:
-        return Prices(self.models, as_of=self.as_of, batch=self.batch)
+        as_of = None if self.as_of is None else date.fromisoformat(self.as_of)
+        return Prices(self.models, as_of=as_of, batch=self.batch)
 
 
 class CapSettings(Section):

@@ -13,9 +13,10 @@ import jiter
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, SecretStr
 from pydantic_core import PydanticCustomError
 
+from consumers.prices import Price
 from consumers.settle import FAILPOINTS
 from consumers.slots.admission import TenantShare
-from consumers.spending import EVERY_TENANT, Cap, Price, Spent
+from consumers.spending import EVERY_TENANT, Cap, Spent
 from lanekeeper.contract.identity import urls_of
 from service.telemetry import redaction
 
@@ -351,7 +352,7 @@ def _figures(value: Mapping[str, Any], fields: tuple[str, ...]) -> dict[str, flo
 
 
 def _price(value: Any) -> Price:
-    return Price(**_figures(value, ("input", "output", "cache_read", "cache_write")))
+    return Price(**_figures(value, ("input", "output", "cache_read", "cache_write", "cache_write_1h")))
 
 
 def _cap(value: Any) -> Cap:
@@ -393,8 +394,8 @@ PriceTable = Annotated[
     each_of(
         model,
         _price,
-        "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read and "
-        "cache_write; in the environment as JSON",
+        "for each model a table of US dollars per million tokens: input, output, and perhaps cache_read, cache_write "
+        "and cache_write_1h; in the environment as JSON",
     ),
 ]
 ShareTable = Annotated[

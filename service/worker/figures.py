@@ -146,7 +146,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
             kind: {name: spent._asdict() for name, spent in by_name.items()}
             for kind, by_name in budgeting.spending.totals().items()
         },
-        "prices_as_of": budgeting.registry.prices.as_of,
+        "prices_as_of": budgeting.registry.prices.source,
         "simulated": worker.simulated,
         "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
         "failures": list(worker.settler.lifecycle.failures),
@@ -288,7 +288,9 @@ def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
             ("cache_write", calls.cache_write),
         ):
             yield "lanekeeper.account.tokens", {**of_model, "type": type}, count
+        yield "lanekeeper.account.web_searches", of_model, calls.web_searches
         yield "lanekeeper.account.cost_usd", of_model, calls.usd
+        yield "lanekeeper.account.unpriced", of_model, calls.unpriced
     for (account, outcome), count in outcomes.items():
         yield "lanekeeper.account.calls", {"account": account, "outcome": outcome}, count
     for name, value in is_open.items():

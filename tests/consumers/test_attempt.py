@@ -19,12 +19,12 @@ from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.budgets import Estimates
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.prices import Prices
 from consumers.progress import Progress
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Change, Pauses, Permit
 from consumers.providers.registry import Registry
 from consumers.slots.pausing import Pausing
-from consumers.spending import Prices
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing

@@ -24,6 +24,7 @@ from consumers.outcomes import (
     Retried,
     Stepped,
 )
+from consumers.prices import Prices
 from consumers.providers.breakers import Breakers
 from consumers.spending import (
     TENANTS_COUNTED,
@@ -32,12 +33,9 @@ from consumers.spending import (
     CapsSpec,
     Hold,
     Over,
-    Price,
-    Prices,
     Spending,
     Spent,
     Total,
-    Usage,
 )
 from consumers.state.base import Completion, Stop, StoreUnavailable
 from lanekeeper.contract import names as n
@@ -53,62 +51,6 @@ ESTIMATE = Amounts(1, 1000, 500)
 COST = (1000 * 2 + 500 * 10) / 1_000_000
 ANSWERED = Answered(body=b"{}", model=MODEL, provider="anthropic")
 RETRIED = Retried(delay_ms=0, error="")
-
-
-def test_the_cost_of_a_call_follows_from_its_tokens_including_cached_ones() -> None:
-    usage = Usage(input_tokens=1000, output_tokens=100, cache_read_input_tokens=10_000, cache_creation_input_tokens=200)
-
-    assert Prices().cost_usd(MODEL, usage) == pytest.approx((1000 * 2 + 100 * 10 + 10_000 * 0.20 + 200 * 2.50) / 1e6)
-    assert Prices({"m": Price(10, 20)}).cost_usd("m", usage) == pytest.approx(
-        (1000 * 10 + 100 * 20 + 10_000 * 1 + 200 * 12.5) / 1e6
-    )
-
-
-@pytest.mark.parametrize(
-    ("model", "in_usd", "out_usd", "read_usd", "write_usd"),
-    [
-        ("claude-fable-5-2", 8, 40, 0.80, 10),
-        ("claude-fable-5-1", 10, 50, 1, 12.50),
-        ("claude-opus-5-5", 4, 20, 0.20, 5),
-        ("claude-opus-5", 5, 25, 0.50, 6.25),
-        ("claude-sonnet-5-5", 2, 10, 0.20, 2.50),
-        ("claude-sonnet-5", 2, 10, 0.20, 2.50),
-        ("claude-haiku-5-5", 0.10, 0.50, 0.01, 0.125),
-        ("claude-haiku-4-5", 1, 5, 0.10, 1.25),
-    ],
-)
-def test_a_million_tokens_cost_what_is_listed(
-    model: str, in_usd: float, out_usd: float, read_usd: float, write_usd: float
-) -> None:
-    for usage, usd in (
-        (Usage(input_tokens=1_000_000), in_usd),
-        (Usage(output_tokens=1_000_000), out_usd),
-        (Usage(cache_read_input_tokens=1_000_000), read_usd),
-        (Usage(cache_creation_input_tokens=1_000_000), write_usd),
-    ):
-        assert Prices().cost_usd(model, usage) == pytest.approx(usd)
-
-
-def test_what_has_used_nothing_costs_nothing() -> None:
-    assert (Prices().cost_usd(MODEL, Usage()), Spent(), Total()) == (0, (0, 0, 0), (0, 0, 0, 0))
-
-
-def test_an_answer_in_a_batch_costs_its_share_and_saves_the_rest() -> None:
-    live = Usage(input_tokens=1000, output_tokens=100, cache_read_input_tokens=10_000)
-    batched = replace(live, is_batch=True)
-    usd = (1000 * 2 + 100 * 10 + 10_000 * 0.20) / 1e6
-
-    assert Prices().cost_usd(MODEL, batched) == Prices().saved_usd(MODEL, batched) == pytest.approx(usd / 2)
-    assert Prices(batch=0.8).cost_usd(MODEL, batched) == pytest.approx(usd * 0.8)
-    assert Prices(batch=0.8).saved_usd(MODEL, batched) == pytest.approx(usd * 0.2)
-    assert Prices().saved_usd(MODEL, live) == Prices().saved_usd("unpriced", batched) == 0
-    assert Prices().cost_usd("unpriced", batched) is None
-
-
-def test_a_dated_model_name_has_its_models_price_and_an_unknown_model_has_none() -> None:
-    assert Prices().of("claude-haiku-4-5-20251001") == Prices().of("claude-haiku-4-5")
-    assert Prices().of("claude-haiku-4-5@20251001") == Price(1, 5)
-    assert Prices().cost_usd("claude-haiku-4", Usage()) is None
 
 
 async def take(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> Hold | Over:

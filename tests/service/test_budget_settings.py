@@ -6,7 +6,9 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from consumers.spending import Cap, Price
+from consumers.prices import Usage
+from consumers.spending import Cap
+from service.checks import of_models
 from service.config.loading import plain
 from tests.support.settings import load, wrong
 from topology.lanes import DEFAULT_LANES
@@ -93,15 +95,13 @@ def test_contradicting_settings_are_all_reported_at_once() -> None:
         """
     )
 
-    assert told.startswith("5 wrong settings:")
+    assert told.startswith("3 wrong settings:")
     assert "lanes.batch.providers in given.toml: no provider 'nobody'; there are anthropic" in told
     assert (
         "models.fallbacks in given.toml: claude-sonnet-5-5 -> claude-haiku-5-5 -> claude-sonnet-5-5 goes in a circle"
         in told
     )
-    assert "models.fallbacks in given.toml: unknown model 'claude-sonet'; did you mean claude-sonnet-5?" in told
-    assert "models.tenants in given.toml: of 'shop': unknown model 'claude-opus-9'" in told
-    assert "lanes.batch.model in given.toml: unknown model 'house-model-1'" in told
+    assert "lanes.batch.model in given.toml: 'house-model-1' has no price, and what is spent is capped" in told
 
 
 def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
@@ -118,10 +118,11 @@ def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
     )
 
     prices = settings.prices.table()
-    assert prices.as_of == "2026-11-01"
-    assert prices.of("house-model-1") == Price(1, 2)
-    assert prices.of("claude-opus-5-5") == Price(3, 9, 0, 0.5)
-    assert prices.of("claude-sonnet-5-5") == Price(2, 10, 0.20, 2.50)
+    assert prices.source.endswith("as of 2026-11-01")
+    million = Usage(input_tokens=1_000_000, cache_read_input_tokens=1_000_000)
+    assert prices.cost_usd("house-model-1", million) == pytest.approx(1.1)
+    assert prices.cost_usd("claude-opus-5-5", million) == pytest.approx(3)
+    assert prices.cost_usd("claude-sonnet-5-5", million) == pytest.approx(2.1)
 
 
 def test_prices_may_be_of_today_wherever_that_begins_first_and_not_of_a_later_day() -> None:
@@ -229,15 +230,19 @@ def test_a_limit_in_the_environment_must_be_a_finite_number_above_zero(name: str
     assert wrong(env={**PROVIDERS, name: value}).startswith(f"wrong setting: {name}: found ")
 
 
-def test_a_lanes_model_must_have_a_price_or_be_in_a_providers_table() -> None:
-    env = {"LANEKEEPER_LANES__BATCH__MODEL": "house-1"}
-    assert "LANEKEEPER_LANES__BATCH__MODEL: unknown model 'house-1'; known are claude-" in wrong(env=env)
-    assert "give it a price in prices.models (LANEKEEPER_PRICES__MODELS)" in wrong(env=env)
+def test_a_model_without_a_price_starts_and_is_reported_with_the_name_that_may_be_meant() -> None:
+    settings = load(
+        env={
+            "LANEKEEPER_LANES__BATCH__MODEL": "claude-sonet-5-5",
+            "LANEKEEPER_MODELS__FALLBACKS": "house-1=claude-opus-5",
+        }
+    )
 
-    load("[prices.models.house-1]\ninput = 0\noutput = 0", env=env)
-    load(env={**PROVIDERS, **env, "LANEKEEPER_PROVIDERS__EU_2__MODELS": "house-1=llama,claude-sonnet-5-5=s"})
-    load(env={"LANEKEEPER_LANES__BATCH__MODEL": "claude-haiku-4-5-20251001"})
-    load(env={"LANEKEEPER_MODELS__FALLBACKS": "claude-sonnet-5-5=claude-haiku-4-5-20251001"})
+    found = {each.what: each.text for each in of_models(settings)}
+
+    assert found.keys() == {"model claude-sonet-5-5", "model house-1"}
+    assert "LANEKEEPER_PRICES__MODELS; did you mean claude-sonnet-5-5?" in found["model claude-sonet-5-5"]
+    assert list(of_models(load())) == []
 
 
 def test_with_a_cap_in_dollars_every_model_must_have_a_price() -> None:

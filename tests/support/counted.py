@@ -23,13 +23,14 @@ from consumers.job import Job
 from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, Underway
 from consumers.limits.budgets import Estimates, own_budgets
 from consumers.pool import Pool
+from consumers.prices import Prices, Usage
 from consumers.providers import breakers as breaking
 from consumers.providers.breakers import FAILURES, Breakers, State
 from consumers.providers.registry import Answer, OnEvent, Registry
 from consumers.slots import admission
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, TenantShare
-from consumers.spending import Bound, Cap, CapsSpec, Hold, Prices, Spending, Spent, Usage
+from consumers.spending import Bound, Cap, CapsSpec, Hold, Spending, Spent
 from consumers.state.base import Ended, Granted, Identity, Part, Refused, Stop, StoreUnavailable
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of

@@ -22,12 +22,12 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.job import Route
+from consumers.prices import Prices, Usage
 from consumers.providers import batches as module
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.batches import Batches, BatchInfo, ResultLine
 from consumers.providers.cloud import foundry
 from consumers.providers.registry import Registry
-from consumers.spending import Prices, Usage
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.batches import BatchOptions

@@ -9,9 +9,9 @@ import pytest
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind
+from consumers.prices import Prices, Usage
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import Answer, Calls, Registry, asking_for
-from consumers.spending import Prices, Usage
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from consumers.failures import AnswerTooLargeError, TransientError
+from consumers.prices import Usage
 from consumers.providers.anthropic import parse_message
 from consumers.providers.streams import (
     MOST_TOKENS,
@@ -26,7 +27,6 @@ from consumers.providers.streams import (
     read_answer,
     to_json,
 )
-from consumers.spending import Usage
 from tests.support.examples import examples
 
 
