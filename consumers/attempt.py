@@ -27,7 +27,7 @@ from consumers.failures import (
     decide,
 )
 from consumers.flows.handlers import PROVIDER as HANDLER
-from consumers.flows.handlers import Handlers
+from consumers.flows.handlers import Caller, Handlers
 from consumers.gates import DEATHS_AT_MOST, BudgetGate, exceeded, later
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
@@ -102,7 +102,7 @@ class Attempts:
                 if job.batch_result is not None:
                     answer = await self._read_result(job, job.batch_result)
                 elif decoded.request.handler:
-                    answer = await self._call_handler(job, decoded.request)
+                    answer = await self._call_handler(job, decoded)
                 else:
                     answer = await self._call_routes(job, decoded, parts, limit)
                 _record_run(
@@ -136,11 +136,12 @@ class Attempts:
         route = Route(provider=batch.provider, model=batch.model, name=batch.model, account=batch.account)
         return await self.registry.from_batch(route, line)
 
-    async def _call_handler(self, job: Job, request: Request) -> Answer:
-        name = request.handler
+    async def _call_handler(self, job: Job, decoded: Decoded) -> Answer:
+        request, name = decoded.request, decoded.request.handler
+        caller = Caller(job.lane_name, decoded.lane.rank, job.identity.tenant)
         # after an attempt that failed, which may have been its neighbours' fault or have been theirs, once alone
         alone = job.hop.attempts % 2 == 1
-        async with self.handlers.turn(name, lane=job.lane_name, alone=alone) as call:
+        async with self.handlers.turn(name, caller, alone=alone) as call:
             self._begin(job)
             try:
                 body = await call(request.body, request.call_s)

@@ -13,22 +13,22 @@ import jiter
 
 from consumers.background import Background, ended
 from consumers.failures import HandlerDied, HandlerError, RejectedError
-from consumers.flows.child import (
+from consumers.flows.batched_handlers import Gathering, Result
+from consumers.flows.pool_worker import (
     ANSWERED,
-    MANY,
     REJECTED,
     RESULT,
     RUN,
+    RUN_BATCH,
     UNSENDABLE,
     Unsendable,
-    answered,
+    as_json,
     checked,
-    find,
-    told,
-    written,
+    describe,
+    import_function,
+    result_of_one,
 )
-from consumers.flows.cores import Child, ChildDied, Cores, NotImported
-from consumers.flows.many import Gathering, Result
+from consumers.flows.process_pool import NotImported, PoolProcess, ProcessDied, ProcessPool
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
@@ -58,9 +58,22 @@ Call = Callable[[bytes, float], Awaitable[bytes]]
 """Calls a handler with a JSON body and a time limit in seconds, and returns the JSON of its result."""
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose call it is: calls of a lower rank go first, then it is the tenants' turn."""
+
+    lane: str = ""
+    rank: int = 0
+    tenant: str = ""
+
+
+ANYONE: Final = Caller()
+
+
 class Handlers:
     """The registered handlers of this process. `most_bytes`: the largest result. `slots`: how many requests of each
-    lane this process works on at a time, so that nothing waits for more to be gathered."""
+    lane this process works on at a time, so that nothing waits for more to be gathered. `urgent_rank`: that of the lane
+    whose calls need not wait for others' to end; None: there is no other lane."""
 
     def __init__(
         self,
@@ -68,13 +81,14 @@ class Handlers:
         *,
         most_bytes: int = ANSWER_BYTES,
         slots: Mapping[str, int] | None = None,
+        urgent_rank: int | None = None,
         cores: int | None = None,
         tracing: Tracing | None = None,
     ) -> None:
         self._specs = {spec.name: spec for spec in specs}
         self._most_bytes = most_bytes
         self._slots = slots or {}
-        self._cores = Cores(cores)
+        self._pool = ProcessPool(cores, urgent_rank=urgent_rank)
         self._tracing = tracing or Tracing()
         self._functions: dict[str, Callable[[Any], Any]] = {}
         self._background = Background()
@@ -89,72 +103,77 @@ class Handlers:
     async def _problem(self, spec: HandlerSpec) -> str | None:
         if spec.kind == "cpu":  # imported where it runs: a library may be large
             try:
-                async with self._cores.one(spec.run):
+                async with self._pool.process(spec.run):
                     return None
             except NotImported as error:
                 return str(error)
         try:
-            function = find(spec.run)
+            function = import_function(spec.run)
         except Exception as error:
-            return told(error)[1]
+            return describe(error)[1]
         if not inspect.iscoroutinefunction(function):
             return 'it is no `async def`; set kind = "cpu" for a function that computes'
         self._functions[spec.name] = function
         return None
 
     @asynccontextmanager
-    async def turn(self, name: str, *, lane: str = "", alone: bool = False) -> AsyncIterator[Call]:
-        """Wait until the handler may be called (for a free core, if it computes), and yield the call, which raises
+    async def turn(self, name: str, caller: Caller = ANYONE, *, alone: bool = False) -> AsyncIterator[Call]:
+        """Wait until the handler may be called (for a free process, if it computes), and yield the call, which raises
         ProviderError or RequestProblem. `alone`: without others, although it takes many."""
         spec = self._specs[name]
         if spec.many:
-            yield partial(self._traced, name, partial(self._among_many, spec, lane=lane, alone=alone))
+            yield partial(self._traced, name, partial(self._among_many, spec, caller, alone=alone))
             return
         if spec.kind == "async":
             yield partial(self._traced, spec.name, partial(self._one_in_loop, spec))
             return
         try:
-            async with self._cores.one(spec.run) as child:
-                yield partial(self._traced, spec.name, partial(self._in_process, spec, child))
+            async with self._pool.process(spec.run, rank=caller.rank, tenant=caller.tenant) as process:
+                yield partial(self._traced, spec.name, partial(self._in_process, spec, process))
         except NotImported as error:
             raise _not_imported(name, error) from None
 
     async def aclose(self, *, within_s: float) -> None:
-        await self._cores.aclose()
+        await self._pool.aclose()
         await self._background.finish(within_s=within_s)
 
     async def _traced(self, name: str, call: Call, body: bytes, timeout_s: float) -> bytes:
         with self._tracing.handler(name):
             return await call(body, timeout_s)
 
-    async def _among_many(self, spec: HandlerSpec, body: bytes, timeout_s: float, *, lane: str, alone: bool) -> bytes:
+    async def _among_many(
+        self, spec: HandlerSpec, caller: Caller, body: bytes, timeout_s: float, *, alone: bool
+    ) -> bytes:
         try:
             if alone:
-                ((kind, text),) = await self._many(spec, [body], timeout_s)
+                ((kind, text),) = await self._many(spec, caller.rank, [body], timeout_s, caller.tenant)
             else:
-                kind, text = await self._gathering(spec, lane).call(body, timeout_s)
+                kind, text = await self._gathering(spec, caller).call(body, timeout_s, tenant=caller.tenant)
         except TimeoutError:
             raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout") from None
         return _result(spec.name, kind, text)
 
-    def _gathering(self, spec: HandlerSpec, lane: str) -> Gathering:
-        if (found := self._gatherings.get((spec.name, lane))) is None:
-            count = min(spec.count, self._slots.get(lane, spec.count))
-            found = self._gatherings[spec.name, lane] = Gathering(
-                partial(self._many, spec), count=count, window_s=spec.window_s, background=self._background
+    def _gathering(self, spec: HandlerSpec, caller: Caller) -> Gathering:
+        if (found := self._gatherings.get((spec.name, caller.lane))) is None:
+            count = min(spec.count, self._slots.get(caller.lane, spec.count))
+            found = self._gatherings[spec.name, caller.lane] = Gathering(
+                partial(self._many, spec, caller.rank), count=count, window_s=spec.window_s, background=self._background
             )
         return found
 
-    async def _many(self, spec: HandlerSpec, bodies: Sequence[bytes], timeout_s: float) -> Sequence[Result]:
+    async def _many(
+        self, spec: HandlerSpec, rank: int, bodies: Sequence[bytes], timeout_s: float, tenant: str
+    ) -> Sequence[Result]:
         """A result for each of these bodies. Raises HandlerError for all of them; RejectedError only for a single one,
         because among several it is not known whose input was at fault."""
         try:
             if spec.kind == "async":
                 values = [jiter.from_json(body, cache_mode="none") for body in bodies]
                 results = await self._in_loop(spec, values, timeout_s)
-                return [answered(each, most_bytes=self._most_bytes) for each in results]
-            async with self._cores.one(spec.run) as child:
-                packed = await self._in_process(spec, child, b"[" + b",".join(bodies) + b"]", timeout_s, kind=MANY)
+                return [result_of_one(each, most_bytes=self._most_bytes) for each in results]
+            async with self._pool.process(spec.run, rank=rank, tenant=tenant) as process:
+                together = b"[" + b",".join(bodies) + b"]"
+                packed = await self._in_process(spec, process, together, timeout_s, kind=RUN_BATCH)
             return _unpacked(packed)
         except NotImported as error:
             raise _not_imported(spec.name, error) from None
@@ -166,7 +185,7 @@ class Handlers:
     async def _one_in_loop(self, spec: HandlerSpec, body: bytes, timeout_s: float) -> bytes:
         result = await self._in_loop(spec, jiter.from_json(body, cache_mode="none"), timeout_s)
         try:
-            return written(result, most_bytes=self._most_bytes)
+            return as_json(result, most_bytes=self._most_bytes)
         except Unsendable as error:
             raise unsendable(spec.name, str(error)) from None
 
@@ -181,19 +200,19 @@ class Handlers:
         except HandlerError:
             raise
         except Exception as error:
-            raise _failed(spec.name, *told(error)) from error
+            raise _failed(spec.name, *describe(error)) from error
         finally:
             if not running.done():
                 running.cancel()
                 self._background.detached(_see_end(running, spec.name), name=f"end of handler {spec.name}")
 
     async def _in_process(
-        self, spec: HandlerSpec, child: Child, body: bytes, timeout_s: float, *, kind: bytes = RUN
+        self, spec: HandlerSpec, process: PoolProcess, body: bytes, timeout_s: float, *, kind: bytes = RUN
     ) -> bytes:
         try:
             async with asyncio.timeout(timeout_s):
-                kind, result = await child.call(spec.run, body, most_bytes=self._most_bytes, kind=kind)
-        except ChildDied as error:
+                kind, result = await process.call(spec.run, body, most_bytes=self._most_bytes, kind=kind)
+        except ProcessDied as error:
             raise HandlerDied(f"handler {spec.name}: its process died under it ({error})", type="died") from None
         except TimeoutError:
             text = f"handler {spec.name}: no result within {timeout_s:g} s: its process was killed"

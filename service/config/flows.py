@@ -27,7 +27,7 @@ class HandlerSettings(Section):
     Example: documents.parts:chunk"""
     kind: Literal["async", "cpu"] = "async"
     """`async`: an `async def`, which runs in the worker's event loop. `cpu`: a function that computes; it runs in one
-    of as many processes as the machine has cores."""
+    of as many processes as the machine has cores, and one more for the most urgent lane."""
     many: bool = False
     """Whether the function takes a list, of what several requests ask at the same time, and returns a list of the same
     length: a result, or an exception, for each."""

@@ -216,7 +216,13 @@ async def open_handlers(
 ) -> Handlers:
     """Import the handlers; `stack` closes their processes. Raises SettingsError, which names all that cannot be."""
     slots = {lane.name: lane.slots_max or lane.slots for lane in lanes}
-    handlers = Handlers(settings.handler_specs(), most_bytes=settings.answer_bytes, slots=slots, tracing=tracing)
+    handlers = Handlers(
+        settings.handler_specs(),
+        most_bytes=settings.answer_bytes,
+        slots=slots,
+        urgent_rank=urgent_rank(lanes),
+        tracing=tracing,
+    )
     stack.push_async_callback(handlers.aclose, within_s=FINISH_WITHIN_S)
     if problems := await handlers.load():
         raise SettingsError("\n".join(problems))
@@ -225,6 +231,11 @@ async def open_handlers(
         if spec.many and narrow:
             log.warning(signals.HANDLER_NARROW, handler=spec.name, count=spec.count, slots=narrow)
     return handlers
+
+
+def urgent_rank(lanes: Sequence[LaneSpec]) -> int | None:
+    """The rank of the most urgent of these lanes; None if there is no other."""
+    return min(lane.rank for lane in lanes) if len(lanes) > 1 else None
 
 
 def key_setting(name: str) -> str:

@@ -161,6 +161,19 @@ async def test_a_handler_that_hangs_eats_its_cpu_or_kills_its_process_is_buried_
         assert worker.is_well
 
 
+async def test_a_critical_request_does_not_wait_for_computing_ones_of_another_lane(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    async with serving(vhost, handlers=registered(waits_for="cpu", doubled="cpu")), requester(vhost) as app:
+        others = [await app.publish(str(gate), message_type="waits_for", key="batch.tests.ask") for _ in range(10)]
+        reply = await app.ask(7, message_type="doubled", key="critical.tests.ask")
+        assert reply.json[:2] == [7, 7]
+        gate.touch()
+        for other in others:
+            assert (await app.final(other)).status == "ok"
+
+
 async def test_handlers_that_cannot_be_imported_are_refused_at_start_all_at_once(vhost: Vhost) -> None:
     handlers = {"a": {"run": "no.such:thing"}, "b": {"run": f"{FUNCTIONS}:absent", "kind": "cpu"}}
     with pytest.raises(SettingsError) as refused:

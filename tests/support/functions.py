@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,37 @@ def exits(given: Any) -> Any:
 
 def rejects_too(given: Any) -> Any:
     raise Rejected("never any good")
+
+
+def rejects_and_tells(given: Any) -> Any:
+    """Rejects what is not null. Tells its process, in one way or the other."""
+    if given is not None:
+        raise Rejected(str(os.getpid()))
+    return os.getpid()
+
+
+class Unpicklable(Exception):
+    def __init__(self, *, why: str) -> None:
+        super().__init__(why)
+        self.lock = threading.Lock()
+
+
+def fails_oddly(given: Any) -> Any:
+    raise Unpicklable(why="no good")
+
+
+def surroundings(given: Any) -> Any:
+    """The names of the environment as the kernel knows them, and the open descriptors."""
+    environment = Path("/proc/self/environ").read_bytes().decode().split("\0")
+    descriptors = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return [environment, descriptors]
+
+
+def waits_for(given: Any) -> Any:
+    """Until there is a file of this name."""
+    while not Path(given).exists():
+        time.sleep(0.01)
+    return given
 
 
 def is_large(given: Any) -> Any:

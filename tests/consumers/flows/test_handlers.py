@@ -1,10 +1,8 @@
 """Registered functions are imported at start, and called with JSON; each way to fail has its error."""
 
 import asyncio
-import io
 import json
 import os
-import queue
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -19,9 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from consumers.failures import HandlerDied, HandlerError, RejectedError
-from consumers.flows import child, cores
 from consumers.flows import handlers as module
-from consumers.flows.handlers import Handlers, HandlerSpec
+from consumers.flows import pool_worker, process_pool
+from consumers.flows.handlers import Caller, Handlers, HandlerSpec
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.waiting import until
@@ -35,9 +33,13 @@ def spec(name: str, kind: Literal["async", "cpu"], run: str | None = None) -> Ha
 
 @asynccontextmanager
 async def registered(
-    *specs: HandlerSpec, cores: int = 2, most_bytes: int = 100_000, tracing: Tracing | None = None
+    *specs: HandlerSpec,
+    cores: int = 2,
+    most_bytes: int = 100_000,
+    tracing: Tracing | None = None,
+    urgent_rank: int | None = None,
 ) -> AsyncIterator[Handlers]:
-    handlers = Handlers(specs, cores=cores, most_bytes=most_bytes, tracing=tracing)
+    handlers = Handlers(specs, cores=cores, most_bytes=most_bytes, tracing=tracing, urgent_rank=urgent_rank)
     assert await handlers.load() == []
     try:
         yield handlers
@@ -108,32 +110,13 @@ async def test_why_the_process_cannot_import_is_told(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     ends, never = (Handlers([spec("a", "cpu", f"{name}:f")], cores=1) for name in ("ends_at_import", "never_imported"))
     lines = await ends.load()
-    monkeypatch.setattr(cores, "IMPORT_WITHIN_S", 0.01)
+    monkeypatch.setattr(process_pool, "IMPORT_WITHIN_S", 0.01)
     lines += await never.load()
     for handlers in (ends, never):
         await handlers.aclose(within_s=1)
 
     assert "exit code 3" in lines[0]
     assert "not within 0.01 s" in lines[1]
-
-
-def test_calls_are_read_whole_and_in_order_until_the_worker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "killpg", lambda group, by: killed.append((group, by)))
-    calls: queue.SimpleQueue[tuple[bytes, str, int, bytes]] = queue.SimpleQueue()
-    sent = [(b"i", "m:f", 0, b""), (b"r", "m:ü", 9, b"[1,2]")]
-    child._read(
-        io.BytesIO(
-            b"".join(
-                child.CALL.pack(kind, len(run.encode()), most_bytes, len(body)) + run.encode() + body
-                for kind, run, most_bytes, body in sent
-            )
-        ),
-        calls,
-    )
-
-    assert [calls.get_nowait() for _ in sent] == sent
-    assert killed == [(0, signal.SIGKILL)]
 
 
 async def test_an_exception_is_a_failed_attempt_and_rejected_is_for_good() -> None:
@@ -151,6 +134,82 @@ async def test_an_exception_is_a_failed_attempt_and_rejected_is_for_good() -> No
             with pytest.raises(RejectedError, match="never any good") as rejected:
                 await call(handlers, name)
             assert rejected.value.status == 422
+
+
+async def test_a_process_whose_function_refuses_or_fails_takes_the_next_call() -> None:
+    async with registered(spec("rejects_and_tells", "cpu"), spec("fails_oddly", "cpu"), cores=1) as handlers:
+        process = await call(handlers, "rejects_and_tells")
+        for _ in range(3):
+            with pytest.raises(RejectedError, match=str(process)):
+                await call(handlers, "rejects_and_tells", 1)
+            with pytest.raises(HandlerError, match=r"Unpicklable at functions.py:\d+: no good"):
+                await call(handlers, "fails_oddly")
+        assert await call(handlers, "rejects_and_tells") == process
+
+
+async def test_a_process_has_no_key_no_broker_url_and_no_descriptor_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ANTHROPIC_API_KEY", "LANEKEEPER_AMQP_URL", "lanekeeper_store", "LANEKEEPER_PROVIDERS__X__API_KEY"):
+        monkeypatch.setenv(name, "canary")
+    monkeypatch.setenv("DOCUMENTS_KEY", "for the handler")
+    kept = os.open(tmp_path / "kept to itself", os.O_CREAT)
+    os.set_inheritable(kept, True)
+    async with registered(spec("surroundings", "cpu")) as handlers:
+        environment, descriptors = await call(handlers, "surroundings")
+    os.close(kept)
+    assert "DOCUMENTS_KEY=for the handler" in environment
+    assert not [each for each in environment if "canary" in each]
+    assert not [each for each in descriptors if "kept to itself" in each]
+
+
+async def ask(handlers: Handlers, caller: Caller, name: str, given: Any) -> Any:
+    async with handlers.turn(name, caller) as turn:
+        return json.loads(await turn(json.dumps(given).encode(), 30.0))
+
+
+async def test_urgent_calls_go_first_and_do_not_wait_for_those_of_other_lanes(tmp_path: Path) -> None:
+    gate, ended = tmp_path / "gate", list[str]()
+    async with registered(spec("waits_for", "cpu"), spec("doubled", "cpu"), cores=1, urgent_rank=10) as handlers:
+
+        async def one(caller: Caller, name: str, given: Any) -> None:
+            await ask(handlers, caller, name, given)
+            ended.append(caller.lane)
+
+        async with asyncio.TaskGroup() as group:
+            for lane, rank in (("batch", 30), ("batch", 30), ("normal", 20)):
+                group.create_task(one(Caller(lane, rank), "waits_for", str(gate)))
+            await until(lambda: handlers._pool._running.total() == 1)
+            for _ in range(3):
+                await one(Caller("critical", 10), "doubled", 1)
+            gate.touch()
+    assert ended == ["critical"] * 3 + ["batch", "normal", "batch"]
+
+
+async def test_one_tenant_s_calls_do_not_go_before_another_s() -> None:
+    began = list[str]()
+    async with registered(spec("sleeps", "cpu"), cores=1) as handlers:
+
+        async def one(tenant: str, seconds: float) -> None:
+            async with handlers.turn("sleeps", Caller(tenant=tenant)) as turn:
+                began.append(tenant)
+                await turn(json.dumps(seconds).encode(), 30.0)
+
+        async with asyncio.TaskGroup() as group:
+            for tenant, seconds in [("greedy", 0.2)] * 6 + [("modest", 0.01)] * 3:
+                group.create_task(one(tenant, seconds))
+    assert began[:4] == ["greedy", *["modest"] * 3], "what counts is the time that its calls took"
+
+
+async def test_a_turn_that_is_cancelled_is_given_on() -> None:
+    async with registered(spec("sleeps", "cpu"), cores=1) as handlers:
+        calls = [asyncio.create_task(call(handlers, "sleeps", 0.1)) for _ in range(8)]
+        await until(lambda: handlers._pool._running.total() == 1)
+        for each in calls[1:7]:
+            each.cancel()
+        assert await asyncio.gather(calls[0], calls[7])
+        assert not handlers._pool._running
+        assert not handlers._pool._took_s
 
 
 async def test_what_cannot_be_sent_is_a_problem() -> None:
@@ -214,7 +273,7 @@ async def test_the_processes_end_with_the_worker() -> None:
 
 WORKER = """
 import asyncio, json, sys
-from consumers.flows.handlers import Handlers, HandlerSpec
+from consumers.flows.handlers import Caller, Handlers, HandlerSpec
 
 async def main():
     handlers = Handlers([HandlerSpec(name="h", run="tests.support.functions:holds_the_lock", kind="cpu")])
@@ -287,20 +346,20 @@ async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
         process = (await call(handlers, "doubled", 1))[2]
         os.kill(process, signal.SIGKILL)
         await until(lambda: not runs(process))
-        await until(lambda: all(child.has_ended for child in handlers._cores._all))
+        await until(lambda: all(process.has_ended for process in handlers._pool._all))
         assert (await call(handlers, "doubled", 1))[2] != process
 
 
 def test_a_result_has_as_many_bytes_as_can_be_sent_back_and_not_one_more() -> None:
-    assert child.written("ab", most_bytes=4) == b'"ab"'
-    with pytest.raises(child.Unsendable, match="has 4 bytes, and 3 is the most"):
-        child.written("ab", most_bytes=3)
-    with pytest.raises(child.Unsendable, match="no JSON"):
-        child.written(float("nan"), most_bytes=100)
+    assert pool_worker.as_json("ab", most_bytes=4) == b'"ab"'
+    with pytest.raises(pool_worker.Unsendable, match="has 4 bytes, and 3 is the most"):
+        pool_worker.as_json("ab", most_bytes=3)
+    with pytest.raises(pool_worker.Unsendable, match="no JSON"):
+        pool_worker.as_json(float("nan"), most_bytes=100)
 
 
 @pytest.mark.parametrize(("results", "why"), [("ab", "returned str"), ([1], "1 results for 2"), ([1, 2, 3], "3 res")])
 def test_a_function_of_many_returns_a_list_with_one_result_each(results: object, why: str) -> None:
-    assert child.checked((1, 2), count=2) == (1, 2)
+    assert pool_worker.checked((1, 2), count=2) == (1, 2)
     with pytest.raises(ValueError, match=why):
-        child.checked(results, count=2)
+        pool_worker.checked(results, count=2)

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from consumers.background import Background
 
 Result = tuple[bytes, bytes]
-"""Its kind (`child.ANSWERED`, …), and its text."""
-Run = Callable[[Sequence[bytes], float], Awaitable[Sequence[Result]]]
-"""Calls the function with these bodies and a time limit in seconds. Returns a result for each, or raises for all."""
+"""Its kind (`pool_worker.ANSWERED`, …), and its text."""
+Run = Callable[[Sequence[bytes], float, str], Awaitable[Sequence[Result]]]
+"""Calls the function with these bodies and a time limit in seconds. Returns a result for each, or raises for all. The
+third argument is the tenant whose calls they are, "" if they are of several."""
 
 
 @dataclass(slots=True, eq=False)
 class _Call:
     body: bytes
+    tenant: str
     until_s: float
     result: "asyncio.Future[Result]"
     together: "_Together | None" = None
@@ -39,11 +41,11 @@ class Gathering:
         self._waiting: list[_Call] = []
         self._window: asyncio.TimerHandle | None = None
 
-    async def call(self, body: bytes, timeout_s: float) -> Result:
+    async def call(self, body: bytes, timeout_s: float, *, tenant: str = "") -> Result:
         """The result of this body among others. Raises what the function's call raises for all of them; after
         `timeout_s` TimeoutError."""
         loop = asyncio.get_running_loop()
-        call = _Call(body, loop.time() + timeout_s, loop.create_future())
+        call = _Call(body, tenant, loop.time() + timeout_s, loop.create_future())
         self._waiting.append(call)
         if len(self._waiting) >= self._count:
             self._begin()
@@ -75,8 +77,9 @@ class Gathering:
         if not calls:  # all have left
             return
         left_s = max(call.until_s for call in calls) - asyncio.get_running_loop().time()
+        tenants = {call.tenant for call in calls}
         try:
-            results = await self._run([call.body for call in calls], left_s)
+            results = await self._run([call.body for call in calls], left_s, tenants.pop() if len(tenants) == 1 else "")
         except BaseException as error:
             for call in calls:
                 if not call.result.done():

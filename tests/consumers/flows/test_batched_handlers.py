@@ -10,8 +10,8 @@ import pytest
 
 from consumers.background import Background
 from consumers.failures import HandlerDied, HandlerError, RejectedError
-from consumers.flows.handlers import Handlers, HandlerSpec
-from consumers.flows.many import Gathering, Result
+from consumers.flows.batched_handlers import Gathering, Result
+from consumers.flows.handlers import Caller, Handlers, HandlerSpec
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
@@ -37,7 +37,7 @@ async def registered(
 async def ask(
     handlers: Handlers, given: Any, *, timeout_s: float = 30.0, lane: str = "batch", alone: bool = False
 ) -> Any:
-    async with handlers.turn("h", lane=lane, alone=alone) as turn:
+    async with handlers.turn("h", Caller(lane), alone=alone) as turn:
         return json.loads(await turn(json.dumps(given).encode(), timeout_s))
 
 
@@ -136,7 +136,7 @@ async def test_each_has_its_own_time_limit() -> None:
 async def test_the_function_has_as_long_as_the_one_that_waits_longest() -> None:
     left_s: list[float] = []
 
-    async def run(bodies: Sequence[bytes], timeout_s: float) -> Sequence[Result]:
+    async def run(bodies: Sequence[bytes], timeout_s: float, _: str) -> Sequence[Result]:
         left_s.append(timeout_s)
         return [(b"=", body) for body in bodies]
 
@@ -150,7 +150,7 @@ def test_the_window_of_calls_that_were_made_does_not_shorten_that_of_the_next_on
     async def story() -> list[float]:
         clock, called_s = asyncio.get_running_loop().time, list[float]()
 
-        async def run(bodies: Sequence[bytes], _: float) -> Sequence[Result]:
+        async def run(bodies: Sequence[bytes], _: float, __: str) -> Sequence[Result]:
             called_s.append(clock() - 1000)
             return [(b"=", body) for body in bodies]
 
@@ -166,7 +166,7 @@ def test_the_window_of_calls_that_were_made_does_not_shorten_that_of_the_next_on
 async def test_if_the_function_s_call_is_cancelled_the_calls_are_out_of_time_and_its_task_is_cancelled() -> None:
     began: asyncio.Future[asyncio.Task[object] | None] = asyncio.get_running_loop().create_future()
 
-    async def run(_: Sequence[bytes], __: float) -> Sequence[Result]:
+    async def run(_: Sequence[bytes], __: float, ___: str) -> Sequence[Result]:
         began.set_result(asyncio.current_task())
         await asyncio.Event().wait()
         return ()
