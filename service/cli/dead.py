@@ -186,7 +186,8 @@ def show(
     if body is None:
         print(f"\nbody, in base64, because it is no JSON in UTF-8:\n{message['body_base64']}")
     else:
-        print(f"\n{printable(json_text.dumps(json_text.loads(body), indent=2, ensure_ascii=False))}")
+        print()
+        print_json(json_text.loads(body))
 
 
 @app.command()

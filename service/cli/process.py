@@ -114,17 +114,17 @@ def listening(act: Callable[[], None]) -> Iterator[None]:
 
 def tell(text: str) -> None:
     """Print a line on standard error, where it does not mix with a command's output."""
-    print(f"lanekeeper: {text}", file=sys.stderr, flush=True)
+    print(redaction.lines(f"lanekeeper: {text}"), file=sys.stderr, flush=True)
 
 
 def print_json(value: object) -> None:
     """Print a value as indented JSON, for the option `--json`."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(redaction.json_text(json.dumps(value, indent=2, ensure_ascii=False)))
 
 
 def printable(text: str) -> str:
-    """The text with `�` in place of control characters, so that a model's answer cannot control the terminal."""
-    return "".join(character if character in "\n\t" or character.isprintable() else "�" for character in text)
+    """What others wrote, on one line, in a form that cannot control the terminal."""
+    return redaction.one_line(text)
 
 
 def report(error: BaseException, *, debug: bool) -> int:

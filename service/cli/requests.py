@@ -16,6 +16,7 @@ from service.cli import options
 from service.cli.options import duration, instant, named
 from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, tell
 from service.cli.webhooks import course
+from service.telemetry import redaction
 
 if TYPE_CHECKING:
     from lanekeeper import Client
@@ -290,7 +291,10 @@ async def _warn_if_no_worker(client: "Client", lane: str) -> None:
 def _print_answer(answer: "Final", *, json: bool) -> None:
     """What a model said; of a handler or a pipeline whose answer is no Message, its JSON."""
     is_message = isinstance(answer.value, dict) and isinstance(answer.value.get("content"), list)
-    _print_now(answer.text if is_message and not json else answer.body.decode(), end="\n")
+    if is_message and not json:
+        _print_now(answer.text, end="\n")
+    else:
+        _print_now_json(answer.body.decode(), end="\n")
 
 
 async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: bool) -> "Final":
@@ -300,10 +304,10 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
     async for reply in replies:
         if not isinstance(reply, Part):
             final = reply
-            _print_now(reply.body.decode() if json else "", end="\n")
+            _print_now_json(reply.body.decode() if json else "", end="\n")
         elif json:
             part = {"part": reply.kind, "seq": reply.seq, "event": reply.event}
-            _print_now(json_text.dumps(part, ensure_ascii=False), end="\n")
+            _print_now_json(json_text.dumps(part, ensure_ascii=False), end="\n")
         elif reply.kind == "restart":
             print("\n[an attempt failed: from the beginning]", file=sys.stderr)
         else:
@@ -313,7 +317,11 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
 
 
 def _print_now(text: str, *, end: str) -> None:
-    print(printable(text) if sys.stdout.isatty() else text, end=end, flush=True)
+    print(redaction.lines(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def _print_now_json(text: str, *, end: str) -> None:
+    print(redaction.json_text(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def _read_stdin() -> str:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from datetime import datetime, timedelta
-from functools import partial
 from io import StringIO
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +15,7 @@ import typer
 from lanekeeper.contract.problems import BrokerError, SettingsError
 from service.cli import brake, options, schedules
 from service.cli.process import FAILED, connected, print_json, printable, run
+from service.telemetry import redaction
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,7 +126,10 @@ def _show_status(found: "Status", console: "Console") -> None:
         )
     console.print(table)
     console.print(_times(found))
-    say = partial(console.print, highlight=False, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
     for trouble in found.troubles:
         say(trouble)
     for lane in found.lanes:
@@ -247,7 +250,7 @@ def check(
         async for finding in _findings(given, simulate=simulate):
             findings.append(finding)
             if not json:
-                print(f"{WORDS[finding.well]:<5}  {finding.what:<18} {finding.text}", flush=True)
+                print(redaction.lines(f"{WORDS[finding.well]:<5}  {finding.what:<18} {finding.text}"), flush=True)
         return findings
 
     findings = run(checked())
@@ -307,7 +310,7 @@ def settings(
     values = [printable(value_text(setting.value)) for setting in shown]
     wide = min(60, max(map(len, values), default=0))
     for setting, value in zip(shown, values, strict=True):
-        print(f"{setting.name:<{width}}  {value:<{wide}}  {setting.source}")
+        print(f"{setting.name:<{width}}  {value:<{wide}}  {printable(setting.source)}")
 
 
 def value_text(value: Any) -> str:

@@ -13,7 +13,7 @@ import typer
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from service.cli import options
 from service.cli.options import Texts, named
-from service.cli.process import FAILED, connected, print_json, run, tell
+from service.cli.process import FAILED, connected, print_json, printable, run, tell
 
 if TYPE_CHECKING:
     from service.config.settings import Settings
@@ -69,7 +69,8 @@ def plan(
     else:
         shown, levels = (found.differences, 0) if every else without_levels(found.differences, settings.names())
         for difference in shown:
-            print(f"{difference.line}  ({'apply makes it' if difference.change == 'missing' else 'apply leaves it'})")
+            then = "apply makes it" if difference.change == "missing" else "apply leaves it"
+            print(f"{printable(difference.line)}  ({then})")
         if levels:
             parts = len(found.differences) - len(shown)
             print(f"{levels} delay levels are missing, {parts} parts: --all lists them  (apply makes them)")
@@ -123,7 +124,7 @@ def verify(settings: "Settings", json: options.Json = False) -> None:
         print_json(asdict(found))
     else:
         for difference in found.differences:
-            print(difference.line)
+            print(printable(difference.line))
         if not found.differences:
             print("as declared")
     _end(found)

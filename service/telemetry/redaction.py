@@ -20,7 +20,11 @@ _SECRETS: Final = re.compile(
 _HINT: Final = re.compile(r"sk-ant-|bearer\s|://", re.IGNORECASE)  # if this does not match, _SECRETS cannot match
 _SECRET_NAME: Final = re.compile(r"api[-_]?key|authorization|passw|secret|(^|[-_])token$|cookie", re.IGNORECASE)
 _CONTENT_NAMES: Final = frozenset({"answer", "body", "content", "messages", "prompt"})
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL: Final = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What controls a terminal, begins a line, or changes the direction of what follows."""
+_LINE: Final = re.compile(r"[^\n\t]+")
 _LONGEST: Final = 2000
 _DEEPEST: Final = 6
 
@@ -30,7 +34,23 @@ def text(value: str) -> str:
     shown = value if len(value) <= _LONGEST else value[:_LONGEST] + GONE
     if _HINT.search(shown):
         shown = _SECRETS.sub(_gone, shown)
-    return shown if shown.isprintable() else _CONTROL.sub(_escaped, shown)
+    return one_line(shown)
+
+
+def one_line(value: str) -> str:
+    """The text with control and direction characters escaped: what others wrote controls no terminal, and forges no
+    line."""
+    return value if value.isprintable() else _CONTROL.sub(_escaped, value)
+
+
+def lines(value: str) -> str:
+    """The same for a text that may have several lines."""
+    return value if value.isprintable() else _LINE.sub(lambda found: one_line(found[0]), value)
+
+
+def json_text(value: str) -> str:
+    """The same for a text in JSON, which means what it meant."""
+    return _LINE.sub(lambda found: _CONTROL.sub(lambda each: f"\\u{ord(each[0]):04x}", found[0]), value)
 
 
 def fields(event: Mapping[str, Any], *, with_content: bool) -> dict[str, Any]:

@@ -297,10 +297,33 @@ def test_apply_generates_no_password(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "a line NAME:PASSWORD is missing for crm" in capsys.readouterr().err
 
 
-def test_control_characters_in_an_answer_do_not_reach_the_terminal() -> None:
-    from service.cli.process import printable
+HOSTILE = "a\x1b[2J\x9bb\u202ec\u2066d\u200f"
+SHOWN = "a\\x1b[2J\\x9bb\\u202ec\\u2066d\\u200f"
 
-    assert printable("a\x1b[2Jb\r\n\tç") == "a�[2Jb�\n\tç"
+
+def test_what_others_wrote_does_not_control_the_terminal_and_forges_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from service.cli.process import print_json, printable, tell
+    from service.telemetry import redaction
+
+    assert printable(f"{HOSTILE}\r\n\tç\xa0") == f"{SHOWN}\\r\\n\\tç\xa0"
+    assert redaction.lines(f"{HOSTILE}\r\n\tç") == f"{SHOWN}\\r\n\tç", "an answer has lines"
+    tell(HOSTILE)
+    print_json({HOSTILE: [HOSTILE]})
+    told, err = capsys.readouterr()
+    assert err == f"lanekeeper: {SHOWN}\n"
+    assert not set(told) & set("\x1b\x9b\u202e\u2066\u200f")
+    assert json.loads(told) == {HOSTILE: [HOSTILE]}, "it means what it meant"
+
+
+def test_a_status_shows_what_workers_tell_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from service.cli.status import _show_status
+    from service.status import Status
+
+    waiting = (f"normal: model {HOSTILE} [bold]x[/bold]",)
+    _show_status(Status(lanes=(), workers=(), waiting=waiting), Console())
+    assert f"normal: model {SHOWN} [bold]x[/bold]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
