@@ -3,30 +3,31 @@ store, bodies from the store of bodies. One process at a time does this: the one
 expires) in the store. Also checks that the store can be written."""
 
 import asyncio
-import math
 import os
 import random
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from consumers.clock import NowMs, moment_ms, now_ms
+from consumers.clock import NowMs, now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import DAY_S, Store, StoreUnavailable
+from consumers.state.shedding import LOW_WATER, level
+from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.bodies import BodiesUnavailable, BodyStore, sync_folder
-from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
-from topology.broker.consume import FetchedMessage, OldestMessages
-from topology.broker.deadletters import line_of
-from topology.lanes import GIB
+from topology.broker.deadletters import DeadLetter, held, line_of, scanned
+from topology.lanes import GIB, MIB
 
 LOOK_EVERY_S = 60.0
-SAMPLE = 8
-"""The average size of a dead letter is estimated from this many of the oldest letters, because AMQP reports how many
-messages a queue has, but not their bytes."""
-MAX_REMOVED = 1000
+HELD: Final = 1000
+"""How many letters are held at a time to be removed: meanwhile others do not see them."""
 DEAD_LEASE = "dead letters"
 log = logs.logger()
 
@@ -41,18 +42,63 @@ class DeadSpec:
     folder: Path | None = None
 
 
+class LetterSize(NamedTuple):
+    """What decides whether a dead letter stays."""
+
+    tenant: str
+    key: int
+    bytes: int
+    at_ms: int
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """Reads all letters."""
+
+    found: list[LetterSize] = field(default_factory=list)
+    is_enough: bool = False
+
+    def keeps(self, message: Message, tag: int) -> bool:
+        letter = DeadLetter(message)
+        self.found.append(LetterSize(letter.tenant, letter.key, letter.body_bytes, letter.at_ms))
+        return False
+
+
+def surplus(letters: Sequence[LetterSize], spec: DeadSpec, *, now_ms: int) -> set[int]:
+    """The keys of the letters to remove, given in the order of the queue: those that are too old and, if there are too
+    many, the oldest of the tenants that have most, so that nobody's letters push out those of another."""
+    oldest_ms = now_ms - 1000 * spec.keep_s
+    gone = {letter.key for letter in letters if 0 < letter.at_ms < oldest_ms}
+    for limit, size_of in ((spec.max_count, lambda _: 1), (spec.max_bytes, lambda letter: letter.bytes)):
+        used: Counter[str] = Counter()
+        for letter in letters:
+            if letter.key not in gone:
+                used[letter.tenant] += size_of(letter)
+        if used.total() <= limit:
+            continue
+        most = level(used.values(), ceil(LOW_WATER * limit))
+        for letter in letters:
+            if letter.key not in gone and used[letter.tenant] > most:
+                gone.add(letter.key)
+                used[letter.tenant] -= size_of(letter)
+    return gone
+
+
 @dataclass(slots=True)
 class DeadLetterLimits:
-    """Keeps `lane.dead`, the queue of dead letters, within the limits in `spec`, by removing the oldest letters. If
-    there is a folder, each letter is written to a file in it before."""
+    """Keeps `queue`, that of the dead letters, within the limits in `spec`. If there is a folder, each letter that is
+    removed is written to a file in it before."""
 
-    oldest: Callable[[], OldestMessages]
+    connection: Connection
+    queue: str
     store: Store
     spec: DeadSpec
     lifecycle: Lifecycle
     now_ms: NowMs = now_ms
     exported: int = 0
     dropped: int = 0
+    _left: list[LetterSize] | None = field(default=None, init=False)
+    """What the last reading left in the queue."""
 
     async def run(self, *, owner: str, every_s: float = LOOK_EVERY_S) -> None:
         """Every `every_s` seconds, until cancelled, remove the dead letters that exceed the limits, unless another
@@ -66,52 +112,60 @@ class DeadLetterLimits:
                 log.warning(signals.DEAD_LETTERS_UNKEPT, error=str(error))
 
     async def look(self) -> int:
-        removed = 0
-        async with self.oldest() as oldest:
-            held: list[FetchedMessage] = []
-            while len(held) < SAMPLE and (letter := await oldest.take()) is not None:
-                held.append(letter)
-            excess = self._excess(held)
-            while held and removed < MAX_REMOVED and (removed < excess or self._is_old(held[0])):
-                letter = held.pop(0)
-                if self.spec.folder is not None:
-                    await asyncio.to_thread(_write, self.spec.folder, letter, self.now_ms())
-                await oldest.remove(letter)
-                self._count(letter)
-                removed += 1
-                if not held and (following := await oldest.take()) is not None:
-                    held.append(following)
+        if not self._may_exceed((await depths(self.connection, [self.queue]))[self.queue].ready):
+            return 0
+        async with self.connection.another("dead letters") as connection:  # so that no delivery waits behind them
+            return await self._look(connection)
+
+    async def _look(self, connection: Connection) -> int:
+        self._left = None
+        async with scanned(connection, self.queue, _Sizes) as scan:
+            letters = scan.reader.found
+        gone, removed = surplus(letters, self.spec, now_ms=self.now_ms()), 0
+        async with aclosing(held(connection, self.queue, gone, most=HELD)) as batches:
+            async for batch in batches:
+                each = [letter for _, letter in batch.reader.held]
+                if self.spec.folder is not None and each:
+                    await asyncio.to_thread(
+                        _write, self.spec.folder, [letter.message for letter in each], self.now_ms()
+                    )
+                await batch.remove_all()
+                for letter in each:
+                    self._count(letter.message)
+                removed += len(each)
+        self._left = [letter for letter in letters if letter.key not in gone]
         if removed:
             where = None if self.spec.folder is None else str(self.spec.folder)
             log.warning(signals.DEAD_LETTERS_REMOVED, removed=removed, exported_to=where)
         return removed
 
-    def _excess(self, held: list[FetchedMessage]) -> int:
-        if not held:
-            return 0
-        count = len(held) + held[-1].behind
-        each_bytes = max(1.0, sum(len(letter.message.body) for letter in held) / len(held))
-        return max(count - self.spec.max_count, count - math.floor(self.spec.max_bytes / each_bytes), 0)
+    def _may_exceed(self, count: int) -> bool:
+        """Whether to read the queue, which hides it from others for a moment: AMQP tells how many messages it has, but
+        neither their size nor whose they are. A letter that came since the last reading counts as a MiB."""
+        if (left := self._left) is None or count > self.spec.max_count:
+            return count > 0
+        known_bytes = sum(letter.bytes for letter in left)
+        oldest_ms = min((letter.at_ms for letter in left if letter.at_ms), default=self.now_ms())
+        return (
+            known_bytes + MIB * max(0, count - len(left)) > self.spec.max_bytes
+            or oldest_ms < self.now_ms() - 1000 * self.spec.keep_s
+        )
 
-    def _is_old(self, letter: FetchedMessage) -> bool:
-        at_ms = moment_ms(letter.message.headers.get(n.DEAD_AT))
-        return at_ms is not None and at_ms < self.now_ms() - 1000 * self.spec.keep_s
-
-    def _count(self, letter: FetchedMessage) -> None:
+    def _count(self, letter: Message) -> None:
         is_exported = self.spec.folder is not None
         self.exported += is_exported
         self.dropped += not is_exported
-        self.lifecycle.publish_for_letter(letter.message, "removed", exported=is_exported)
+        self.lifecycle.publish_for_letter(letter, "removed", exported=is_exported)
 
 
-def _write(folder: Path, letter: FetchedMessage, now_ms: int) -> None:
-    """Append a dead letter to the file of the day, which `lanekeeper dead import` reads. The line is on the disk when
-    this function returns. If the broker then fails to remove the letter, the letter is written again later."""
+def _write(folder: Path, letters: Iterable[Message], now_ms: int) -> None:
+    """Append dead letters to the file of the day, which `lanekeeper dead import` reads. They are on the disk when this
+    function returns. If the broker then fails to remove them, they are written again later."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"dead-letters-{now_ms // (1000 * DAY_S) * DAY_S}.jsonl"
     with open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         is_new = file.tell() == 0
-        file.write(line_of(letter.message))
+        file.writelines(map(line_of, letters))
         file.flush()
         os.fsync(file.fileno())
     if is_new:

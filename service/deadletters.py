@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -29,30 +29,35 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing, trace_url
 from service.config.settings import Settings
-from topology.broker.deadletters import DeadLetter, Scan, line_of, message_of_line, normalised, scanned
+from topology.broker.deadletters import DeadLetter, held, line_of, message_of_line, normalised, scanned
 from topology.codec.decoding import decode, unpacked
 from topology.codec.headers import carried
-from topology.lanes import MIB
 
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 200
 GROUPS: Final = 500
 OTHERS: Final = "others"
 REFUSED_SHOWN: Final = 20
+TENANTS_SHOWN: Final = 5
 HELD: Final = 1000
-HELD_BYTES: Final = 32 * MIB
 HELD_S: Final = 2.0
 HELD_SCANS: Final = 5
-"""A replay or a removal holds at most so many letters at a time, of so many bytes, and, at a rate, as many as it
+"""A replay or a removal holds at most so many letters at a time, and, at a rate, as many as it
 publishes in this time or in that of so many scans: meanwhile others do not see them."""
 PUBLISHED_WITHIN_S: Final = 30.0
-TRIES: Final = 5
-AGAIN_AFTER_S: Final = 0.5
 log = logger()
 
 
 class ReplayRefused(LanekeeperError):
     """A dead letter cannot be published again in the way that was asked for."""
+
+
+class AmbiguousId(LanekeeperError):
+    """Dead letters of several tenants have this id."""
+
+    def __init__(self, id: str, tenants: Iterable[str]) -> None:
+        names = ", ".join(repr(tenant[:80]) if tenant else "none" for tenant in sorted(tenants)[:TENANTS_SHOWN])
+        super().__init__(f"id {id[:128]!r}: several tenants have a dead letter of it ({names}); name the tenant too")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,39 +247,28 @@ class Replay:
 
 @dataclass(slots=True)
 class _Each:
+    """Raises AmbiguousId if letters that are chosen by their ids alone are those of several tenants."""
+
     call: Callable[[DeadLetter], None]
     wanted: Filter
     is_enough: bool = False
+    _tenants: dict[str, set[str]] = field(default_factory=dict)
 
     def keeps(self, message: Message, tag: int) -> bool:
         letter = DeadLetter(message)
         if self.wanted.matches(letter):
+            if self.wanted.ids and not self.wanted.tenants:
+                tenants = self._tenants.setdefault(letter.id, set())
+                tenants.add(letter.tenant)
+                if len(tenants) > 1:
+                    raise AmbiguousId(letter.id, tenants)
             self.call(letter)
         return False
 
 
-@dataclass(slots=True)
-class _Batch:
-    keys: set[int]
-    most: int
-    held: list[tuple[int, DeadLetter]] = field(default_factory=list)
-    bytes: int = 0
-
-    @property
-    def is_enough(self) -> bool:
-        return len(self.held) >= self.most or self.bytes >= HELD_BYTES
-
-    def keeps(self, message: Message, tag: int) -> bool:
-        letter = DeadLetter(message)
-        if letter.key not in self.keys:
-            return False
-        self.held.append((tag, letter))
-        self.bytes += letter.body_bytes
-        return True
-
-
 class DeadLetters:
-    """The dead letters of one installation. Its methods raise BrokerError."""
+    """The dead letters of one installation. Its methods raise BrokerError, and AmbiguousId where letters are chosen by
+    their ids alone."""
 
     def __init__(self, settings: Settings, connection: Connection) -> None:
         self._connection = connection
@@ -325,7 +319,7 @@ class DeadLetters:
     async def drop(self, wanted: Filter) -> int:
         done, keys = 0, set[int]()
         await self._each(wanted, lambda letter: keys.add(letter.key))
-        async with aclosing(self._held(keys, most=HELD)) as scans:
+        async with aclosing(held(self._connection, self._names.dead, keys, most=HELD)) as scans:
             async for scan in scans:
                 await scan.remove_all()
                 for _, letter in scan.reader.held:
@@ -367,9 +361,13 @@ class DeadLetters:
             return done
         most = HELD if rate_per_s is None else max(1, min(HELD, int(rate_per_s * held_s)))
         next_s = loop.time()
-        async with aclosing(self._held(keys, most=most)) as scans:
+        published: set[int] = set()
+        async with aclosing(held(self._connection, self._names.dead, keys, most=most)) as scans:
             async for scan in scans:
                 for tag, letter in scan.reader.held:
+                    if letter.key in published:  # a copy
+                        await scan.remove(tag)
+                        continue
                     if within_s is not None and max(next_s, loop.time()) > began_s + within_s:
                         return done
                     if rate_per_s is not None:
@@ -380,6 +378,7 @@ class DeadLetters:
                     await self._publisher.publish_surely(
                         message, exchange=exchange, routing_key=key, within_s=PUBLISHED_WITHIN_S
                     )
+                    published.add(letter.key)
                     await scan.remove(tag)
                     done.replayed += 1
                     log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
@@ -449,18 +448,6 @@ class DeadLetters:
         """Call it with each letter, and perhaps again, if the scan has to begin again."""
         async with scanned(self._connection, self._names.dead, lambda: _Each(call, wanted)):
             pass
-
-    async def _held(self, keys: set[int], *, most: int) -> AsyncGenerator[Scan[_Batch], None]:
-        """The letters with these keys in batches, each held until it is removed, or the next batch is begun."""
-        tries = 0
-        while keys and tries < TRIES:
-            async with scanned(self._connection, self._names.dead, partial(_Batch, keys, most)) as scan:
-                yield scan
-                found = {letter.key for _, letter in scan.reader.held}
-            keys -= found
-            tries = 0 if found else tries + 1
-            if not found:
-                await asyncio.sleep(AGAIN_AFTER_S)
 
 
 def _edited(body: bytes, patch: dict[str, Any]) -> bytes:

@@ -61,15 +61,15 @@ def cuts(used: Mapping[Share, int], at_most: float) -> list[tuple[Share, float]]
     tenants: dict[str, dict[Kind, int]] = {}
     for (tenant, kind), size in used.items():
         tenants.setdefault(tenant, {})[kind] = size
-    share = _level((sum(sizes.values()) for sizes in tenants.values()), at_most)
+    share = level((sum(sizes.values()) for sizes in tenants.values()), at_most)
     found: dict[Share, float] = {}
     for tenant, sizes in tenants.items():
         left = max(0.0, share - sizes.pop(Kind.KEPT, 0))
         flow = sizes.pop(Kind.FLOW, 0)
         if flow > left:
             found[tenant, Kind.FLOW] = flow - left
-        level = _level(sizes.values(), max(0.0, left - flow))
-        found |= {(tenant, kind): size - level for kind, size in sizes.items() if size > level}
+        top = level(sizes.values(), max(0.0, left - flow))
+        found |= {(tenant, kind): size - top for kind, size in sizes.items() if size > top}
     return sorted(found.items(), key=lambda each: -each[1])
 
 
@@ -84,12 +84,12 @@ def oldest(rows: Iterable[Surplus], cut: float) -> list[Surplus]:
     return found
 
 
-def _level(sizes: Iterable[int], at_most: float) -> float:
+def level(sizes: Iterable[int], at_most: float) -> float:
     """The level to which the largest sizes must fall so that the sum of all is `at_most`; infinite if it is less."""
     left = sorted(sizes)
     for at, size in enumerate(left):
-        level = at_most / (len(left) - at)
-        if size > level:
-            return level
+        top = at_most / (len(left) - at)
+        if size > top:
+            return top
         at_most -= size
     return inf

@@ -283,10 +283,11 @@ class DeadSettings(Section):
     """How many dead letters are kept, and for how long."""
 
     max_count: Number[int] = Field(default=DeadSpec().max_count, ge=1, le=1_000_000_000)
-    """How many dead letters the broker keeps at most. Once a minute the oldest beyond this number are written to
-    `folder`, or dropped if it is not set, with a warning and the event `removed`."""
+    """How many dead letters the broker keeps at most. Once a minute, if there are more, the oldest of the tenants that
+    have most are written to `folder`, or dropped if it is not set, until seven eighths of this are left, with a warning
+    and the event `removed`."""
     max_bytes: Number[int] = Field(default=DeadSpec().max_bytes, ge=MIB, le=1024 * GIB)
-    """The maximum size of the bodies of all dead letters together, which is estimated."""
+    """The maximum size of the bodies of all dead letters together; beyond it the same is done."""
     keep_s: Number[float] = Field(default=DeadSpec().keep_s, ge=1, le=10 * YEAR_S)
     """How long a dead letter is kept."""
     folder: Path | None = None

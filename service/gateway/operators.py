@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -23,7 +23,17 @@ from lanekeeper.contract.problems import AccessRefused, invalid_request
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey, Settings
-from service.deadletters import PAGE, PAGE_AT_MOST, Change, DeadLetters, Filter, ReplayRefused, position, whole
+from service.deadletters import (
+    PAGE,
+    PAGE_AT_MOST,
+    AmbiguousId,
+    Change,
+    DeadLetters,
+    Filter,
+    ReplayRefused,
+    position,
+    whole,
+)
 from service.gateway.access import require_operator
 from service.gateway.calls import Bodies, limit_of
 from service.gateway.problems import ApiError, answer
@@ -37,6 +47,7 @@ LISTS_AT_MOST: Final = 32
 FILTERS: Final = {
     "id": "ids", "ids": "ids", "code": "codes", "lane": "lanes", "app": "apps", "tenant": "tenants", "cause": "causes",
 }  # fmt: skip
+LIST_QUERY: Final = FILTERS.keys() | {"since", "limit", "after"}
 REPLAY_FIELDS: Final = (FILTERS.keys() - {"id"}) | {"since", "edit", "to_lane", "model", "rate", "dry_run"}
 log = logger()
 
@@ -105,6 +116,7 @@ class OperatorPaths:
 
     async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=False)
+        _refuse_unknown(request, LIST_QUERY)
         query, after = request.query, request.query.get("after")
         wanted, limit = _filter({name: query.getall(name) for name in query}), limit_of(query, PAGE, 0, PAGE_AT_MOST)
         try:
@@ -140,6 +152,7 @@ class OperatorPaths:
 
     async def _replay(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=True)
+        _refuse_unknown(request, ())
         asked = await self._object_in(request, caller)
         if unknown := sorted(asked.keys() - REPLAY_FIELDS):
             raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(REPLAY_FIELDS))}")
@@ -176,6 +189,8 @@ class OperatorPaths:
                 settings.broker_url, name="lanekeeper: dead letters", ssl_context=settings.ssl_context()
             ) as connection:
                 yield DeadLetters(settings, connection)
+        except AmbiguousId as error:
+            raise ApiError(409, str(error)) from error
         except AccessRefused as error:
             raise ApiError(
                 503,
@@ -240,7 +255,15 @@ def _since_ms(given: object) -> int:
     raise ApiError(400, "since: allowed is a time with its zone, such as 2026-11-21T18:00:00Z")
 
 
+def _refuse_unknown(request: web.Request, known: Collection[str]) -> None:
+    """A misspelt name must not widen what is replayed or dropped."""
+    if unknown := sorted(set(request.query) - set(known)):
+        allowed = ", ".join(sorted(known)) or "none"
+        raise ApiError(400, f"query: unknown name {unknown[0][:40]!r}; known: {allowed}")
+
+
 def _named(request: web.Request) -> Filter:
+    _refuse_unknown(request, ("tenant",))
     tenants = frozenset(request.query.getall("tenant", ()))
     return Filter(ids=frozenset({request.match_info["id"]}), tenants=tenants)
 

@@ -380,7 +380,7 @@ async function cause(group) {
     el("button", { class: "strong", onclick: () => run(async () => { const found = await all({}); deadShown = null; return told(found, false); }) }, "Replay all"), closing()));
   await run(async () => {
     const { letters, next } = await call("GET", `v1/dead?cause=${encodeURIComponent(group.cause)}&limit=50`);
-    place.replaceChildren(table(["id", "lane", "app", "when"], letters.map((each) => [el("button", { class: "as-link", onclick: () => letter(each.id) }, each.id), `${each.lane ?? "–"}${each.replays ? ` (replayed ${each.replays} times)` : ""}`, each.app ?? "–", each.at ? clock(each.at) : "–"])));
+    place.replaceChildren(table(["id", "tenant", "lane", "app", "when"], letters.map((each) => [el("button", { class: "as-link", onclick: () => letter(each.id, each.tenant) }, each.id), each.tenant || "–", `${each.lane ?? "–"}${each.replays ? ` (replayed ${each.replays} times)` : ""}`, each.app ?? "–", each.at ? clock(each.at) : "–"])));
     return next ? "the first 50 are shown" : "";
   });
 }
@@ -391,12 +391,13 @@ function told(replay, dry) {
   return dry ? `${replay.matched} would be replayed` : `${replay.replayed} replayed${replay.left ? `, ${replay.left} left: replay again` : ""}`;
 }
 
-async function letter(id) {
+async function letter(id, tenant) {
   const [line, run] = telling();
+  const path = `v1/dead/${encodeURIComponent(id)}?tenant=${encodeURIComponent(tenant)}`; // another tenant may have a letter of that id
   const place = el("div");
   open(`Dead letter ${id}`, place, line);
   await run(async () => {
-    const found = await call("GET", `v1/dead/${encodeURIComponent(id)}`);
+    const found = await call("GET", path);
     let sent = null;
     try { sent = JSON.parse(found.message.body); } catch { /* it cannot be decoded: it is shown raw */ }
     const isJson = sent !== null && typeof sent === "object";
@@ -406,17 +407,17 @@ async function letter(id) {
     const model = el("input", { placeholder: "as before", "aria-label": "Model" });
     const replay = (dry) => run(async () => {
       const edit = isJson ? merged(sent, JSON.parse(body.value)) : undefined;
-      const done = await call("POST", "v1/dead/replay", { ids: [id], ...(edit === undefined ? {} : { edit }), ...(lane.value ? { to_lane: lane.value } : {}), ...(model.value ? { model: model.value } : {}), dry_run: dry });
+      const done = await call("POST", "v1/dead/replay", { ids: [id], tenant, ...(edit === undefined ? {} : { edit }), ...(lane.value ? { to_lane: lane.value } : {}), ...(model.value ? { model: model.value } : {}), dry_run: dry });
       if (!dry) deadShown = null;
       return told(done, dry);
     });
     place.replaceChildren(
-      facts([["code", found.code], ["detail", found.detail], ["lane, application", `${found.lane ?? "–"}, ${found.app ?? "–"}`], ["attempts", String(found.attempts ?? "–")], ["when", found.at ? clock(found.at) : "–"],
+      facts([["code", found.code], ["detail", found.detail], ["tenant", found.tenant || "–"], ["lane, application", `${found.lane ?? "–"}, ${found.app ?? "–"}`], ["attempts", String(found.attempts ?? "–")], ["when", found.at ? clock(found.at) : "–"],
         ["trace", trace(found.trace_id)]]),
       ...(found.errors?.length ? [el("pre", { tabindex: 0 }, [found.errors].flat().map((each) => (typeof each === "string" ? each : JSON.stringify(each))).join("\n"))] : []),
       el("form", { onsubmit: (event) => { event.preventDefault(); replay(false); } }, el("label", {}, "body", body),
         el("div", { class: "row end" }, el("label", {}, "lane", lane), el("label", {}, "model", model),
-          el("button", { type: "button", onclick: () => confirm("Drop this dead letter for good?") && run(async () => { await call("DELETE", `v1/dead/${encodeURIComponent(id)}`); deadShown = null; return "dropped"; }) }, "Drop"),
+          el("button", { type: "button", onclick: () => confirm("Drop this dead letter for good?") && run(async () => { await call("DELETE", path); deadShown = null; return "dropped"; }) }, "Drop"),
           el("button", { type: "button", onclick: () => replay(true) }, "Dry run"), el("button", { class: "strong" }, "Replay"), closing())));
     body.focus();
   });

@@ -67,7 +67,7 @@ from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
-from topology.broker.consume import Deliveries, Delivery, Heads, OldestMessages
+from topology.broker.consume import Deliveries, Delivery, Heads
 from topology.broker.notices import Notices
 from topology.declaration import RECOMMENDED, Topology, declare, is_before
 from topology.lanes import LaneSpec
@@ -640,7 +640,8 @@ async def assemble(
                 others=[lane for lane in all_lanes if lane not in worked_lanes],
             ),
             dead_letters=DeadLetterLimits(
-                partial(OldestMessages, broker.consuming, names.dead),
+                broker.consuming,
+                names.dead,
                 store=store,
                 spec=settings.dead.spec(),
                 lifecycle=lifecycle,

@@ -152,6 +152,20 @@ async def test_an_error_of_the_reader_is_raised_and_nothing_is_lost(connection: 
     await until(lambda: holds(connection, 5))
 
 
+async def test_held_letters_come_with_all_their_copies_also_those_behind_a_full_batch(connection: Connection) -> None:
+    publisher = Publisher(connection, tracing=None)
+    for id in ("m-0", "m-1", "other", "m-0", "m-2", "m-0"):
+        await publisher.publish(Message(body=b"{}", message_id=id), exchange="", routing_key=QUEUE)
+    await until(lambda: holds(connection, 6))
+    keys = {deadletters.DeadLetter(Message(body=b"{}", message_id=f"m-{number}")).key for number in range(3)}
+    found: list[str] = []
+    async for scan in deadletters.held(connection, QUEUE, keys, most=2):
+        found += [letter.id for _, letter in scan.reader.held]
+        await scan.remove_all()
+    assert sorted(found) == ["m-0", "m-0", "m-0", "m-1", "m-2"]
+    assert await seen(connection) == ["other"]
+
+
 HEADERS = {"text": "x", "number": 5, "flag": True, "double": 1.5, "list": [1, "a"], "raw": b"\xff", "none": None}
 
 

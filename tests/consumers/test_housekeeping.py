@@ -1,10 +1,8 @@
 """Dead letters beyond the limits are removed, the oldest first; only one process at a time does that."""
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Coroutine
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,90 +10,71 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from consumers.housekeeping import DEAD_LEASE, DeadLetterLimits, DeadSpec, probing, sweep_once, sweeping
+from consumers.housekeeping import (
+    DEAD_LEASE,
+    DeadLetterLimits,
+    DeadSpec,
+    LetterSize,
+    _write,
+    probing,
+    surplus,
+    sweep_once,
+    sweeping,
+)
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesUnavailable
-from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NAMES, NOW_MS, FakeNotices
 from tests.support.virtual_time import virtually
-from topology.broker.consume import FetchedMessage
+
+SECOND_MS = 1000
 
 
-class Queue:
-    """Like `OldestMessages`, with dead letters in memory; counts how often it was opened."""
-
-    def __init__(self, *ages_s: float, body: bytes = b"x") -> None:
-        self.letters = [Message(body=body, headers={n.DEAD_AT: moment(age_s)}) for age_s in ages_s]
-        self._held: list[Message] = []
-        self.looked = 0
-
-    async def __aenter__(self) -> "Queue":
-        self.looked += 1
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.letters[:0], self._held = self._held, []
-
-    async def take(self) -> FetchedMessage | None:
-        if not self.letters:
-            return None
-        self._held.append(self.letters.pop(0))
-        return FetchedMessage(self._held[-1], behind=len(self.letters), tag=1)
-
-    async def remove(self, letter: FetchedMessage) -> None:
-        self._held.remove(letter.message)
+def kept(tenant: str, count: int, *, bytes: int = 100, age_s: float = 50, first: int = 0) -> list[LetterSize]:
+    """Letters of a tenant, the oldest first; their keys begin with `first`."""
+    return [LetterSize(tenant, first + at, bytes, NOW_MS - round(age_s * SECOND_MS) + at) for at in range(count)]
 
 
-def moment(age_s: float) -> str:
-    return datetime.fromtimestamp(NOW_MS / 1000 - age_s, tz=UTC).isoformat()
+def gone(letters: list[LetterSize], **spec: Any) -> set[int]:
+    return surplus(letters, DeadSpec(**spec), now_ms=NOW_MS)
 
 
-def looking_after(queue: Queue, store: Any = None, **spec: Any) -> DeadLetterLimits:
-    lifecycle = Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)
-    oldest: Callable[[], Any] = lambda: queue  # noqa: E731
-    return DeadLetterLimits(oldest, store=store, spec=DeadSpec(**spec), lifecycle=lifecycle, now_ms=lambda: NOW_MS)
-
-
-@pytest.mark.parametrize(("bound", "left"), [({"max_count": 3}, 3), ({"max_bytes": 250}, 2)])
-async def test_dead_letters_beyond_the_number_or_size_are_removed_oldest_first(
+@pytest.mark.parametrize(
+    ("bound", "left"),
+    [({"max_count": 20}, 20), ({"max_count": 16}, 14), ({"max_bytes": 1600}, 14), ({"max_count": 1}, 1)],
+)
+def test_dead_letters_beyond_the_number_or_size_go_down_to_seven_eighths_the_oldest_first(
     bound: dict[str, int], left: int
 ) -> None:
-    queue = Queue(*map(float, range(20, 0, -1)), body=b"x" * 100)
-    assert await looking_after(queue, **bound).look() == 20 - left
-    assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(each) for each in range(left, 0, -1)]
+    assert gone(kept("", 20), **bound) == set(range(20 - left))
 
 
-async def test_dead_letters_older_than_they_are_kept_are_removed() -> None:
-    queue = Queue(150.0, 101.0, 100.0, 50.0)
-    assert await looking_after(queue, keep_s=100).look() == 2
-    assert [each.headers[n.DEAD_AT] for each in queue.letters] == [moment(100), moment(50)]
+@pytest.mark.parametrize("bound", [{"max_count": 160}, {"max_bytes": 16_000}])
+def test_the_letters_of_one_tenant_do_not_push_out_those_of_another(bound: dict[str, int]) -> None:
+    victim, flood = kept("victim", 40, age_s=5000), kept("flood", 1000, first=1000)
+    assert gone([*victim, *flood], **bound) == set(range(1000, 1900))
+    others = kept("other", 300, first=5000)
+    assert len(gone([*victim, *flood, *others], **bound)) == 1340 - 140
+    assert gone([*victim, *flood, *others], **bound).isdisjoint(range(40))
 
 
-@pytest.mark.parametrize("is_exported", [True, False])
-async def test_each_removed_dead_letter_is_counted_and_told(is_exported: bool, tmp_path: Path) -> None:
-    limits = looking_after(Queue(3, 2, 1), max_count=1, folder=tmp_path if is_exported else None)
-    await limits.look()
-    assert (limits.exported, limits.dropped) == ((2, 0) if is_exported else (0, 2))
-    told = [json.loads(each) for each in limits.lifecycle._notices.bodies]  # type: ignore[attr-defined]
-    assert [(each["event"], each["exported"]) for each in told] == [("removed", is_exported)] * 2
+def test_a_few_large_letters_go_and_not_the_many_small_ones_of_others() -> None:
+    small, large = kept("small", 100), kept("large", 10, bytes=100_000, first=500)
+    assert gone([*small, *large], max_bytes=500_000) == set(range(500, 506))
 
 
-@pytest.mark.parametrize(("small", "removed"), [(8, 0), (7, 9)])
-async def test_the_size_of_all_is_estimated_from_the_eight_oldest(small: int, removed: int) -> None:
-    queue = Queue(*[1.0] * 9)
-    for letter in queue.letters[small:]:
-        letter.body = b"x" * 1000
-    assert await looking_after(queue, max_bytes=100).look() == removed
+def test_dead_letters_older_than_they_are_kept_are_removed_and_one_without_a_time_is_not() -> None:
+    letters = [*kept("", 1, age_s=150), *kept("", 1, age_s=100, first=1), LetterSize("", 2, 1, 0)]
+    assert gone(letters, keep_s=100) == {0}
 
 
 def test_dead_letters_are_kept_for_thirty_days_and_up_to_100_000_or_a_gib() -> None:
     assert DeadSpec() == DeadSpec(max_count=100_000, max_bytes=1_073_741_824, keep_s=2_592_000)
 
 
-async def test_an_exported_dead_letter_and_the_name_of_its_new_file_are_on_the_disk(
+def test_exported_dead_letters_and_the_name_of_their_new_file_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -106,18 +85,12 @@ async def test_an_exported_dead_letter_and_the_name_of_its_new_file_are_on_the_d
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", noted)
-    await looking_after(Queue(3, 2, 1), max_count=1, folder=tmp_path).look()
+    for _ in range(2):
+        _write(tmp_path, [Message(body=b"x", routing_key="k")] * 2, NOW_MS)
     file, *others = synced
     assert Path(file).parent == tmp_path
     assert others == [str(tmp_path), file]
-
-
-async def test_a_dead_letter_that_cannot_be_written_is_not_removed(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    queue = Queue(3, 2, 1)
-    with pytest.raises(OSError, match="file"):
-        await looking_after(queue, max_count=1, folder=tmp_path / "file").look()
-    assert len(queue.letters) == 3
+    assert len(Path(file).read_text().splitlines()) == 4
 
 
 class Leasing:
@@ -141,13 +114,21 @@ class Leasing:
 def test_dead_letters_are_looked_after_once_a_minute_by_the_process_that_has_the_lease(
     answer: int | Exception | None, looks: int, logged: list[str]
 ) -> None:
+    class Looking(DeadLetterLimits):
+        looked = 0
+
+        async def look(self) -> int:
+            self.looked += 1
+            return 0
+
     async def story() -> tuple[int, list[tuple[str, str, float]]]:
-        queue, store = Queue(), Leasing(answer)
-        running = asyncio.create_task(looking_after(queue, store).run(owner="me"))
+        store, lifecycle = Leasing(answer), Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)
+        limits = Looking(None, "lane.dead", store=store, spec=DeadSpec(), lifecycle=lifecycle)  # type: ignore[arg-type]
+        running = asyncio.create_task(limits.run(owner="me"))
         await asyncio.sleep(5 * 60 + 1)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        return queue.looked, store.asked
+        return limits.looked, store.asked
 
     with structlog.testing.capture_logs() as logs:
         looked, asked = virtually(story())

@@ -330,3 +330,78 @@ async def test_a_tenants_invalid_messages_are_all_answered_but_not_all_parked_an
         failed = await app.ask({"prompt": "[[fault: invalid]]"}, user_id=vhost.user)
         assert failed.code == "provider_rejected"
         await until(lambda: app.holds(5, "lane.dead"))  # a valid request that failed is always parked
+
+
+def letter_of(
+    tenant: str, id: str = "d-1", *, at: str = "2026-11-28T13:00:00.000Z", code: str = "attempts_exhausted"
+) -> dict[str, Any]:
+    """A dead letter as a worker publishes it, for `Requester.publish`."""
+    headers = {
+        "x-lane-dead-code": code, "x-lane-dead-detail": "x", "x-lane-dead-at": at, "x-lane-attempt": 1,
+        "x-lane-routing-key": "normal.shop.ask", **({"x-lane-user-id": tenant} if tenant else {}),
+    }  # fmt: skip
+    return {"exchange": "lane.dead", "key": "normal.shop.ask", "message_id": id, "headers": headers, "reply_to": None}
+
+
+async def test_a_dead_letter_that_is_there_twice_is_replayed_once_and_both_are_gone(vhost: Vhost) -> None:
+    """Its worker died between publishing it and acknowledging its request."""
+    async with serving(vhost) as worker, requester(vhost) as app, operator(vhost) as letters:
+        for _ in range(2):
+            await app.publish(request(1), **letter_of(""))
+        await until(lambda: app.holds(2, "lane.dead"))
+        done = await letters.replay(Filter(ids=frozenset({"d-1"})), Change())
+        assert (done.matched, done.replayed, done.left) == (1, 1, 0)
+        await until(lambda: app.holds(0, "lane.dead"))
+        await until(lambda: worker.api.calls)
+        for _ in range(2):
+            await app.publish(request(1), **letter_of(""))
+        await until(lambda: app.holds(2, "lane.dead"))
+        assert await letters.drop(Filter(ids=frozenset({"d-1"}))) == 2
+
+
+async def test_another_tenants_letter_of_the_same_id_is_not_touched(vhost: Vhost) -> None:
+    keys = {hash_of("act"): {"tenant": USER, "operator": "act"}}
+    async with (
+        serving(vhost, speakers=(vhost.user,)) as worker,
+        gate(worker, keys=keys) as url,
+        requester(vhost) as app,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def call(method: str, path: str, body: object = None) -> tuple[int, Any]:
+            async with session.request(method, f"{url}/v1/dead{path}", headers={"x-api-key": "act"}, json=body) as got:
+                return got.status, await got.json(content_type=None)
+
+        for tenant in ("a", "b", ""):
+            await app.publish(request(1, f"of {tenant}"), **letter_of(tenant))
+        await until(lambda: app.holds(3, "lane.dead"))
+        for method, path, body in (
+            ("GET", "/d-1", None), ("DELETE", "/d-1", None), ("POST", "/replay", {"ids": "d-1"}),
+        ):  # fmt: skip
+            status, told = await call(method, path, body)
+            assert (status, "none, 'a', 'b'" in told["detail"] or "name the tenant" in told["detail"]) == (409, True)
+        for method, path in (("GET", "?tenants=a"), ("GET", "/d-1?tennant=a"), ("DELETE", "/d-1?tennant=a")):
+            status, told = await call(method, path)
+            assert (status, "unknown name" in told["detail"]) == (400, True)
+        assert (await call("POST", "/replay?tenant=a", {"ids": "d-1"}))[0] == 400
+        assert "of a" in (await call("GET", "/d-1?tenant=a"))[1]["message"]["body"]
+        assert (await call("DELETE", "/d-1?tenant="))[1] == {"dropped": 1}
+        assert (await call("POST", "/replay", {"ids": "d-1", "tenant": "a"}))[1]["replayed"] == 1
+        await until(lambda: worker.api.calls)
+        _, left = await call("GET", "")
+        assert [(each["id"], each["tenant"]) for each in left["letters"]] == [("d-1", "b")]
+
+
+async def test_a_tenants_dead_letters_do_not_push_out_those_of_another(vhost: Vhost) -> None:
+    async with serving(vhost, dead={"max_count": 16}) as worker, requester(vhost) as app, operator(vhost) as letters:
+        for number in range(4):
+            await app.publish(b"{}", **letter_of("victim", f"v-{number}"))
+        for number in range(40):
+            await app.publish(b"{}", **letter_of("flood", f"f-{number}"))
+        await until(lambda: app.holds(44, "lane.dead"))
+        assert await worker.parts.dead_letters.look() == 30
+        left = (await letters.overview(Filter(), limit=50)).as_json(jaeger_url=None)["letters"]
+        assert {each["id"] for each in left} == {f"v-{number}" for number in range(4)} | {
+            f"f-{number}" for number in range(30, 40)
+        }
+        assert await worker.parts.dead_letters.look() == 0

@@ -1,5 +1,5 @@
 """Takes messages from queues: consumes one queue (`Deliveries`), chooses among several (`Heads`), receives in a queue
-of one's own (`Inbox`), looks at the oldest messages (`OldestMessages`).
+of one's own (`Inbox`).
 
     async for session in deliveries.sessions():         each session has one channel
         async for delivery in session:                  raises ChannelLost if the channel is lost; ends after `stop`
@@ -15,7 +15,6 @@ import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Final, Self
 
 from aiormq.abc import ChannelFrame
@@ -537,39 +536,3 @@ class Inbox:
         with suppress(ChannelLost):  # a message without an acknowledgement is lost with the queue
             await delivery.ack()
         return delivery.message
-
-
-@dataclass(frozen=True, slots=True)
-class FetchedMessage:
-    """A message that was fetched and not acknowledged yet; meanwhile no other client gets it. `behind`: how many
-    messages wait in the queue after it."""
-
-    message: Message
-    behind: int
-    tag: int
-
-
-class OldestMessages:
-    """Fetches the messages of a queue one by one, the oldest first. Each can be removed; the others return to their
-    places when the `async with` block ends. Of several processes that do this, each message goes to one."""
-
-    def __init__(self, connection: Connection, queue: str) -> None:
-        self._connection = connection
-        self._queue = queue
-        self._channel: Channel
-
-    async def __aenter__(self) -> Self:
-        self._channel = await self._connection.channel(confirms=False)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await close(self._channel)
-
-    async def take(self) -> FetchedMessage | None:
-        with border(f"cannot read {self._queue!r}"):
-            found = await fetch(self._channel, self._queue)
-        return None if found is None else FetchedMessage(found[0].message, behind=found[1], tag=found[0].tag)
-
-    async def remove(self, letter: FetchedMessage) -> None:
-        with border(f"channel lost before a message of {self._queue} was removed"):
-            await self._channel.basic_ack(letter.tag, wait=True)

@@ -13,11 +13,11 @@ import base64
 import json
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -33,6 +33,7 @@ from lanekeeper.contract.messages import UNREADABLE, Depth, Encoded, Headers, Me
 from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.tracing import context_in
 from topology.codec.decoding import app_of
+from topology.lanes import MIB
 
 WINDOW: Final = 5000
 """How many letters one consumer takes; then another one joins it on the same channel."""
@@ -44,6 +45,9 @@ FRAMES: Final = 1000
 LOOKS: Final = 20
 LOOK_PAUSE_S: Final = 0.01
 """How often, and with which pause, a scan looks whether the queue has what it gave back."""
+HELD_BYTES: Final = 32 * MIB
+TRIES: Final = 5
+AGAIN_AFTER_S: Final = 0.5
 REPLAYS_SHOWN: Final = 999
 _DETAIL: Final = 1000
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`""")
@@ -151,15 +155,17 @@ class DeadLetter:
 
     def without_body(self) -> "DeadLetter":
         assert self.id
+        assert self.key
         assert self.body_bytes >= 0
         self.message.body = b""
         return self
 
-    @property
+    @cached_property
     def key(self) -> int:
-        """Equal for copies of one letter, and different for two ends of one request."""
-        named = f"{self.tenant}\0{self.id}\0{self.at}".encode(errors="replace")
-        return int.from_bytes(blake2b(named, digest_size=7).digest(), "big")
+        """Equal for copies of one letter, and different for two ends of one request. A letter is there twice if its
+        worker died between publishing it and acknowledging its request."""
+        named = f"{self.tenant}\0{self.id}\0{self.at}\0".encode(errors="replace")
+        return int.from_bytes(blake2b(named + self.message.body, digest_size=7).digest(), "big")
 
     def _number(self, header: str) -> int:
         value = self.message.headers.get(header)
@@ -285,6 +291,43 @@ async def scanned(connection: Connection, queue: str, begin: Callable[[], R]) ->
         finally:
             await close(channel)
         await asyncio.sleep(random.uniform(0.02, 0.3))
+
+
+@dataclass(slots=True)
+class Batch:
+    """Keeps letters with these keys, at most `most`, and of not much more than `HELD_BYTES`."""
+
+    keys: set[int]
+    most: int
+    held: list[tuple[int, DeadLetter]] = field(default_factory=list)
+    bytes: int = 0
+
+    @property
+    def is_enough(self) -> bool:
+        return len(self.held) >= self.most or self.bytes >= HELD_BYTES
+
+    def keeps(self, message: Message, tag: int) -> bool:
+        letter = DeadLetter(message)
+        if letter.key not in self.keys:
+            return False
+        self.held.append((tag, letter))
+        self.bytes += letter.body_bytes
+        return True
+
+
+async def held(connection: Connection, queue: str, keys: set[int], *, most: int) -> AsyncGenerator[Scan[Batch], None]:
+    """The letters with these keys, and all their copies, in batches of `most`. Each batch is held until it is removed,
+    or the next one is begun; meanwhile others do not see it."""
+    left, is_cut, tries = set(keys), False, 0
+    while (left or is_cut) and tries < TRIES:
+        async with scanned(connection, queue, partial(Batch, keys, most)) as scan:
+            yield scan
+            found = {letter.key for _, letter in scan.reader.held}
+            is_cut = scan.reader.is_enough  # copies may be behind it
+        left -= found
+        tries = 0 if found else tries + 1
+        if left and not found:
+            await asyncio.sleep(AGAIN_AFTER_S)
 
 
 # ---- lines of JSON ---------------------------------------------------------------------------------------------------
