@@ -28,7 +28,6 @@ from consumers.limits.base import (
 )
 from lanekeeper.telemetry import logs, signals
 
-MOST_ACCOUNTS: Final = 256
 LATE_S: Final = 0.0005
 """The time that is added when the timer for the next waiting request is set."""
 log = logs.logger()
@@ -79,9 +78,6 @@ class Budgets:
 
     def turns(self, name: str) -> Turns:
         if (turns := self._known.get(name)) is None:
-            # requests can name any number of models, each with an account of its own
-            if len(self._known) >= MOST_ACCOUNTS:
-                self._known = {name: turns for name, turns in self._known.items() if not turns.is_idle}
             turns = self._known[name] = self._open_turns(name)
         return turns
 

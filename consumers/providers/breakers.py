@@ -29,7 +29,7 @@ import asyncio
 import random
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
@@ -43,6 +43,7 @@ from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, TransientError, Trips
 from consumers.job import Route
 from consumers.limits.base import Kind
+from consumers.providers.routes import OTHER
 from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.telemetry import logs, signals
 
@@ -304,6 +305,8 @@ class Breakers:
     pauses: Pauses = field(default_factory=Pauses)
     brake: Brake = field(default_factory=Brake)
     rng: random.Random = field(default_factory=random.Random)
+    models: Collection[str] | None = None
+    """Those that `states` names; all others are `other` there. None: it names all."""
 
     def __post_init__(self) -> None:
         self._owner = uuid.uuid4().hex
@@ -417,11 +420,13 @@ class Breakers:
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
         """Those that are not closed. Whether a provider that nobody has called for `WINDOW_S` still fails is not known:
         the next call is a probe, but its breaker is not told as open any more."""
-        return {
-            f"{provider} {model}": {"state": breaker.state.value, "retry_in_s": round(breaker.wait_s(now_s), 1)}
-            for (provider, model), breaker in self._all.items()
-            if breaker.state is not State.CLOSED and not breaker.is_idle(now_s)
-        }
+        found: dict[str, Mapping[str, str | float]] = {}
+        for (provider, model), breaker in self._all.items():
+            if breaker.state is not State.CLOSED and not breaker.is_idle(now_s):
+                shown = model if self.models is None or model in self.models else OTHER
+                retry_in_s = round(breaker.wait_s(now_s), 1)
+                found[f"{provider} {shown}"] = {"state": breaker.state.value, "retry_in_s": retry_in_s}
+        return found
 
     def _known(self, route: Route) -> Breaker:
         return self._all.get(_key(route), self._closed)

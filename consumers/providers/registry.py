@@ -15,6 +15,7 @@ from consumers.failures import ProviderError, TransientError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind, RateHeaders, Underway
 from consumers.prices import Prices, Usage
+from consumers.providers.routes import OTHER
 from lanekeeper.telemetry import logs, signals, tracing
 from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
@@ -78,7 +79,6 @@ class Calls:
 
 
 log = logs.logger()
-OTHER = "other"
 UNPRICED_TOLD = 1000
 """For so many models without a price a warning is logged once each."""
 CONTENT = b'"content_block_'

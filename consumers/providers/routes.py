@@ -15,9 +15,9 @@ from consumers.job import Chain, Route
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """A provider's rate limits apply to a whole class: all Sonnet models share one limit (docs/facts.md, section 10)."""
 CACHED = 10_000
-UNCONFIGURED = 256
-"""Of the models that no setting names, this many have a budget of their own at a provider, so that requests with
-invented names do not fill the memory. The others share one."""
+OTHER = "other"
+"""Stands for all models that neither the settings nor the table of prices name, in accounts and metrics: requests may
+invent any number of names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +95,14 @@ class RoutesSpec:
 class Routes:
     """Finds the providers and models that may be called for a request, in order (its `Chain`)."""
 
-    def __init__(self, spec: RoutesSpec) -> None:
+    def __init__(self, spec: RoutesSpec, *, priced: Collection[str] = ()) -> None:
         self._spec = spec
         self._by_name = {provider.name: provider for provider in spec.providers}
-        self._configured = {*spec.fallbacks, *spec.fallbacks.values()}.union(
+        self._known = {*priced, *spec.fallbacks, *spec.fallbacks.values()}.union(
             *(provider.models or () for provider in spec.providers),
             *spec.tenants.values(),
             *(models or () for models in spec.lane_models.values()),
         )
-        self._unconfigured: set[str] = set()
         self.of = lru_cache(maxsize=CACHED)(self._of)
 
     def _of(self, lane: str, tenant: str, model: str) -> Chain:
@@ -134,15 +133,9 @@ class Routes:
                 yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
 
     def _class(self, model: str) -> str:
-        """The model's class; or the model itself, if it belongs to none; or `other`, if `UNCONFIGURED` models have an
-        account."""
+        """The model's class; or the model itself, if it belongs to none and is known."""
         found = model_class(model)
-        if found != model or model in self._configured or model in self._unconfigured:
-            return found
-        if len(self._unconfigured) >= UNCONFIGURED:
-            return "other"
-        self._unconfigured.add(model)
-        return model
+        return found if found != model or model in self._known else OTHER
 
 
 def model_class(model: str) -> str:

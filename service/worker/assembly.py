@@ -291,7 +291,7 @@ def open_budgeting(
     registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
     pauses = Pauses(registry.probe)
     stack.push_async_callback(pauses.aclose)
-    breakers = Breakers(store, pauses=pauses, brake=brake)
+    breakers = Breakers(store, pauses=pauses, brake=brake, models=prices.models)
     spending = Spending(store, settings.caps.spec())
     stack.push_async_callback(spending.finish, within_s=FINISH_WITHIN_S)
     budget_gate = gates.BudgetGate(
@@ -760,7 +760,7 @@ def _pipelines(
         publisher=broker.publisher,
         names=names,
         parsing=parsing,
-        chain_of=Routes(settings.routes_spec()).of,
+        chain_of=Routes(settings.routes_spec(), priced=settings.prices.table().models).of,
         seen=seen,
         reach_soon=settler.failpoints.reach_soon,
     )
@@ -780,7 +780,7 @@ def _handler(
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
     decoding = Decoding(
         parsing,
-        Routes(settings.routes_spec()).of,
+        Routes(settings.routes_spec(), priced=budgeting.registry.prices.models).of,
         max_values=settings.json_values,
         handlers=settings.handlers.keys(),
         pipelines=settings.pipelines.keys(),

@@ -3,12 +3,14 @@
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from consumers.flows.webhooks import STATES
+from consumers.providers.registry import Calls
 from consumers.slots.activity import WINDOWS, LaneActivity
 from consumers.slots.admission import LaneSlots
 from consumers.spending import LANE, TENANT
@@ -16,6 +18,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError
+from lanekeeper.telemetry.figures import added
 from service.metrics import Sample, Source, of_connection, of_publishes, of_store
 from service.status import packed
 from topology.broker.consume import Heads
@@ -265,21 +268,12 @@ def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
     for name in budgeting.registry.names:
         yield "lanekeeper.provider.paused", {"provider": name}, int(name in paused)
     is_open = dict.fromkeys(breakers.states(now_s), 1)
-    outcomes: dict[tuple[str, str], int] = {}
+    outcomes: Counter[tuple[str, str]] = Counter()
+    by_model: defaultdict[tuple[str, str], list[Calls]] = defaultdict(list)  # `other` has calls of several accounts
     for (provider, account, model), calls in budgeting.registry.calls.items():
-        is_open.setdefault(f"{provider} {model}", 0)
-        common = {
-            "gen_ai.operation.name": CALL,
-            "gen_ai.provider.name": provider,
-            "gen_ai.request.model": model,
-        }
+        by_model[provider, model].append(calls)
         for outcome, histogram in calls.times.items():
-            failed = {} if outcome == "answered" else {"error.type": outcome}
-            yield "gen_ai.client.operation.duration", {**common, **failed}, histogram
-            outcomes[account, outcome] = outcomes.get((account, outcome), 0) + sum(histogram.counts)
-        yield "gen_ai.client.operation.time_to_first_chunk", common, calls.first_tokens
-        yield "gen_ai.client.token.usage", {**common, "gen_ai.token.type": "input"}, calls.inputs
-        yield "gen_ai.client.token.usage", {**common, "gen_ai.token.type": "output"}, calls.outputs
+            outcomes[account, outcome] += sum(histogram.counts)
         of_model = {"account": account, "model": model}
         for type, count in (
             ("input", calls.uncached),
@@ -291,6 +285,22 @@ def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
         yield "lanekeeper.account.web_searches", of_model, calls.web_searches
         yield "lanekeeper.account.cost_usd", of_model, calls.usd
         yield "lanekeeper.account.unpriced", of_model, calls.unpriced
+    for (provider, model), several in by_model.items():
+        is_open.setdefault(f"{provider} {model}", 0)
+        common = {
+            "gen_ai.operation.name": CALL,
+            "gen_ai.provider.name": provider,
+            "gen_ai.request.model": model,
+        }
+        for outcome in dict.fromkeys(outcome for calls in several for outcome in calls.times):
+            failed = {} if outcome == "answered" else {"error.type": outcome}
+            times = added(calls.times[outcome] for calls in several if outcome in calls.times)
+            yield "gen_ai.client.operation.duration", {**common, **failed}, times
+        first_tokens = added(calls.first_tokens for calls in several)
+        yield "gen_ai.client.operation.time_to_first_chunk", common, first_tokens
+        for type in ("input", "output"):
+            tokens = added(getattr(calls, f"{type}s") for calls in several)
+            yield "gen_ai.client.token.usage", {**common, "gen_ai.token.type": type}, tokens
     for (account, outcome), count in outcomes.items():
         yield "lanekeeper.account.calls", {"account": account, "outcome": outcome}, count
     for name, value in is_open.items():

@@ -38,6 +38,34 @@ class Scraped:
         return self.samples.get((name, frozenset(labels.items())))
 
 
+async def test_names_that_requests_invent_are_no_labels_and_no_rows(vhost: Vhost, tmp_path: Path) -> None:
+    async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
+        environ = environment(vhost, api, LANEKEEPER_SPEAKERS=vhost.user)
+        async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker, requester(vhost) as app:
+            url = await worker.ready()
+            for n in range(30):
+                name = f"invented-{n}" if n % 2 else f"invented-sonnet-{n}"
+                body = {"prompt": "a", "model": name} if n % 3 else {"prompt": "[[fault: server_error]]", "model": name}
+                headers = {"x-lane-tenant": name}
+                how: dict[str, Any] = {"key": f"normal.{name}.{name}", "headers": headers, "user_id": vhost.user}
+                await app.publish({**body, "max_tokens": 10}, **how)
+            await until(lambda: len({call.model for call in api.calls}) == 30, within_s=20)
+
+            async with session.get(f"{url}/metrics") as got:
+                text = await got.text()
+            assert "invented" not in text
+            samples = [
+                (sample.name, frozenset(sample.labels.items()))
+                for family in text_string_to_metric_families(text)
+                for sample in family.samples
+            ]
+            assert len(samples) == len(set(samples)), "no sample twice"
+            async with session.get(f"{url}/v1/lanes") as got:
+                lanes = await got.json()
+            assert set(lanes["accounts"]) <= {"anthropic/other", "anthropic/sonnet"}
+            assert "invented" not in json.dumps([lanes["accounts"], lanes["breakers"], lanes["waiting"]])
+
+
 async def test_a_few_requests_are_told_alike_by_metrics_lanes_and_status(vhost: Vhost, tmp_path: Path) -> None:
     async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost, api, LANEKEEPER_LANES__BATCH__SLOTS="2", LANEKEEPER_METRICS__TENANTS=vhost.user)

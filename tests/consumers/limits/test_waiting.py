@@ -20,7 +20,7 @@ from consumers.limits.base import (
     Wait,
     WaitTooLong,
 )
-from consumers.limits.budgets import MOST_ACCOUNTS, OwnTurns, own_budgets
+from consumers.limits.budgets import OwnTurns, own_budgets
 from tests.support.budget import ACCOUNT, Traffic, spec
 from tests.support.virtual_time import virtually
 
@@ -291,18 +291,6 @@ def test_a_request_leaves_the_line_if_on_wait_raises() -> None:
         assert on.budgets.waiting() == {}
 
     story(tell)
-
-
-def test_the_budgets_of_256_unused_accounts_are_kept() -> None:
-    async def told() -> None:
-        budgets = own_budgets(BudgetSpec())
-        for number in range(MOST_ACCOUNTS):
-            budgets.turns(f"account-{number}")
-        before = len(budgets)
-        budgets.turns("one more")
-        assert (MOST_ACCOUNTS, before, len(budgets)) == (256, 256, 1)
-
-    asyncio.run(told())
 
 
 FIVE_MINUTES_S = 300
