@@ -108,7 +108,9 @@ class Attempts:
                 _record_run(
                     job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd, saved_usd=answer.saved_usd
                 )
-                return Answered(body=answer.body, model=answer.model, provider=answer.provider)
+                return Answered(
+                    body=answer.body, model=answer.model, provider=answer.provider, request_id=answer.request_id
+                )
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
             _record_run(job, clock() - began_s)
             return ended_by(forbidden)

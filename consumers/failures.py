@@ -19,14 +19,14 @@ The attribute `means` of each class is its row of the table.
 import math
 import random
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, assert_never
 
 from consumers.limits.base import NOTHING, Amounts, Kind, RateHeaders
 from consumers.outcomes import Buried, Refused, Retried, ended
 from lanekeeper.contract.identity import encodable, is_word, shown
-from lanekeeper.contract.problems import LanekeeperError
+from lanekeeper.contract.problems import LanekeeperError, ProviderFailure
 
 
 class Retry(Enum):
@@ -123,6 +123,10 @@ class ProviderError(LanekeeperError, ABC):
         self.type = type
         self.request_id = request_id
         self.retry_after_s = retry_after_s
+        self.body = ""
+        """The provider's error as it came, if it is text; cut after `PROVIDER_ERROR_BYTES`."""
+        self.is_final = False
+        """The provider has said that another call brings nothing (`x-should-retry: false`)."""
         self.had_begun = False
         self.rate: RateHeaders | None = None
 
@@ -133,6 +137,17 @@ class ProviderError(LanekeeperError, ABC):
     @property
     def cause(self) -> str:
         return CAUSES[self.means]
+
+    @property
+    def failure(self) -> ProviderFailure | None:
+        """For the problem document; None if the provider answered nothing, or an error of the service's account."""
+        if self.status < 400 or isinstance(self, AccountError):
+            return None
+        wait_ms = None if self.retry_after_s is None else math.ceil(1000 * self.retry_after_s)
+        type_ = "" if self.type.startswith("http_") else self.type
+        return ProviderFailure(
+            status=self.status, type=type_, error=self.body, request_id=self.request_id, retry_after_ms=wait_ms
+        )
 
     @property
     def paid(self) -> Paid:
@@ -308,10 +323,11 @@ def decide(
     `has_other`: whether the retry can call another account than the failed call did; if so, the `retry-after` of the
     failed call is ignored, because it concerns only the account that was called.
     """
-    match error.means.retry:
+    failure = error.failure
+    match Retry.REJECTED if error.is_final else error.means.retry:
         case Retry.REJECTED:
             status = error.status or None
-            return ended("provider_rejected", error.detail, status=status, brief=error.brief)
+            return ended("provider_rejected", error.detail, status=status, brief=error.brief, provider=failure)
         case Retry.TOO_LARGE:
             return ended("answer_too_large", error.detail)
         case Retry.SOON:
@@ -323,9 +339,9 @@ def decide(
     if attempts >= max_attempts:
         return ended(
             "attempts_exhausted",
-            f"all {attempts} attempts failed; the last: {error.detail}"
-            + ("" if error.retry_after_s is None else f" (retry-after: {math.ceil(error.retry_after_s)})"),
+            f"all {attempts} attempts failed; the last: {error.detail}",
             brief=f"after {attempts} attempts: {error.brief}",
+            provider=failure,
         )
     pause_s = _step_s(
         first_s, failures=attempts, pauses=max_attempts - 1, left_s=left_ms / 1000, policy=policy
@@ -339,6 +355,7 @@ def decide(
             f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
             f"{max(0, left_ms)} ms are left",
             brief=f"after attempt {attempts}: {error.brief}",
+            provider=None if failure is None else replace(failure, retry_after_ms=delay_ms),
         )
     return Retried(delay_ms=delay_ms, error=error.detail, brief=error.brief)
 

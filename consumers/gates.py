@@ -42,7 +42,7 @@ from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.decoding import Request
-from topology.codec.headers import BatchHop
+from topology.codec.headers import BatchHop, provider_headers_json
 
 LEAST_WAIT_MS = 200
 """The shortest deferral of a request that runs elsewhere, or for which no provider may be called."""
@@ -107,16 +107,23 @@ def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> 
         to_ms=decoded.request.deadline_ms,
     )
     if pause is not None:
-        return RequestProblem("deadline_exceeded", f"{detail}; {pause.told}{job.last_failure}", brief=detail)
+        return RequestProblem(
+            "deadline_exceeded",
+            f"{detail}; {pause.told}{job.last_failure}",
+            brief=detail,
+            provider=job.provider_failure,
+        )
     if decoded.chain.routes and (why := breakers.hindrance(decoded.chain.routes)) is not None:
         return unavailable(job, why, detail)
-    return RequestProblem("deadline_exceeded", detail + job.last_failure)
+    return RequestProblem("deadline_exceeded", detail + job.last_failure, provider=job.provider_failure)
 
 
 def unavailable(job: Job, why: str, detail: str) -> RequestProblem:
     """The error for a request whose time is over while nothing could be called for it, because of `why`."""
     detail = f"{why} ({detail}){job.last_failure}"
-    return RequestProblem("provider_unavailable", detail, brief="no provider may be called")
+    return RequestProblem(
+        "provider_unavailable", detail, brief="no provider may be called", provider=job.provider_failure
+    )
 
 
 async def defer_until_due(
@@ -529,7 +536,7 @@ class BatchGate:
             account=route.account,
             provider=route.provider,
             model=route.model,
-            beta=request.beta or "",
+            headers=provider_headers_json(request.provider_headers),
             tokens=round(amounts.input_tokens + amounts.output_tokens),
             deadline_ms=request.deadline_ms,
             tenant=job.identity.tenant,

@@ -1,7 +1,6 @@
 """Defines `Job`: one delivery while a worker works on it. The result of a job is an outcome (`outcomes.py`)."""
 
 import asyncio
-import random
 import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import RequestProblem, invalid_request
+from lanekeeper.contract.problems import PROBLEMS, ProviderFailure, RequestProblem, invalid_request
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
 from topology.codec.decoding import Published, Request, app_of, deadline_of, published
@@ -85,14 +84,9 @@ class Standing:
     state: bytes
 
     def identity(self, request: Identity) -> Identity:
-        """Under which the outcome of the step is stored, or of a fan-out the state. With the input in it, because a
-        dead letter may be edited before it is replayed."""
-        return step_identity(request, self.flow)
-
-
-def step_identity(request: Identity, flow: FlowHop) -> Identity:
-    """`Standing.identity`, of the step at which a message stands."""
-    return Identity(request.tenant, f"{request.id}#{flow.step}~{flow.digest}")
+        """Under which the outcome of the step is stored. With the input in it, because a dead letter may be edited
+        before it is replayed."""
+        return Identity(request.tenant, f"{request.id}#{self.step}~{self.flow.digest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +201,15 @@ class Job:
         """Whether it is an item of a pipeline's fan-out. It has no reply, and is no dead letter."""
         return self.hop.flow is not None and self.hop.flow.item_of != ""
 
+    def parks(self, code: str) -> bool:
+        """Whether the request is kept as a dead letter if it ends with this error."""
+        problem = PROBLEMS[code]
+        if problem.is_the_callers:
+            by_header = self.message.headers.get(n.PARK_INVALID) not in (False, "false")
+            if not by_header or (self.lane is not None and not self.lane.park_invalid):
+                return False
+        return problem.parked and not self.is_item
+
     @property
     def step(self) -> str:
         if self.standing is not None:
@@ -241,7 +244,7 @@ class Job:
             mark=blake2b(repr(compared).encode(errors="replace"), digest_size=16).digest(),
             # a message in a side queue that was not delivered before has no claim; only its original may have one
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
-            nonce=(b"s" if self.source is Source.SIDE else b"q") + random.randbytes(7),
+            nonce=(b"s" if self.source is Source.SIDE else b"q") + uuid.uuid4().bytes[:7],
             dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
             keep_until_ms=self._keep_until_ms(),
         )
@@ -279,6 +282,11 @@ class Job:
         if self.attempted is None:
             return f"; {self.hop.errors[0]}" if self.hop.errors else ""
         return "" if self.failure is None else f"; {self.failure}"
+
+    @property
+    def provider_failure(self) -> ProviderFailure | None:
+        error = None if self.attempted is None else self.attempted.error
+        return None if error is None else error.failure
 
     @property
     def failure(self) -> str | None:

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from consumers.state.base import Completion, Stop
 from lanekeeper.contract.messages import BodyAddress
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import ProviderFailure, RequestProblem
 from topology.codec.headers import FlowHop
 
 LATER_MS = 1000
@@ -21,6 +21,8 @@ class Answered:
     body: bytes
     model: str
     provider: str
+    request_id: str | None = None
+    """The provider's id of the call."""
     kept: BodyAddress | None = None
     """The address and digest of an answer that is stored outside the broker because of its size; `body` is then a JSON
     object with that address."""
@@ -95,9 +97,6 @@ class Stepped:
     done: int = 0
     of: int = 0
     """So many of the step's items have ended, of so many; 0 of 0 if it has none."""
-    keeper_ms: int = 0
-    """Above 0: the state is in the store now. A message with it (`KEEPS`) goes round, for so long at first, and a
-    message without it (`LOOKS`)."""
 
     @property
     def told(self) -> str:
@@ -120,9 +119,16 @@ def ended_by(problem: RequestProblem) -> Refused | Buried:
     return Buried(problem) if problem.type.parked else Refused(problem)
 
 
-def ended(code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> Refused | Buried:
+def ended(
+    code: str,
+    detail: str,
+    *,
+    status: int | None = None,
+    brief: str | None = None,
+    provider: ProviderFailure | None = None,
+) -> Refused | Buried:
     """The outcome of a request that ends with the error `code`."""
-    return ended_by(RequestProblem(code, detail, status=status, brief=brief))
+    return ended_by(RequestProblem(code, detail, status=status, brief=brief, provider=provider))
 
 
 def stopped_by(why: Stop, *, doing: str) -> Dropped | Deferred:

@@ -13,8 +13,8 @@ confirms the reply, the address is genuine, and further replies to this address 
 """
 
 import asyncio
-import random
 import re
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -269,7 +269,7 @@ class Replies:
             body=body,
             headers=headers,
             content_type=content_type,
-            message_id=random.randbytes(16).hex(),
+            message_id=uuid.uuid4().hex,
             correlation_id=job.message.correlation_id,
         )
         try:

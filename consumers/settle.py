@@ -19,7 +19,7 @@ from typing import Any, assert_never
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
-from consumers.job import SETTLE_WITHIN_S, Job, side_priority, step_identity
+from consumers.job import SETTLE_WITHIN_S, Job, side_priority
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import (
@@ -40,6 +40,7 @@ from consumers.replies import Replies, ReplyRetries
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import is_word
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem
@@ -47,16 +48,7 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery, Session
 from topology.codec.decoding import PACKED_BYTES, input_of
-from topology.codec.headers import (
-    ERRORS_KEPT,
-    KEEPS,
-    LOOKS,
-    BatchHop,
-    HopHeaders,
-    batch_header,
-    carried,
-    hop_headers,
-)
+from topology.codec.headers import ERRORS_KEPT, BatchHop, HopHeaders, batch_header, carried, hop_headers
 from topology.delays import MAX_DELAY_MS, Hop, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
@@ -94,7 +86,7 @@ class Settler:
         """Settle a delivery, and return the outcome that was carried out: the given one, or another if the request had
         ended already, if another worker has taken the request over, or if the given one could not be stored or sent as
         it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
-        if job.is_item and isinstance(outcome, Buried):
+        if isinstance(outcome, Buried) and not job.parks(outcome.problem.code):
             outcome = Refused(outcome.problem)
         try:
             async with asyncio.timeout(SETTLE_WITHIN_S):
@@ -232,7 +224,7 @@ class Settler:
                 assert_never(outcome)
         if completion.code in NEVER_KEPT:
             return outcome
-        is_parked = bool(completion.code) and PROBLEMS[completion.code].parked
+        is_parked = bool(completion.code) and job.parks(completion.code)
         if completion.code in NOTED and job.claim is None and not job.is_item and (job.hop.is_fresh or not is_parked):
             if job.redelivered and (before := await self.claiming.find(job.identity)) and before.completion:
                 # an earlier delivery of the message has stored an outcome, which stays the valid one
@@ -281,7 +273,7 @@ class Settler:
                 await self._bury(job, problem.code, problem.detail, ended_ms=completion.ended_ms)
                 await self._answer(job, completion)
             case Replayed(completion=completion, buries=buries):
-                if buries and completion.code and PROBLEMS[completion.code].parked:
+                if buries and completion.code and job.parks(completion.code):
                     detail = str(json.loads(completion.body).get("detail", ""))
                     detail = detail.removesuffix(PROBLEMS[completion.code].advice)
                     await self._bury(job, completion.code, detail, ended_ms=completion.ended_ms)
@@ -305,12 +297,14 @@ class Settler:
         if job.lane is not None:
             headers[n.LANE_NAME] = job.lane.name
         match outcome:
-            case Answered(body=body, model=model, provider=provider, kept=kept):
+            case Answered(body=body, model=model, provider=provider, request_id=request_id, kept=kept):
                 headers |= {n.MODEL: model, n.PROVIDER: provider, **({} if kept is None else kept.headers)}
+                headers |= _request_id_header(request_id)
                 job.completion = Completion(status="ok", body=body, headers=headers, ended_ms=ended_ms)
             case Refused(problem) | Buried(problem) | Dropped(problem):
                 headers[n.WAIT_MS] = max(0, job.waited_ms(ended_ms) - job.ran_ms)
                 headers[n.RUN_MS] = job.ran_ms  # of all attempts: none of them answered
+                headers |= _request_id_header(None if problem.provider is None else problem.provider.request_id)
                 job.completion = Completion(
                     status="error",
                     code=problem.code,
@@ -357,12 +351,6 @@ class Settler:
     async def _go_on(self, job: Job, outcome: Stepped) -> Outcome:
         """Publish a pipeline's message to the lane in which it goes on, through the delay exchanges, because nobody may
         publish to the due queues directly."""
-        if outcome.keeper_ms:
-            flow = replace(outcome.flow, role=KEEPS)
-            keeper = replace(outcome, flow=flow, keeper_ms=0, delay_ms=outcome.keeper_ms)
-            if (ended := await self._go_on(job, keeper)) is not keeper:
-                return ended
-            outcome = replace(outcome, flow=replace(outcome.flow, role=LOOKS), keeper_ms=0, state=b"")
         at_ms, first_hop = self.now_ms(), hop(outcome.delay_ms, self.names)
         past = HopHeaders(
             attempts=0 if outcome.of == 0 else 1,  # what a fan-out's items answer is the first attempt
@@ -391,12 +379,6 @@ class Settler:
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
         if job.is_item:
             return  # the request of its pipeline is kept
-        if (flow := job.hop.flow) is not None and flow.role == LOOKS and not job.message.body:
-            if not (state := await self.claiming.state(step_identity(job.identity, flow))):
-                raise StoreUnavailable(
-                    "the store has lost the state of a pipeline, which the message that keeps it has"
-                )
-            job.message.body = state
         letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
         key = letter.headers[n.ROUTING_KEY]
         self.failpoints.reach_soon("after_publish")
@@ -406,6 +388,11 @@ class Settler:
             log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
             letter.body = b""
             await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=key)
+
+
+def _request_id_header(id: str | None) -> Mapping[str, str]:
+    """`id`: as the provider has written it."""
+    return {n.PROVIDER_REQUEST_ID: id} if id and is_word(id) else {}
 
 
 def _is_needed_again(outcome: Outcome) -> bool:

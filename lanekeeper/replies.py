@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
-from lanekeeper.contract.problems import PROBLEMS, LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import PROBLEMS, LanekeeperError, ProviderFailure, RequestProblem
 
 
 class Problem(RequestProblem):
@@ -23,7 +23,12 @@ class Problem(RequestProblem):
         detail = str(document.get("detail", "no detail"))
         # A newer service may send codes that this client does not know.
         known = code if code in PROBLEMS else "internal"
-        super().__init__(known, detail if known == code else f"{code}: {detail}", status=_int(document.get("status")))
+        super().__init__(
+            known,
+            detail if known == code else f"{code}: {detail}",
+            status=_int(document.get("status")),
+            provider=ProviderFailure.of(document),
+        )
         self.fields = document
 
     @property

@@ -48,6 +48,10 @@ class LaneSpec:
     model: str
     max_tokens: int = 1024
     models: frozenset[str] | None = None
+    anthropic_version: str | None = None
+    """Of requests that state none. None: the provider's."""
+    park_invalid: bool = True
+    """Whether requests that are wrong, or that the provider refuses, are kept as dead letters."""
     max_length: int
     max_length_bytes: int = GIB
     batches: BatchSpec = BatchSpec()

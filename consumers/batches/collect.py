@@ -15,6 +15,7 @@ was cancelled.
 """
 
 import asyncio
+import json
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -256,7 +257,7 @@ class Collector:
             async with self._submitting:
                 if not await self._may_create(ticket):
                     return self._later(replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items)))
-                info = await batches.create(calls, beta=ticket.beta or None)
+                info = await batches.create(calls, headers=json.loads(ticket.headers or "{}"))
                 self.settler.failpoints.reach("after_create")
                 await self._note(info.id, ticket)
         except ProviderError as error:

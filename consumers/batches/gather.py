@@ -55,7 +55,7 @@ class _Group(NamedTuple):
     provider: str
     account: str
     model: str
-    beta: str
+    headers: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class Gatherer:
 
     def _take(self, request: _Request, session: Session, gathering: asyncio.TaskGroup) -> None:
         batch, spec = request.batch, self.specs.get(request.lane, BatchSpec())
-        group = _Group(request.lane, batch.provider, batch.account, batch.model, batch.beta)
+        group = _Group(request.lane, batch.provider, batch.account, batch.model, batch.headers)
         if (found := self._groups.get(group)) is None:
             found = self._groups[group] = _Gathering()
             gathering.create_task(self._gather(group, found, session, spec), name=f"gather {request.delivery.tag}")
@@ -286,7 +286,7 @@ class Gatherer:
                 account=group.account,
                 provider=group.provider,
                 model=group.model,
-                beta=group.beta,
+                headers=group.headers,
                 gathered_ms=now_ms,
                 items=part,
             )

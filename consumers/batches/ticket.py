@@ -12,6 +12,8 @@ from typing import Any, Final
 from consumers.state.base import Identity
 from lanekeeper.amqp.wire import encoded, message_from
 from lanekeeper.contract.messages import Headers, Message
+from lanekeeper.contract.names import ANTHROPIC_BETA
+from topology.codec.headers import provider_headers_json
 
 CONTENT_TYPE: Final = "application/octet-stream"
 AT_MOST_BYTES: Final = 4 * 1024 * 1024
@@ -64,7 +66,8 @@ class Ticket:
     account: str
     provider: str
     model: str
-    beta: str = ""
+    headers: str = ""
+    """The `anthropic-*` headers of its requests (`BatchHop.headers`)."""
     gathered_ms: int
     batch_id: str = ""
     candidates: tuple[str, ...] = ()
@@ -144,6 +147,8 @@ def unpack(packed: bytes) -> Ticket:
         raw = unpacker.decompress(packed[end:], _UNPACKED_AT_MOST)
         if not unpacker.eof:
             raise ValueError
+        if beta := head.pop("beta", ""):  # of an earlier version
+            head["headers"] = provider_headers_json({ANTHROPIC_BETA: beta})
         lists = {name: tuple(head.get(name, ())) for name in ("candidates", "returned")}
         head |= {"stage": Stage(head["stage"]), **lists}
         return Ticket(**head, items=tuple(_items(raw)))
@@ -166,8 +171,8 @@ def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Itera
 
 
 _HEAD: Final = (
-    "id", "lane", "stage", "account", "provider", "model", "beta", "gathered_ms", "batch_id", "candidates", "requests",
-    "polls", "returned",
+    "id", "lane", "stage", "account", "provider", "model", "headers", "gathered_ms", "batch_id", "candidates",
+    "requests", "polls", "returned",
 )  # fmt: skip
 
 

@@ -1,14 +1,11 @@
 """Calls Anthropic's Messages API through the clients of Anthropic's own SDK. The bodies of requests and answers are
 passed on as bytes.
 
-The SDK's client makes the HTTP call (authentication, API version, connection pool, TLS) and chooses the class of the
-exception after a failure. Lanekeeper does not use the SDK's retries (`consumers/failures.py` decides on them), nor its
-trace spans (`lanekeeper/telemetry/tracing.py` makes them), nor its Pydantic models of requests and answers, because
-these take several times as much CPU as the call.
-
-If the API key does not change and there is no proxy, the client makes only the first call: for each call it builds the
-URL, the headers and a Pydantic model of the options again, which doubles the CPU of a call. Later calls repeat the URL
-and the headers of the first through the aiohttp session of the same HTTP client, and raise the same exceptions.
+The SDK's client makes each HTTP call (authentication, URL, headers) and chooses the class of the exception after a
+failure. Lanekeeper does not use the SDK's retries (`consumers/failures.py` decides on them), nor its trace spans
+(`lanekeeper/telemetry/tracing.py` makes them), nor its Pydantic models of requests and answers, because these take
+several times as much CPU as the call. Nor does it use the SDK's own `anthropic-version`: the SDK sends the newest
+version, in which fields are errors that the caller's version allows.
 """
 
 import asyncio
@@ -16,23 +13,23 @@ import json
 import select
 import time
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
 from contextlib import aclosing, suppress
-from ctypes import PyDLL, Structure, byref, c_int, c_short
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from ipaddress import ip_address
 from ssl import SSLContext
 from typing import Any, Final, Self, TypedDict, Unpack
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
+from urllib.request import getproxies, proxy_bypass
+from weakref import WeakSet
 
 import aiohttp
 import anthropic
 import httpx2
 import jiter
 from aiohttp.connector import Connection
-from anthropic import AsyncAnthropic, DefaultAioHttpClient
+from anthropic import AsyncAnthropic
 from typing_extensions import override
 
 from consumers.decoding import Parsing
@@ -41,9 +38,10 @@ from consumers.limits.base import Underway
 from consumers.providers.batches import Batches
 from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, read_rate, refuse_html, within
 from consumers.providers.registry import CONTENT, Answer, OnEvent
+from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import (
     EventSplitter,
-    FrameSplitter,
+    Splitter,
     StreamedMessage,
     bounded,
     from_json,
@@ -51,6 +49,7 @@ from consumers.providers.streams import (
     read_answer,
     to_json,
 )
+from lanekeeper.contract.names import ANTHROPIC_VERSION
 from topology.codec import bounds
 from topology.codec.decoding import Request, unpublished
 
@@ -78,7 +77,9 @@ class Dialect:
 
     needs_dict: bool = False
     lists_models: bool = True
-    splitter: Callable[[int], EventSplitter | FrameSplitter] = EventSplitter
+    splitter: Callable[[int], Splitter] = EventSplitter
+    versions: Mapping[str, str] | None = None
+    """Only of an API that reads the version in the body (`anthropic_version`): its own names for some versions."""
     signing_errors: tuple[type[Exception], ...] = ()
 
 
@@ -86,39 +87,19 @@ ANTHROPIC: Final = Dialect()
 
 
 class Reading(TypedDict, total=False):
-    """How answers are read: the same for all providers."""
+    """How requests are sent and answers are read, of any provider."""
 
     max_answer_bytes: int
     max_values: int
     parsing: Parsing
-
-
-_Post = Callable[..., Awaitable[aiohttp.ClientResponse]]
-
-
-@dataclass(slots=True, eq=False)
-class _Received:
-    """A response that is not an error. `headers`: by name in lower case. `body`: decompressed, in pieces."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: AsyncIterable[bytes]
-    close: Callable[[], Awaitable[None]]
-    counted: httpx2.Response | None = None
-    """What counts the bytes that arrived, before they were decompressed; None: the body is not compressed."""
-
-    @classmethod
-    def of(cls, response: httpx2.Response) -> Self:
-        headers = plain(response.headers)  # each look-up in httpx2's own type decodes all headers
-        return cls(response.status_code, headers, response.aiter_bytes(), response.aclose, response)
+    header_rules: HeaderRules
 
 
 @dataclass(slots=True, eq=False, repr=False)  # it knows the key
 class AnthropicProvider:
     """Calls Claude at Anthropic, and at every cloud for which Anthropic's SDK has a client.
 
-    `client`: one of the SDK's asynchronous clients. `secret`: the API key, which is removed from error texts. `http`:
-    the HTTP client that `client` uses, given only if the API key does not change.
+    `client`: one of the SDK's asynchronous clients. `secret`: the API key, which is removed from error texts.
     """
 
     client: Any
@@ -129,17 +110,24 @@ class AnthropicProvider:
     max_answer_bytes: int = bounds.ANSWER_BYTES
     max_values: int = bounds.VALUES
     parsing: Parsing = field(default_factory=Parsing)
-    http: "_Client | None" = None
+    header_rules: HeaderRules = field(default_factory=HeaderRules)
     batches: Batches | None = None
-    _first: tuple[_Post, dict[str, str]] | None = field(default=None, init=False)
 
     @classmethod
     def at(cls, base_url: str, *, api_key: str, name: str = "anthropic", **reading: Unpack[Reading]) -> Self:
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
-        options = client_options(base_url)
-        client = AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
-        batches = Batches(client, name=name, secret=api_key, **reading)
-        return cls(client, name=name, secret=api_key, http=options["http_client"], batches=batches, **reading)
+        client = AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
+        found = cls(client, name=name, secret=api_key, **reading)
+        found.batches = Batches(
+            client,
+            name=name,
+            secret=api_key,
+            max_answer_bytes=found.max_answer_bytes,
+            max_values=found.max_values,
+            parsing=found.parsing,
+            headers_of=found.header_rules.of,
+        )
+        return found
 
     async def stream(
         self,
@@ -158,30 +146,30 @@ class AnthropicProvider:
         rate = None
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                response = await self._send(asked, beta=request.beta, traceparent=traceparent)
-                headers = response.headers
+                response = await self._send(asked, request.provider_headers, traceparent=traceparent)
+                headers = plain(response.headers)
                 rate = read_rate(headers, now_s=time.time())
                 try:
-                    refuse_html(response.status, headers)
+                    refuse_html(response.status_code, headers)
                     if streamed:
                         collected = StreamedMessage(max_bytes=self.max_answer_bytes, max_values=self.max_values)
                         if underway is not None:
                             underway.used = collected.used
                         pause_s = max(timeout_s, request.call_s)
                         await self._read_stream(
-                            response.body, collected, urgent=urgent, limit=limit, pause_s=pause_s, parts=parts
+                            response.aiter_bytes(), collected, urgent=urgent, limit=limit, pause_s=pause_s, parts=parts
                         )
                         message = await self.parsing.run(collected.message, rank=(urgent, collected.size))
                         body = await self.parsing.run(partial(to_json, message), rank=(urgent, collected.size))
                     else:
-                        body = await self._read_whole(response)
+                        body = await self._read_whole(response, headers)
                         message = await self._parse(body, headers.get("content-type", ""), urgent=urgent)
                     return read_answer(
                         message, body, provider=self.name, request_id=headers.get("request-id"), rate=rate
                     )
                 finally:
                     with suppress(*NETWORK_ERRORS):
-                        await response.close()
+                        await response.aclose()
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -205,9 +193,8 @@ class AnthropicProvider:
 
     async def _list_models(self) -> None:
         with border(secret=self.secret):
-            response = await self.client.get(
-                MODELS_PATH, cast_to=httpx2.Response, options={"params": {"limit": 1}}, stream=True
-            )
+            options = {"params": {"limit": 1}, "headers": self.header_rules.of({})}
+            response = await self.client.get(MODELS_PATH, cast_to=httpx2.Response, options=options, stream=True)
         try:
             refuse_html(response.status_code, plain(response.headers))
         finally:
@@ -217,48 +204,25 @@ class AnthropicProvider:
     async def aclose(self) -> None:
         await self.client.close()
 
-    async def _send(self, body: bytes, *, beta: str | None, traceparent: str | None) -> _Received:
-        given_headers = {"traceparent": traceparent, "anthropic-beta": beta}
-        headers = {name: value for name, value in given_headers.items() if value is not None}
+    async def _send(self, body: bytes, given_headers: Mapping[str, str], *, traceparent: str | None) -> httpx2.Response:
+        headers = self.header_rules.of(given_headers)
+        if traceparent is not None:
+            headers["traceparent"] = traceparent
+        given: dict[str, Any] = {"content": body}
+        if self.dialect.needs_dict:
+            given = {"body": json.loads(body)}
+        if self.dialect.versions is not None:
+            version = headers.pop(ANTHROPIC_VERSION)
+            given["body"].setdefault("anthropic_version", self.dialect.versions.get(version, version))
         try:
             with border(secret=self.secret):
-                if self._first is not None:
-                    return await self._repeat(body, headers)
-                given: dict[str, Any] = {"body": json.loads(body)} if self.dialect.needs_dict else {"content": body}
                 response: httpx2.Response = await self.client.post(
                     PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **given
                 )
         except self.dialect.signing_errors as error:
             reason = f"no credentials were found for it ({type(error).__name__})"
             raise AccountError(reason, reason=reason, type="credentials") from error
-        if self.http is not None and (post := self.http.post_to(response.request.url)) is not None:
-            sent = response.request.headers.items()
-            self._first = (post, {name: value for name, value in sent if name not in {*headers, _LENGTH}})
-        return _Received.of(response)
-
-    async def _repeat(self, body: bytes, headers: Mapping[str, str]) -> _Received:
-        assert self._first is not None
-        post, kept = self._first
-        try:
-            response = await post(data=body, headers={**kept, **headers})
-        except TimeoutError as error:
-            raise anthropic.APITimeoutError(request=httpx2.Request("POST", PATH)) from error
-        except Exception as error:
-            raise anthropic.APIConnectionError(request=httpx2.Request("POST", PATH)) from error
-        content = _Content(response)
-        if 200 <= response.status < 300 and "content-encoding" not in response.headers:
-            return _Received(response.status, response.headers, aiter(content), content.aclose)
-        request = httpx2.Request("POST", str(response.url))
-        told = httpx2.Response(response.status, headers=response.raw_headers, stream=content, request=request)
-        if told.is_success:
-            return _Received.of(told)
-        await bound_error_body(told)
-        text = (await told.aread()).decode(errors="replace").strip()
-        try:
-            refusal = json.loads(text)
-        except ValueError:
-            refusal = text
-        raise anthropic.APIStatusError(f"status {told.status_code}", response=told, body=refusal)
+        return response
 
     async def _parse(self, body: bytes, content_type: str, *, urgent: int) -> dict[str, Any]:
         excess = await self.parsing.excess(body, max_values=self.max_values, rank=(urgent, len(body)))
@@ -266,13 +230,15 @@ class AnthropicProvider:
             raise AnswerTooLargeError(excess)
         return await self.parsing.run(partial(parse_message, body, content_type), rank=(urgent, len(body)))
 
-    async def _read_whole(self, response: _Received) -> bytes:
-        announced = response.headers.get(_LENGTH, "")
+    async def _read_whole(self, response: httpx2.Response, headers: Mapping[str, str]) -> bytes:
+        announced = headers.get(_LENGTH, "")
         if announced.isdigit() and len(announced) > len(str(self.max_answer_bytes)):
             raise AnswerTooLargeError(f"more than {self.max_answer_bytes} bytes{_HINT}")
         with border(secret=self.secret):
-            body = b"".join([chunk async for chunk in bounded(response.body, self.max_answer_bytes, hint=_HINT)])
-        received = len(body) if response.counted is None else response.counted.num_bytes_downloaded
+            body = b"".join(
+                [chunk async for chunk in bounded(response.aiter_bytes(), self.max_answer_bytes, hint=_HINT)]
+            )
+        received = response.num_bytes_downloaded
         if announced.isdigit() and int(announced) != received:
             raise TransientError(f"the answer has {received} of its {announced} bytes", type="truncated")
         return body
@@ -303,7 +269,7 @@ class AnthropicProvider:
                 events = await self.parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
                 for data, event in events:
                     if event.get("type") == "error":
-                        raise from_event(event, secret=self.secret)
+                        raise from_event(event, secret=self.secret, data=data)
                     is_complete = collected.add(event, data)
                     flows = flows or CONTENT in data
                     if parts is not None:
@@ -317,7 +283,7 @@ class AnthropicProvider:
             limit.reschedule(None)
             await _drain(slices)
 
-    def _events(self, splitter: EventSplitter | FrameSplitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
+    def _events(self, splitter: Splitter, piece: bytes) -> list[tuple[bytes, dict[str, Any]]]:
         return [(data, parse_event(data, max_values=self.max_values)) for data in splitter.feed(piece)]
 
 
@@ -365,22 +331,26 @@ def _rewritten(fields: dict[str, Any]) -> bytes:
 
 
 CONNECT_TIMEOUT_S: Final = 5.0
+CONNECTIONS: Final = 1000
+KEPT_FOR_S: Final = 5.0
 _ERROR_BYTES: Final = 64 * 1024
 
 
 def client_options(base_url: str) -> dict[str, Any]:
-    """The options of all clients of Anthropic's SDK: no retries, no spans, and the fastest transport (aiohttp)."""
+    """The options of all clients of Anthropic's SDK: no retries, no spans, and the transport below."""
     # Calls to this machine do not use the proxy that the environment names.
     trust_env = not _is_here(base_url)
     return {
         "max_retries": 0,
         "open_telemetry": False,
         "timeout": httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        # A redirect would send the prompt to an address that is in no setting.
-        "http_client": _Client(
+        "http_client": httpx2.AsyncClient(
             event_hooks={"response": [bound_error_body]},
-            verify=_certificates(trust_env=trust_env),
+            transport=AioHttpTransport(
+                _certificates(trust_env=trust_env), proxy=_proxy_to(base_url) if trust_env else None
+            ),
             trust_env=trust_env,
+            # A redirect would send the prompt to an address that is in no setting.
             follow_redirects=False,
         ),
     }
@@ -390,6 +360,15 @@ def client_options(base_url: str) -> dict[str, Any]:
 def _certificates(*, trust_env: bool) -> SSLContext:
     """All clients share it, because reading the certificates takes 25 ms."""
     return httpx2.create_ssl_context(trust_env=trust_env)
+
+
+def _proxy_to(url: str) -> str | None:
+    """The proxy that the environment (HTTPS_PROXY, NO_PROXY, …) names for this URL."""
+    parts, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or proxy_bypass(parts.hostname or ""):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def _is_here(url: str) -> bool:
@@ -407,47 +386,54 @@ async def bound_error_body(response: httpx2.Response) -> None:
         response.stream = _FirstBytes(response.stream, is_compressed=is_compressed)
 
 
-class _Client(DefaultAioHttpClient):
-    def post_to(self, url: httpx2.URL) -> _Post | None:
-        """How the transport has posted to this URL, without httpx2's types: with 86 % of the CPU time of a call. None
-        if it goes through a proxy."""
-        transport: Any = self._transport_for_url(url)
-        if transport.proxy is not None:
-            return None
-        return partial(
-            transport.get_client().post,
-            str(url),
-            allow_redirects=False,
-            auto_decompress=False,
-            timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
-        )
+class AioHttpTransport(httpx2.AsyncBaseTransport):
+    """Sends the requests of an httpx2 client through aiohttp, with less than half the CPU time of httpx2's own
+    transport (docs/decisions/0028)."""
+
+    def __init__(self, certificates: SSLContext, *, proxy: str | None) -> None:
+        self._certificates = certificates
+        self._proxy = proxy
+        self._session: aiohttp.ClientSession | None = None
 
     @override
-    def _init_transport(self, *args: Any, **options: Any) -> Any:
-        return _with_pool(super()._init_transport(*args, **options))
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if self._session is None:  # it needs a running event loop
+            pool = _Pool(ssl=self._certificates, limit=CONNECTIONS, keepalive_timeout=KEPT_FOR_S)
+            self._session = aiohttp.ClientSession(connector=pool)
+        assert isinstance(request.stream, httpx2.AsyncByteStream)
+        body = b"".join([piece async for piece in request.stream])
+        try:
+            response = await self._session.request(
+                request.method,
+                str(request.url),
+                data=body or None,
+                headers=request.headers.multi_items(),
+                allow_redirects=False,
+                auto_decompress=False,
+                proxy=self._proxy,
+                timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
+            )
+        except TimeoutError as error:
+            raise httpx2.ConnectTimeout("no connection in time") from error
+        return httpx2.Response(response.status, headers=response.raw_headers, stream=_Body(response))
 
     @override
-    def _init_proxy_transport(self, *args: Any, **options: Any) -> Any:
-        return _with_pool(super()._init_proxy_transport(*args, **options))
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
 
 
-def _with_pool(transport: Any) -> Any:
-    def session() -> aiohttp.ClientSession:
-        limits = transport.limits
-        limit = {} if limits.max_connections is None else {"limit": limits.max_connections}
-        pool = _Pool(keepalive_timeout=limits.keepalive_expiry, ssl=transport.ssl_context, **limit)
-        return aiohttp.ClientSession(connector=pool)
+class _Body(httpx2.AsyncByteStream):
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
 
-    transport.client = session
-    return transport
+    @override
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return aiter(self._response.content.iter_chunked(_SLICE_BYTES))
 
-
-_LIBC: Final = PyDLL(None)
-"""Its `poll` keeps the interpreter's lock, for which each call of Python's own makes the store's thread wake up."""
-
-
-class _PollFd(Structure):
-    _fields_ = (("fd", c_int), ("events", c_short), ("revents", c_short))
+    @override
+    async def aclose(self) -> None:
+        await self._response.__aexit__(None, None, None)
 
 
 class _Pool(aiohttp.TCPConnector):
@@ -456,7 +442,7 @@ class _Pool(aiohttp.TCPConnector):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._used: WeakKeyDictionary[object, _PollFd] = WeakKeyDictionary()
+        self._used: WeakSet[object] = WeakSet()
 
     @override
     async def connect(self, *args: Any, **options: Any) -> Connection:
@@ -465,23 +451,18 @@ class _Pool(aiohttp.TCPConnector):
             protocol, transport = found.protocol, found.transport
             assert protocol is not None
             assert transport is not None
-            if (used := self._used.get(protocol)) is None:
-                self._used[protocol] = _PollFd(transport.get_extra_info("socket").fileno(), select.POLLIN)
+            if protocol not in self._used:
+                self._used.add(protocol)
                 return found
-            if not protocol.should_close and _LIBC.poll(byref(used), 1, 0) == 0:
+            if not protocol.should_close and not _is_readable(transport.get_extra_info("socket").fileno()):
                 return found
             found.close()
 
 
-class _Content(httpx2.AsyncByteStream):
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return aiter(self._response.content.iter_chunked(_SLICE_BYTES))
-
-    async def aclose(self) -> None:
-        await self._response.__aexit__(None, None, None)
+def _is_readable(file: int) -> bool:
+    polled = select.poll()
+    polled.register(file, select.POLLIN)
+    return bool(polled.poll(0))
 
 
 class _FirstBytes(httpx2.AsyncByteStream):
@@ -522,18 +503,22 @@ class Lookups:
     """Calls of Anthropic's API other than Messages (count tokens, list models), which cost no tokens and change
     nothing. The API key is kept out of answers and errors."""
 
-    def __init__(self, base_url: str, *, api_key: str) -> None:
+    def __init__(self, base_url: str, *, api_key: str, header_rules: HeaderRules | None = None) -> None:
         self._client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         self._key = api_key
+        self._header_rules = header_rules or HeaderRules()
 
     async def call(
-        self, path: str, *, body: bytes | None = None, query: Mapping[str, str], beta: str | None = None
+        self,
+        path: str,
+        *,
+        body: bytes | None = None,
+        query: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
     ) -> Found:
-        """POST with `body`, or GET if it is None. Raises ProviderError if the response is neither an answer nor an
-        error in Anthropic's format."""
-        options: dict[str, Any] = {"params": dict(query)}
-        if beta is not None:
-            options["headers"] = {"anthropic-beta": beta}
+        """POST with `body`, or GET if it is None. `headers`: the caller's `anthropic-*`. Raises ProviderError if the
+        response is neither an answer nor an error in Anthropic's format."""
+        options = {"params": dict(query), "headers": self._header_rules.of(headers or {})}
         async with within(WITHIN_S, why=f"no answer from the provider within {WITHIN_S:g} s"):
             return await self._call(path, body, options)
 

@@ -7,7 +7,7 @@ A batch costs nothing but the answers in it. Which limits a batch has, and how i
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import datetime
@@ -87,6 +87,8 @@ class Batches:
     max_answer_bytes: int = bounds.ANSWER_BYTES
     max_values: int = bounds.VALUES
     parsing: Parsing = field(default_factory=Parsing)
+    headers_of: Callable[[Mapping[str, str]], Mapping[str, str]] = dict
+    """`HeaderRules.of`: the headers that the provider gets."""
     _missing_until_s: float = field(default=0.0, init=False)
 
     @property
@@ -98,16 +100,18 @@ class Batches:
         """Whether the provider has answered within the last hour that it has no batches."""
         return asyncio.get_running_loop().time() < self._missing_until_s
 
-    async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
-        """Create a batch of (custom_id, body of the Messages request). `beta`: the header `anthropic-beta`, for all.
+    async def create(
+        self, requests: Sequence[tuple[str, bytes]], *, headers: Mapping[str, str] | None = None
+    ) -> BatchInfo:
+        """Create a batch of (custom_id, body of the Messages request). `headers`: `anthropic-*`, for all.
 
         What is raised says whether a batch may exist: `RejectedError` and `RateLimitedError`: none; others: perhaps. A
         `RejectedError` with status 404 or 405 means that this provider has no batches (`is_missing`)."""
         items = (b'{"custom_id":"%b","params":%b}' % (custom_id.encode(), body) for custom_id, body in requests)
         body = b'{"requests":[%b]}' % b",".join(items)
-        headers = {} if beta is None else {"anthropic-beta": beta}
         try:
-            return _info(await self._object("post", PATH, within_s=CREATE_WITHIN_S, headers=headers, content=body))
+            passed = self.headers_of(headers or {})
+            return _info(await self._object("post", PATH, within_s=CREATE_WITHIN_S, headers=passed, content=body))
         except RejectedError as error:
             if error.status in _NO_SUCH_PATH:
                 self._missing_until_s = asyncio.get_running_loop().time() + MISSING_FOR_S
@@ -225,7 +229,7 @@ class Batches:
         params: Mapping[str, str] | None = None,
         content: bytes | None = None,
     ) -> AsyncIterator[httpx2.Response]:
-        options = {"headers": dict(headers or {}), "params": dict(params or {})}
+        options = {"headers": {**self.headers_of({}), **(headers or {})}, "params": dict(params or {})}
         given = {} if content is None else {"content": content}
         call = getattr(self.client, method)
         try:

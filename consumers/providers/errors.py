@@ -33,6 +33,7 @@ from consumers.failures import (
 )
 from consumers.limits.base import LEAST_LIMITS, ROUNDED_UP_BY, BucketHeaders, RateHeaders
 from lanekeeper.contract.identity import encodable
+from lanekeeper.contract.problems import PROVIDER_ERROR_BYTES
 
 _STATUS_OF_TYPE: Final[Mapping[str, int]] = {
     "invalid_request_error": 400,
@@ -139,10 +140,11 @@ def _named(error: BaseException | None, names: Mapping[type[Exception], str]) ->
     return next((name for kind, name in names.items() if isinstance(error, kind)), None)
 
 
-def from_event(event: Mapping[str, Any], *, secret: str) -> ProviderError:
-    """The exception for an `error` event in the middle of a stream."""
+def from_event(event: Mapping[str, Any], *, secret: str, data: bytes = b"") -> ProviderError:
+    """The exception for an `error` event in the middle of a stream. `data`: its JSON."""
     found = from_body(event, secret=secret, where="in the middle of the stream: ")
     found.had_begun = True
+    found.body = _body_text(data, secret)
     return found
 
 
@@ -319,8 +321,28 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
         request_id=error.request_id,
         is_html=is_html(headers.get("content-type", "")),
     )
-    found.rate = read_rate(plain(headers), now_s=now_s)
+    should_retry = headers.get("x-should-retry")
+    if should_retry == "true" and isinstance(found, RejectedError):
+        found = TransientError(found.detail, status=found.status, type=found.type, request_id=found.request_id)
+    for each in (found, found.otherwise if isinstance(found, AccountError) else None):
+        if each is not None:
+            each.body = _body_text(error.response.content, secret)
+            each.rate = read_rate(plain(headers), now_s=now_s)
+            each.is_final = should_retry == "false" and not isinstance(each, AccountError)
     return found
+
+
+def _body_text(body: bytes, secret: str) -> str:
+    """What the requester may see of an error's body."""
+    try:
+        text = body[: PROVIDER_ERROR_BYTES + 1].decode()
+    except UnicodeDecodeError:
+        if len(body) <= PROVIDER_ERROR_BYTES:
+            return ""
+        text = body[: PROVIDER_ERROR_BYTES + 1].decode(errors="ignore")
+    if secret and secret in text:
+        text = text.replace(secret, "***")
+    return text[:PROVIDER_ERROR_BYTES]
 
 
 def is_html(content_type: str) -> bool:

@@ -1,4 +1,5 @@
-"""Makes the chain of a request: the providers and models that may be called for it, in order.
+"""Makes the chain of a request: the providers and models that may be called for it, in order; and the headers that
+such a provider gets.
 
 The chain has first the providers of the lane that have the requested model; then those that have the model's fallback
 (the model that the settings name in its place); then those that have the fallback of that fallback, and so on. Models
@@ -7,10 +8,12 @@ that the lane or the tenant may not use are left out.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from consumers.job import Chain, Route
+from lanekeeper.contract.names import ANTHROPIC_BETA, ANTHROPIC_VERSION
 
 MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
 """A provider's rate limits apply to a whole class: all Sonnet models share one limit (docs/facts.md, section 10)."""
@@ -18,6 +21,29 @@ CACHED = 10_000
 OTHER = "other"
 """Stands for all models that neither the settings nor the table of prices name, in accounts and metrics: requests may
 invent any number of names."""
+
+
+DEFAULT_VERSION: Final = "2023-06-01"
+"""What callers without an SDK have always sent. A later one refuses fields that this one allows, such as
+`temperature`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderRules:
+    """Which headers a provider gets. `version`: of requests that state none. `passed`: patterns, such as
+    `anthropic-*`, of the callers' headers that are passed on; the version and the betas always are."""
+
+    version: str = DEFAULT_VERSION
+    passed: tuple[str, ...] = ("anthropic-*",)
+
+    def of(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The headers for the provider, of those that a caller has given (names in lower case)."""
+        found = {name: value for name, value in given.items() if self._passes(name)}
+        found.setdefault(ANTHROPIC_VERSION, self.version)
+        return found
+
+    def _passes(self, name: str) -> bool:
+        return name in (ANTHROPIC_VERSION, ANTHROPIC_BETA) or any(fnmatchcase(name, each) for each in self.passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

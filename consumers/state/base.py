@@ -539,9 +539,8 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         only this message, not the request that owns the id.
         """
 
-    async def note(self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
-        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read; in
-        place of what was noted before.
+    async def note(self, identity: Identity, completion: Completion) -> None:
+        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read.
 
         A valid message with the same id is still granted a claim. Nothing is stored if the request was claimed or
         deferred, or has ended.

@@ -110,7 +110,7 @@ class Names:
         return f"{lane}.{app}.{event}.{message_id}"
 
 
-# Headers of a request. The requester may set those in PUBLIC, the trace context, and `anthropic-beta`. Headers that
+# Headers of a request. The requester may set those in PUBLIC, the trace context, and `anthropic-*`. Headers that
 # only workers set (OURS) are removed from a request; any other x-lane-* header is refused, by an error that names it.
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
@@ -129,11 +129,15 @@ BODY = "x-lane-body"
 BODY_SHA256 = "x-lane-body-sha256"
 TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
+PARK_INVALID = "x-lane-park-invalid"
 SENT_MS = "x-lane-sent-ms"
+ANTHROPIC = "anthropic-"
+"""Headers that begin with it are the provider's: they are passed on as they came."""
 ANTHROPIC_BETA = "anthropic-beta"
+ANTHROPIC_VERSION = "anthropic-version"
 PUBLIC = frozenset({
-    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, SENT_MS, BODY,
-    BODY_SHA256,
+    DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, PARK_INVALID, SENT_MS,
+    BODY, BODY_SHA256,
 })  # fmt: skip
 
 STATUS = "x-lane-status"
@@ -143,6 +147,7 @@ REQUEST_ID = "x-lane-request-id"
 LANE_NAME = "x-lane-name"
 MODEL = "x-lane-model"
 PROVIDER = "x-lane-provider"
+PROVIDER_REQUEST_ID = "x-lane-provider-request-id"
 ATTEMPT = "x-lane-attempt"
 WAIT_MS = "x-lane-wait-ms"
 RUN_MS = "x-lane-run-ms"
@@ -183,8 +188,8 @@ REPLY_ERROR = "x-lane-reply-error"
 
 OURS = frozenset(
     {
-        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, ATTEMPT, WAIT_MS, RUN_MS, WAIT_FROM,
-        REPLAYED, CONTROL, WEBHOOK_LOG,
+        STATUS, PART, SEQ, REQUEST_ID, LANE_NAME, MODEL, PROVIDER, PROVIDER_REQUEST_ID, ATTEMPT, WAIT_MS, RUN_MS,
+        WAIT_FROM, REPLAYED, CONTROL, WEBHOOK_LOG,
         DEAD_CODE, DEAD_DETAIL, DEAD_AT, ROUTING_KEY, ERRORS, REPLAYS, REPLAYED_AT,
         FIRST_SEEN_MS, DUE_MS, USER_ID, EXPIRATION, REDELIVERED, HOP_MS, BACK_MS, FRESH, RAN_MS,
         FLOW, BATCH, DEATHS, REPLY_TRY, REPLY_ERROR,

@@ -21,7 +21,9 @@ LanekeeperError                 base of all errors that a caller may catch
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lanekeeper.contract.identity import encodable
 
@@ -127,6 +129,11 @@ class ProblemType:
     concerns one message."""
 
     @property
+    def is_the_callers(self) -> bool:
+        """Whether the request itself is wrong, and its requester is told so."""
+        return self.status < 500 and self.answered
+
+    @property
     def advice(self) -> str:
         if not self.retryable or not self.kept:
             return ""
@@ -164,6 +171,49 @@ PROBLEMS = {
 }
 
 
+PROVIDER_ERROR_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderFailure:
+    """What the provider answered to a request's last call in place of a Message. `status`: that of HTTP, or the one
+    that belongs to the type of an error in the middle of a stream. `error`: the body as it came, of at most
+    `PROVIDER_ERROR_BYTES`. `retry_after_ms`: when another call may help."""
+
+    status: int
+    type: str = ""
+    error: str = ""
+    request_id: str | None = None
+    retry_after_ms: int | None = None
+
+    @property
+    def members(self) -> dict[str, str | int]:
+        """For the problem document."""
+        found = {
+            "provider_status": self.status,
+            "provider_type": self.type,
+            "provider_error": self.error,
+            "provider_request_id": self.request_id,
+            "retry_after_ms": self.retry_after_ms,
+        }
+        return {name: value for name, value in found.items() if value not in (None, "")}  # type: ignore[misc]
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> "ProviderFailure | None":
+        """Of a problem document; None if no provider is to blame."""
+        status, wait_ms = document.get("provider_status"), document.get("retry_after_ms")
+        if type(status) is not int:
+            return None
+        type_, error, id = (document.get(f"provider_{name}") for name in ("type", "error", "request_id"))
+        return cls(
+            status=status,
+            type=type_ if isinstance(type_, str) else "",
+            error=error if isinstance(error, str) else "",
+            request_id=id if isinstance(id, str) else None,
+            retry_after_ms=wait_ms if type(wait_ms) is int else None,
+        )
+
+
 DETAIL_CHARACTERS = 1000
 """It becomes a header of a dead letter, and RabbitMQ closes a connection that publishes headers larger than a frame
 (501 FRAME_ERROR)."""
@@ -174,10 +224,20 @@ _QUOTES = re.compile(r"[:;,'\"(`]")
 
 
 class RequestProblem(LanekeeperError):
-    """A request's final error. `detail` may quote the request's content; `brief` is it without, for logs."""
+    """A request's final error. `detail` may quote the request's content; `brief` is it without, for logs. `provider`:
+    what the provider answered, if that is why the request ended."""
 
-    def __init__(self, code: str, detail: str, *, status: int | None = None, brief: str | None = None) -> None:
+    def __init__(
+        self,
+        code: str,
+        detail: str,
+        *,
+        status: int | None = None,
+        brief: str | None = None,
+        provider: ProviderFailure | None = None,
+    ) -> None:
         self.type = PROBLEMS[code]
+        self.provider = provider
         detail = encodable(detail)
         self.detail = detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[: DETAIL_CHARACTERS - 1]}…"
         self.status = self.type.status if status is None else status
@@ -204,6 +264,7 @@ class RequestProblem(LanekeeperError):
                 "request": request,
                 "attempts": attempts,
                 "retryable": self.type.retryable,
+                **({} if self.provider is None else self.provider.members),
                 **({} if trace is None else {"trace": trace}),
             },
             ensure_ascii=False,

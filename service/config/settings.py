@@ -24,7 +24,7 @@ from consumers.housekeeping import DeadSpec
 from consumers.job import ATTEMPT_WITHIN_S
 from consumers.limits.base import LEAST_LIMITS, AccountCaps, BatchLimits, BudgetSpec, shares_of
 from consumers.prices import BATCH_SHARE, Prices
-from consumers.providers.routes import ProviderModels, RoutesSpec
+from consumers.providers.routes import DEFAULT_VERSION, HeaderRules, ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
 from consumers.spending import Cap, CapsSpec
@@ -107,6 +107,12 @@ class LaneSettings(Section):
     """`max_tokens` of requests that do not set it."""
     models: types.ModelWords | None = None
     """The models that requests of the lane may name. None: every model. Example: claude-sonnet-5-5,claude-haiku-5-5"""
+    anthropic_version: types.ApiVersion | None = None
+    """The version of Anthropic's API for requests of the lane without a header `anthropic-version`. None: the
+    provider's. Example: 2026-10-21"""
+    park_invalid: bool = True
+    """Whether a request that is wrong, or that the provider refuses, is also kept in the queue `lane.dead`. Its
+    requester gets the error in any case. Example: false"""
     providers: types.ProviderNames | None = None
     """The providers that the lane calls, in this order. None: all, the one of ANTHROPIC_API_KEY first, then by name.
     Example: anthropic"""
@@ -525,6 +531,9 @@ class ProviderSettings(LimitsSettings):
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: types.PlaceName | None = None
     """The Google Cloud project, for the kind `vertex`. Example: my-project"""
+    anthropic_version: types.CloudVersion | None = None
+    """The version of Anthropic's API for requests that name none, also by their lane. None: the setting
+    `anthropic_version`, which Bedrock and Vertex have under names of their own. Example: bedrock-2023-05-31"""
     models: types.ModelNames | None = None
     """The provider's name for each model that it offers. None: all, under Anthropic's names. Example:
     claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
@@ -690,6 +699,12 @@ class Settings(BaseSettings):
     anthropic_base_url: types.HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
     """The URL of the provider `anthropic`. None: https://api.anthropic.com. Example:
     https://gateway.example.com/anthropic"""
+    anthropic_version: types.ApiVersion = DEFAULT_VERSION
+    """The version of Anthropic's API (header `anthropic-version`) for requests that name none, unless their lane or the
+    provider has another."""
+    anthropic_headers: types.HeaderPatterns = ("anthropic-*",)
+    """Which `anthropic-*` headers of requests are passed on to providers, as names or patterns; others are left out.
+    `anthropic-version` and `anthropic-beta` always are. Example: anthropic-user-profile-id"""
     providers: dict[str, ProviderSettings] = {}
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
@@ -886,6 +901,12 @@ class Settings(BaseSettings):
     def operators(self) -> tuple[str, ...]:
         """The AMQP users that may pause and resume."""
         return self.control.operators if self.control.operators is not None else (self.credentials[0],)
+
+    def header_rules(self, provider: str) -> HeaderRules:
+        """Which headers this provider gets."""
+        section = self.providers.get(provider)
+        of_its_own = None if section is None else section.anthropic_version
+        return HeaderRules(version=of_its_own or self.anthropic_version, passed=self.anthropic_headers)
 
     @property
     def provider_url(self) -> str:

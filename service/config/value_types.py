@@ -19,6 +19,7 @@ from consumers.slots.admission import TenantShare
 from consumers.spending import EVERY_TENANT, Cap, Spent
 from lanekeeper.contract.identity import urls_of
 from service.telemetry import redaction
+from topology.codec.headers import is_version
 
 SHOWN = 60
 _PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
@@ -132,6 +133,23 @@ def matching(allowed: re.Pattern[str], what: str) -> Callable[[str], str]:
 model = matching(_MODEL, "the name of a model, such as claude-haiku-5-5")
 _place = matching(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
 _provider = matching(NAME, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
+
+
+_header_pattern = matching(
+    re.compile(r"anthropic-[a-z0-9*-]{1,100}"), "headers' names or patterns, such as anthropic-*, separated by commas"
+)
+
+
+def _api_version(value: str) -> str:
+    if not is_version(value):
+        raise wrong("a date, such as 2023-06-01")
+    return value
+
+
+def _cloud_version(value: str) -> str:
+    if not is_version(value.removeprefix("bedrock-").removeprefix("vertex-")):
+        raise wrong("a date, such as 2023-06-01 or bedrock-2023-05-31")
+    return value
 
 
 def words(value: Any) -> Any:
@@ -259,6 +277,9 @@ def _readable_file(value: Path) -> Path:
     return value
 
 
+ApiVersion = Annotated[str, AfterValidator(_api_version)]
+CloudVersion = Annotated[str, AfterValidator(_cloud_version)]
+HeaderPatterns = Annotated[tuple[Annotated[str, AfterValidator(_header_pattern)], ...], BeforeValidator(words)]
 Number = Annotated[N, BeforeValidator(not_bool), AfterValidator(_finite)]
 Namespace = Annotated[str, AfterValidator(_namespace)]
 ModelName = Annotated[str, AfterValidator(model)]

@@ -38,7 +38,7 @@ from service.gateway.server import Connection
 from service.gateway.shares import SharedLimit, Shares, Taken
 from topology.codec import bounds
 from topology.codec.decoding import Request, decode, too_large
-from topology.codec.headers import UNSUPPORTED, unknown_header
+from topology.codec.headers import UNSUPPORTED, read_provider_headers, unknown_header
 from topology.lanes import LaneSpec
 
 MESSAGES = "messages"
@@ -50,7 +50,6 @@ TIMEOUT_MS = 600_000
 LONGEST_S = 1e9
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
-_FORWARDED = (n.TRACEPARENT, n.TRACESTATE, n.BAGGAGE, n.ANTHROPIC_BETA)
 REFUSED_HEADERS = {
     n.STREAM: "the body's `stream` says it",
     n.LONG_CALL: "calls of /v1/messages are long ones by themselves",
@@ -147,6 +146,7 @@ class CallReader:
         if task == MESSAGES:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
             headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
             headers[n.LONG_CALL] = True
+            headers.setdefault(n.PARK_INVALID, False)  # the caller gets the error, and sends what is right
         key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)
@@ -192,9 +192,15 @@ def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
             if name not in _ACCEPTED and name not in UNSUPPORTED:
                 raise unknown_header(name, known=_ACCEPTED)
             found[name] = only_value(call_headers, name) or ""
-        elif name in _FORWARDED:
+        elif name in n.TRACE_CONTEXT or name.startswith(n.ANTHROPIC):
             found[name] = ",".join(call_headers.getall(name))
     return found
+
+
+def provider_headers_of(call_headers: MultiMapping[str]) -> dict[str, str]:
+    """The headers for the provider of a call that becomes no request. Raises RequestProblem."""
+    names = (name for name in dict.fromkeys(map(str.lower, call_headers)) if name.startswith(n.ANTHROPIC))
+    return read_provider_headers({name: ",".join(call_headers.getall(name)) for name in names})
 
 
 def _timeout_ms(headers: MultiMapping[str]) -> int:

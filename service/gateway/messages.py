@@ -32,17 +32,26 @@ from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, ReplyLost
 from lanekeeper.replies import Part
-from service.config.settings import GatewayKey, Settings
+from service.config.settings import FIRST, GatewayKey, Settings
 from service.gateway.access import Access, require_allowed_model
 from service.gateway.answers import StoredAnswers, event_stream, send_pieces
-from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, request_id_of
+from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, provider_headers_of, request_id_of
 from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of, refused
 from service.gateway.shares import SharedLimit
 from topology.codec import bounds
 from topology.codec.decoding import too_large
-from topology.codec.headers import read as read_headers
 
-REPLY_HEADERS_SENT = (n.LANE_NAME, n.MODEL, n.PROVIDER, n.ATTEMPT, n.WAIT_MS, n.RUN_MS, n.WAIT_FROM, n.REPLAYED)
+REPLY_HEADERS_SENT = (
+    n.LANE_NAME,
+    n.MODEL,
+    n.PROVIDER,
+    n.PROVIDER_REQUEST_ID,
+    n.ATTEMPT,
+    n.WAIT_MS,
+    n.RUN_MS,
+    n.WAIT_FROM,
+    n.REPLAYED,
+)
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _FIRST = frozenset({"message_start", "content_block_start", "ping"})
 _LAST = "message_stop"
@@ -60,6 +69,7 @@ PAGE = 20
 PAGE_AT_MOST = 1000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _PASSED = frozenset({"request-id", "retry-after", "x-should-retry"})
+_LIMITS = "anthropic-ratelimit-"
 _ALL = ""
 
 
@@ -139,8 +149,13 @@ class Messages:
                 if not writing.has_begun:
                     raise
                 told = api_error_of(error, chose_id=IDEMPOTENCY_KEY in request.headers)
-                await writing.write(b"event: error\ndata: %b\n\n" % told.body(id))
+                await writing.write(b"event: error\ndata: %b\n\n" % _on_one_line(told.body(id)))
             return await writing.end()
+
+
+def _on_one_line(data: bytes) -> bytes:
+    """The JSON for an event's `data` field, which a line break would end."""
+    return json.dumps(json.loads(data)).encode() if b"\n" in data or b"\r" in data else data
 
 
 def _text(value: object) -> str:
@@ -213,8 +228,7 @@ def type_of(event: bytes) -> str:
 
 
 def _event(kind: str, data: bytes) -> bytes:
-    if b"\n" in data or b"\r" in data:  # a line break would end the `data` field
-        data = json.dumps(json.loads(data)).encode()
+    data = _on_one_line(data)
     if not kind.isidentifier():
         kind = "unknown"
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
@@ -330,11 +344,11 @@ class LookupPaths:
                 "ANTHROPIC_API_KEY for it too (Messages need none here: workers have theirs)",
                 headers={"x-should-retry": "false"},
             )
-        beta = read_headers({n.ANTHROPIC_BETA: request.headers.get(n.ANTHROPIC_BETA)}).beta
+        headers = provider_headers_of(request.headers)
         with self._places.taken(caller.tenant):
             self._count(caller)
             try:
-                return await self._provider.call(request.path, body=body, query=query or request.query, beta=beta)
+                return await self._provider.call(request.path, body=body, query=query or request.query, headers=headers)
             except ProviderError as error:
                 raise _failed(error) from error
 
@@ -346,15 +360,19 @@ class LookupPaths:
 
 def _provider_of(settings: Settings) -> Lookups | None:
     if settings.api_key is not None:
-        return Lookups(settings.provider_url, api_key=settings.api_key)
-    for _, provider in sorted(settings.providers.items()):
+        return Lookups(settings.provider_url, api_key=settings.api_key, header_rules=settings.header_rules(FIRST))
+    for name, provider in sorted(settings.providers.items()):
         if (
             provider.kind == "anthropic"
             and provider.models is None
             and provider.api_key is not None
             and provider.base_url is not None
         ):
-            return Lookups(provider.base_url.get_secret_value(), api_key=provider.api_key.get_secret_value())
+            return Lookups(
+                provider.base_url.get_secret_value(),
+                api_key=provider.api_key.get_secret_value(),
+                header_rules=settings.header_rules(name),
+            )
     return None
 
 
@@ -379,7 +397,7 @@ def _failed(error: ProviderError) -> ApiError:
 
 
 def _response(found: Found, *, body: bytes | None = None) -> web.Response:
-    headers = {name: value for name, value in found.headers.items() if name in _PASSED}
+    headers = {name: value for name, value in found.headers.items() if name in _PASSED or name.startswith(_LIMITS)}
     headers.setdefault("request-id", uuid.uuid4().hex)
     headers["content-type"] = "application/json"
     headers["cache-control"] = "no-store"  # it depends on the key

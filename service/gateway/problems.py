@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from consumers.rate_limit import LogThrottle
 from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesFull
 from lanekeeper.contract import problems
-from lanekeeper.contract.names import BODY, CODE
+from lanekeeper.contract.names import BODY, CODE, PROVIDER_REQUEST_ID
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.replies import NoReply, Problem
 from lanekeeper.telemetry import signals
@@ -51,16 +50,8 @@ TYPES: Mapping[int, str] = {
 }
 AGAIN_AFTER_S = 2
 _TRIED_ALREADY = frozenset({"attempts_exhausted", "deadline_exceeded", "provider_unavailable"})
-_BY_PROVIDER = _TRIED_ALREADY | {"provider_rejected"}
+_BY_PROVIDER = frozenset({"attempts_exhausted", "provider_rejected"})
 _PASSING = frozenset({429, 529})
-_TOLD = re.compile(
-    r"(^|^all \d+ attempts failed; the last: |^attempt \d+ failed \(|; attempt \d+: )"
-    r"(?P<status>\d{3}) (?P<type>[a-z_]{1,60}): (?P<message>.*?)"
-    r"( \(retry-after: (?P<after_s>\d+)\)|\), and the next could start in (?P<next_ms>\d+) ms: \d+ ms are left)?$",
-    re.DOTALL,
-)
-"""Finds the provider's last error in a problem's detail. What comes before it is never quoted from outside, so the
-first match is ours."""
 _TEXTS: Mapping[str, str] = {
     "idempotency_conflict": "Idempotency-Key: it was used with another body",
     "poison": "its worker died or hung under it, again and again",
@@ -80,14 +71,18 @@ log = logger()
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """An error with which a call is answered. `type`: Anthropic's; empty: that of the status in `TYPES`."""
+    """An error with which a call is answered. `type`: Anthropic's; empty: that of the status in `TYPES`. `whole`: the
+    provider's own body, byte for byte."""
 
     status: int
     message: str
     type: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    whole: bytes | None = None
 
     def body(self, request_id: str) -> bytes:
+        if self.whole is not None:
+            return self.whole
         kind = self.type or TYPES.get(self.status, "api_error")
         error = {"type": kind, "message": self.message}
         return json.dumps({"type": "error", "error": error, "request_id": request_id}, ensure_ascii=False).encode()
@@ -107,12 +102,6 @@ def stopping() -> ApiError:
     return refused("this process stops; the next try reaches another, or the one that follows")
 
 
-def _retry_after(told: re.Match[str] | None) -> str:
-    if told is None or not (told["next_ms"] or told["after_s"]):
-        return str(AGAIN_AFTER_S)
-    return told["after_s"] or str(math.ceil(int(told["next_ms"]) / 1000))
-
-
 def detail_of(problem: RequestProblem, *, chose_id: bool = True) -> str:
     """The detail of a request's error in the words of HTTP."""
     advice = problem.type.advice
@@ -127,20 +116,33 @@ def detail_of(problem: RequestProblem, *, chose_id: bool = True) -> str:
 
 
 def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
-    headers = {CODE: problem.code}
-    told = _TOLD.search(problem.detail.removesuffix(problem.type.advice))
-    if problem.code not in _BY_PROVIDER:
-        told = None
-    status, kind = (problem.status, "") if told is None else (int(told["status"]), told["type"])
+    """The provider's error is answered as it came, if the request ended by it. An overload or a rate limit may be over
+    when the caller tries again; after other errors Lanekeeper has tried often enough."""
+    headers, failure = {CODE: problem.code}, problem.provider
+    if failure is not None and failure.request_id:
+        headers[PROVIDER_REQUEST_ID] = failure.request_id
+    is_passing = failure is not None and failure.status in _PASSING
+    is_passed_on = failure is not None and (problem.code in _BY_PROVIDER or is_passing)
     is_kept = chose_id and problem.type.kept
-    is_passed_on = told is not None and (problem.code == "provider_rejected" or status in _PASSING)
-    if is_kept or not problem.type.retryable or (problem.code in _TRIED_ALREADY and not is_passed_on):
+    if is_kept or not problem.type.retryable or (problem.code in _TRIED_ALREADY and not is_passing):
         headers["x-should-retry"] = "false"
-    elif is_passed_on or problem.status in (429, 503, 529):
-        headers["retry-after"] = _retry_after(told)
-    if told is not None and is_passed_on:
-        return ApiError(status, told["message"], kind, headers)
-    return ApiError(problem.status, detail_of(problem, chose_id=chose_id), headers=headers)
+    if is_passing or (problem.status in (429, 503, 529) and "x-should-retry" not in headers):
+        wait_ms = None if failure is None else failure.retry_after_ms
+        headers["retry-after"] = str(AGAIN_AFTER_S if wait_ms is None else math.ceil(wait_ms / 1000))
+    if failure is None or not is_passed_on:
+        return ApiError(problem.status, detail_of(problem, chose_id=chose_id), headers=headers)
+    whole = failure.error.encode() if _is_anthropic_error(failure.error) else None
+    message = problem.detail.removesuffix(problem.type.advice).removeprefix(f"{failure.status} {failure.type}: ")
+    return ApiError(failure.status, message, failure.type, headers, whole)
+
+
+def _is_anthropic_error(text: str) -> bool:
+    """An SDK reads such a body; any other, or one that was cut, is put into Anthropic's format."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and isinstance(found.get("error"), dict)
 
 
 def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -> ApiError:

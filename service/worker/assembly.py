@@ -187,7 +187,10 @@ def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicPr
 def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = None) -> AnthropicProvider:
     """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
     common = Reading(
-        parsing=parsing or Parsing(), max_answer_bytes=settings.answer_bytes, max_values=settings.json_values
+        parsing=parsing or Parsing(),
+        max_answer_bytes=settings.answer_bytes,
+        max_values=settings.json_values,
+        header_rules=settings.header_rules(name),
     )
     if name == FIRST:
         if settings.api_key is None:
@@ -795,7 +798,6 @@ def _handler(
     batch_gate = gates.BatchGate(breakers, estimate=budgeting.budget_gate.amounts, has_batches=has_batches)
     return Handler(
         gates=(
-            Gate(pipelines.arrive),
             Gate(caps_gate.come_back, caps_gate.end, is_for_models=True),
             Gate(partial(gates.refuse_if_late, breakers=breakers, now_ms=now_ms)),
             Gate(partial(gates.defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),

@@ -31,6 +31,7 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.outcomes import Buried, Refused, Retried
+from lanekeeper.contract.problems import ProviderFailure
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=8.0)
 
@@ -95,12 +96,21 @@ def test_a_pause_is_at_most_half_of_the_time_left() -> None:
     assert outcome.delay_ms == 5000
 
 
-@pytest.mark.parametrize(("retry_after_s", "told"), [(None, ""), (4.2, " (retry-after: 5)")])
-def test_after_the_last_attempt_its_error_is_told(retry_after_s: float | None, told: str) -> None:
-    outcome = decide(RateLimitedError("x", retry_after_s=retry_after_s), attempts=4, max_attempts=4)
+def test_after_the_last_attempt_its_error_is_told() -> None:
+    error = RateLimitedError("x", retry_after_s=4.2, status=429, type="rate_limit_error")
+    outcome = decide(error, attempts=4, max_attempts=4)
     assert isinstance(outcome, Refused | Buried)
     assert outcome.problem.code == "attempts_exhausted"
-    assert outcome.problem.detail == f"all 4 attempts failed; the last: x{told}"
+    assert outcome.problem.detail == "all 4 attempts failed; the last: x"
+    assert outcome.problem.provider == ProviderFailure(status=429, type="rate_limit_error", retry_after_ms=4200)
+
+
+def test_an_error_that_is_final_is_not_retried() -> None:
+    error = TransientError("x", status=500)
+    error.is_final = True
+    outcome = decide(error)
+    assert isinstance(outcome, Buried)
+    assert (outcome.problem.code, outcome.problem.status) == ("provider_rejected", 500)
 
 
 def test_by_default_the_pauses_begin_with_a_second_last_thirty_and_are_at_most_a_minute() -> None:

@@ -77,6 +77,19 @@ async def test_a_messages_body_reaches_the_provider_unchanged(vhost: Vhost) -> N
         )
 
 
+async def test_the_providers_headers_are_passed_on_as_they_came_and_the_version_is_stated_by_the_lane(
+    vhost: Vhost,
+) -> None:
+    given = {"anthropic-version": "2026-10-21", "anthropic-beta": "a," * 2000, "Anthropic-User-Profile-Id": "uprof_1"}
+    async with serving(vhost, lanes={"batch": {"anthropic_version": "2025-02-03"}}) as worker, requester(vhost) as app:
+        for lane, headers in (("critical", given), ("critical", {}), ("batch", {})):
+            assert (await app.ask({"prompt": "x"}, key=f"{lane}.tests.x", headers=headers)).status == "ok"
+
+        first, *others = (call.headers for call in worker.api.calls)
+        assert {name: first[name] for name in given} == given
+        assert [call["anthropic-version"] for call in others] == ["2023-06-01", "2025-02-03"]
+
+
 async def test_a_given_model_and_max_tokens_are_kept_and_missing_ones_are_the_lanes(vhost: Vhost) -> None:
     lanes: dict[str, dict[str, Any]] = {
         "critical": {"max_tokens": 77},

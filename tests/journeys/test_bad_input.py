@@ -80,6 +80,9 @@ HEADERS = [
     *(header("x-lane-stream", value) for value in ("yes", 1, None)),
     header("x-lane-tenant", 5),
     header("anthropic-beta", "a\r\nx-api-key: b"),
+    header("anthropic-version", "latest", "a date such as 2023-06-01"),
+    header("anthropic-new-thing", "x" * 8193, "8193 bytes, allowed are 8192"),
+    bad("101 headers", "101 headers anthropic-*", headers={f"anthropic-{n}": "x" for n in range(101)}),
 ]
 
 

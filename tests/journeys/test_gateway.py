@@ -23,6 +23,7 @@ from service.simulated.app import SimulatedAPI
 from tests.faults.proxy import Proxy
 from tests.support.brokers import Vhost, close_connection
 from tests.support.gate import gate
+from tests.support.malicious import MaliciousProvider, head
 from tests.support.processes import Running, environment, interpreter, lanekeeper
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -73,6 +74,83 @@ async def test_with_an_idempotency_key_it_goes_on_and_the_next_try_gets_its_answ
         assert again[1]["x-lane-replayed"] == "true"
         status, headers, problem = await post(url, body("another"), idempotency_key="k-1")
         assert (status, problem["error"]["type"], headers["x-should-retry"]) == (409, "conflict_error", "false")
+
+
+ODD_ERROR = (
+    b'{"type":"error","error":{"type":"invalid_request_error","message":"line one\\nline two",'
+    b'"details":{"error_code":"x_y"}},\n"request_id":"req_odd"}'
+)
+
+
+def odd(status: int, body: bytes, **headers: str) -> MaliciousProvider:
+    return MaliciousProvider(lambda _: [head(status, body=body, request_id="req_odd", **headers)])
+
+
+async def raw_post(url: str, said: Any) -> tuple[int, Any, bytes]:
+    async with aiohttp.ClientSession() as session, session.post(url + "/v1/messages", json=said) as got:
+        return got.status, got.headers, await got.read()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_providers_refusal_is_the_callers_byte_for_byte_and_leaves_no_dead_letter(
+    vhost: Vhost, stream: bool
+) -> None:
+    async with (
+        odd(400, ODD_ERROR) as provider,
+        serving(vhost, base_url=provider.base_url) as worker,
+        gate(worker) as url,
+        requester(vhost) as app,
+    ):
+        status, headers, found = await raw_post(url, body("refused", stream=stream))
+
+        assert (status, found) == (400, ODD_ERROR)
+        assert headers["x-lane-provider-request-id"] == "req_odd"
+        assert headers["x-should-retry"] == "false"
+        await until(lambda: app.holds(0, "lane.normal", "lane.dead"))
+        over_amqp = await app.ask(body("refused"))
+        assert over_amqp.json["provider_error"].encode() == ODD_ERROR
+        assert (over_amqp.json["provider_status"], over_amqp.json["provider_type"]) == (400, "invalid_request_error")
+        assert over_amqp.headers["x-lane-provider-request-id"] == "req_odd"
+        await until(lambda: app.holds(1, "lane.dead"))
+        await app.ask(body("refused"), headers={"x-lane-park-invalid": False})
+        await until(lambda: app.holds(1, "lane.dead"))
+
+
+async def test_a_lane_says_that_refused_requests_are_not_parked(vhost: Vhost) -> None:
+    async with serving(vhost, lanes={"batch": {"park_invalid": False}}), requester(vhost) as app:
+        for asked in ("[[fault: invalid]]", 5):
+            reply = await app.ask({"prompt": asked}, key="batch.tests.x")
+            assert reply.json["status"] == 400
+        await until(lambda: app.holds(0, "lane.batch", "lane.dead"))
+
+
+async def test_an_error_of_ten_megabytes_is_bounded_and_one_that_says_not_to_retry_is_not_retried(vhost: Vhost) -> None:
+    huge = b'{"type":"error","error":{"type":"api_error","message":"%b"}}' % (b"x" * 10_000_000)
+    async with (
+        odd(500, huge, x_should_retry="false") as provider,
+        serving(vhost, base_url=provider.base_url) as worker,
+        gate(worker) as url,
+        requester(vhost) as app,
+    ):
+        status, _, found = await raw_post(url, body("huge"))
+
+        assert (status, len(provider.asked)) == (500, 1)
+        assert json.loads(found)["error"]["type"] == "api_error"
+        reply = await app.ask(body("huge"))
+        assert len(reply.json["provider_error"]) == 16 * 1024
+
+
+async def test_a_rate_limit_is_answered_with_its_retry_after(vhost: Vhost) -> None:
+    limited = ODD_ERROR.replace(b"invalid_request_error", b"rate_limit_error")
+    async with (
+        odd(429, limited, retry_after="7200") as provider,
+        serving(vhost, base_url=provider.base_url) as worker,
+        gate(worker) as url,
+    ):
+        status, headers, found = await raw_post(url, body("limited"))
+
+        assert (status, found) == (429, limited)
+        assert 7200 <= int(headers["retry-after"]) <= 7201
 
 
 async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost: Vhost) -> None:

@@ -5,7 +5,7 @@ import re
 import uuid
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import jiter
@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, BodyAddress, Message
 from lanekeeper.contract.names import (
+    ANTHROPIC_VERSION,
     BODY,
     BODY_SHA256,
     BROKER_TIMESTAMP_MS,
@@ -58,7 +59,8 @@ class Request:
     model: str
     max_tokens: int
     stream: bool
-    beta: str | None
+    provider_headers: Mapping[str, str] = field(default_factory=dict)
+    """The `anthropic-*` headers for the provider, by their names in lower case."""
     published: Published
     due_ms: int | None
     """It must not start before; ms since 1970."""
@@ -203,7 +205,7 @@ def decode(
         max_tokens=content.max_tokens,
         stream=headers.stream,
         states_stream=content.states_stream,
-        beta=headers.beta,
+        provider_headers=_provider_headers(headers, lane),
         published=sent,
         due_ms=due_ms,
         debounce=headers.debounce if flow is None else None,
@@ -215,6 +217,13 @@ def decode(
         handler=handler,
         pipeline=pipeline,
     )
+
+
+def _provider_headers(headers: RequestHeaders, lane: LaneSpec) -> Mapping[str, str]:
+    found = headers.provider_headers
+    if lane.anthropic_version is None or ANTHROPIC_VERSION in found:
+        return found
+    return {**found, ANTHROPIC_VERSION: lane.anthropic_version}
 
 
 def deadline_of(message: Message, *, lane: LaneSpec, hop: HopHeaders | None, now_ms: int) -> int:
@@ -467,7 +476,6 @@ def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
         model=model,
         max_tokens=max_tokens,
         stream=False,
-        beta=None,
         published=Published(0, "sender"),
         due_ms=None,
         deadline_ms=0,

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import date, datetime
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
@@ -23,7 +23,11 @@ UNSUPPORTED = {
 PREFIX = "x-lane-"
 SENT_AT_MOST_MS = 10**14
 """A time in the year 5138."""
-BETA_LENGTH = 1024
+PROVIDER_HEADERS = 100
+PROVIDER_HEADER_BYTES = 8 * 1024
+"""What servers usually take as one header."""
+PROVIDER_HEADERS_BYTES = 32 * 1024
+"""Of all together: they are headers of each message of the request, and RabbitMQ's headers fit into one frame."""
 BOUNDS_MS = {
     names.DEADLINE_MS: (1, MAX_DELAY_MS),
     names.DELAY_MS: (UNIT_MS, MAX_DELAY_MS),
@@ -37,7 +41,9 @@ DIGITS = re.compile(r"[0-9]{1,15}")
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]+")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 DEBOUNCE = re.compile(r"[ -~]{1,128}")
-BETA = re.compile(r"[A-Za-z0-9_.,: -]+")
+PROVIDER_HEADER = re.compile(r"anthropic-[a-z0-9!#$%&'*+.^_`|~-]+")
+PRINTABLE = re.compile(r"[\t -~]*")
+VERSION = re.compile(r"\d{4}-\d{2}-\d{2}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +57,8 @@ class RequestHeaders:
     at_ms: int | None
     debounce: str | None
     pipeline: str | None
-    beta: str | None
+    provider_headers: Mapping[str, str]
+    """The `anthropic-*` headers, by their names in lower case."""
     kept: BodyAddress | None
     no_batch: bool
 
@@ -79,17 +86,6 @@ class FlowHop:
     """How many of them, from the first on, are known to have ended."""
     since_ms: int = 0
     """When the first of them was published."""
-    of: int = 0
-    """How many items the fan-out has; 0: that is not known yet."""
-    again: int = 0
-    """How many items were published again because the store had lost them."""
-    role: str = ""
-    """`LOOKS`: the message goes round without its body, which is in the store. `KEEPS`: the message has that body, goes
-    round seldom, and does nothing but see that the store has it. Empty: it is one message."""
-
-
-LOOKS = "looks"
-KEEPS = "keeps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +97,8 @@ class BatchHop:
     provider: str = ""
     model: str = ""
     """Anthropic's name for it."""
-    beta: str = ""
+    headers: str = ""
+    """The `anthropic-*` headers, as JSON; empty if there are none. Requests with other headers are in other batches."""
     tokens: int = 0
     """What it is expected to use, input and output."""
     deadline_ms: int = 0
@@ -207,6 +204,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         raise invalid_request(f"headers {names.DELAY_MS} and {names.AT}: give one of them")
     _check_webhook(headers)  # settling reads it
     _ms(headers, names.SENT_MS)  # `published` reads it
+    _bool(headers, names.PARK_INVALID)  # `Job.parks` reads it
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")
@@ -218,7 +216,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         at_ms=_time(headers, names.AT),
         debounce=_debounce(headers),
         pipeline=_pipeline(headers),
-        beta=_beta(headers),
+        provider_headers=read_provider_headers(headers),
         kept=_kept(headers),
         no_batch=_bool(headers, names.NO_BATCH),
     )
@@ -309,9 +307,16 @@ def read_batch(headers: Mapping[str, Any]) -> BatchHop | None:
         return None
     try:
         found = json.loads(text)
+        if beta := found.pop("beta", ""):  # of a worker of an earlier version
+            found["headers"] = provider_headers_json({names.ANTHROPIC_BETA: beta})
         return BatchHop(**{**found, "held": tuple(found.get("held", ()))})
     except (AttributeError, TypeError, ValueError):  # of another version
         return None
+
+
+def provider_headers_json(headers: Mapping[str, str]) -> str:
+    """For `BatchHop.headers`: equal texts for equal headers."""
+    return json.dumps(dict(sorted(headers.items()))) if headers else ""
 
 
 def batch_header(hop: BatchHop) -> dict[str, str]:
@@ -420,13 +425,38 @@ def _check_webhook(headers: Mapping[str, Any]) -> None:
         )
 
 
-def _beta(headers: Mapping[str, Any]) -> str | None:
-    value = headers.get(names.ANTHROPIC_BETA)
-    if value is None:
-        return None
-    if not isinstance(value, str) or len(value) > BETA_LENGTH or not BETA.fullmatch(value):
-        raise _wrong(names.ANTHROPIC_BETA, value, "names of betas, separated by commas")
-    return value
+def read_provider_headers(headers: Mapping[str, Any]) -> dict[str, str]:
+    """The headers for the provider (`anthropic-*`), by their names in lower case. Raises RequestProblem."""
+    found: dict[str, str] = {}
+    for key, value in headers.items():
+        if not key.lower().startswith(names.ANTHROPIC):
+            continue
+        name = key.lower()
+        if not PROVIDER_HEADER.fullmatch(name) or name in found:
+            raise invalid_request(f"header {key[:80]!r}: not a header's name, or it is there twice")
+        if not isinstance(value, str) or not PRINTABLE.fullmatch(value):
+            raise _wrong(name[:80], value, "printable ASCII characters")
+        if len(value) > PROVIDER_HEADER_BYTES:
+            raise invalid_request(f"header {name[:80]}: {len(value)} bytes, allowed are {PROVIDER_HEADER_BYTES}")
+        found[name] = value.strip()
+    if len(found) > PROVIDER_HEADERS:
+        raise invalid_request(f"{len(found)} headers anthropic-*: allowed are {PROVIDER_HEADERS}")
+    if (size := sum(len(name) + len(value) for name, value in found.items())) > PROVIDER_HEADERS_BYTES:
+        raise invalid_request(f"headers anthropic-*: {size} bytes, allowed are {PROVIDER_HEADERS_BYTES} together")
+    if (version := found.get(names.ANTHROPIC_VERSION)) is not None and not is_version(version):
+        raise _wrong(names.ANTHROPIC_VERSION, version, "a date such as 2023-06-01")
+    return found
+
+
+def is_version(text: str) -> bool:
+    """Whether it is a version of Anthropic's API: a date."""
+    if not VERSION.fullmatch(text):
+        return False
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _pipeline(headers: Mapping[str, Any]) -> str | None:

@@ -3,7 +3,7 @@ list of what was published."""
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -67,7 +67,9 @@ class MadeUpBatches(Batches):
         self.asked_to_create = asyncio.Event()
 
     @override
-    async def create(self, requests: Sequence[tuple[str, bytes]], *, beta: str | None = None) -> BatchInfo:
+    async def create(
+        self, requests: Sequence[tuple[str, bytes]], *, headers: Mapping[str, str] | None = None
+    ) -> BatchInfo:
         if (held := self.held) is not None:
             self.held = None
             self.asked_to_create.set()

@@ -176,7 +176,7 @@ def test_a_worker_holds_the_requests_of_two_full_batches() -> None:
     assert (prefetch_of(specs), prefetch_of([BatchSpec(count=9)])) == (10, 1000)
 
 
-@pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"beta": "b"}])
+@pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}])
 async def test_what_a_batch_must_have_in_common_divides_requests(other: dict[str, Any]) -> None:
     bench = Bench()
     found = [parked(bench, f"r-{tag}", tag=tag, **(other if tag % 2 else {})) for tag in range(6)]

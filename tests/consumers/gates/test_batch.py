@@ -51,7 +51,7 @@ async def test_a_request_that_can_wait_goes_into_a_batch() -> None:
         account="one/haiku",
         provider="one",
         model=BATCH.model,
-        beta="a-beta",
+        headers='{"anthropic-beta": "a-beta"}',
         tokens=71,
         deadline_ms=NOW_MS + DAY_MS,
         tenant="crm",

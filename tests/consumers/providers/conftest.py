@@ -35,7 +35,14 @@ async def provider(api: SimulatedAPI) -> AsyncIterator[AnthropicProvider]:
 def asked() -> AskedFor:
     """A request by its prompt and further fields of its body."""
 
-    def make(prompt: str = "hello", *, beta: str | None = None, raw: bytes | None = None, **more: Any) -> Request:
+    def make(
+        prompt: str = "hello",
+        *,
+        beta: str | None = None,
+        headers: dict[str, str] | None = None,
+        raw: bytes | None = None,
+        **more: Any,
+    ) -> Request:
         fields = {
             "model": "claude-haiku-5-5",
             "max_tokens": 500,
@@ -49,7 +56,7 @@ def asked() -> AskedFor:
             model=fields["model"],
             max_tokens=fields["max_tokens"],
             stream=False,
-            beta=beta,
+            provider_headers=headers or ({} if beta is None else {"anthropic-beta": beta}),
             published=Published(0, "sender"),
             due_ms=None,
             deadline_ms=0,

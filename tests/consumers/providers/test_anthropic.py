@@ -35,6 +35,7 @@ from consumers.providers.anthropic import (
     set_stream,
 )
 from consumers.providers.registry import Answer
+from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import StreamedMessage
 from service.simulated.app import SimulatedAPI
 from tests.support.malicious import MESSAGE as FIELDS
@@ -109,19 +110,35 @@ def test_a_body_that_certainly_states_nothing_is_not_read() -> None:
         set_stream(b'{"stream": false, "a": 1e999}', True)
 
 
-async def test_the_only_headers_are_key_version_beta_and_traceparent(api: SimulatedAPI, asked: AskedFor) -> None:
+async def test_the_callers_headers_are_passed_on_and_the_version_is_stated_by_the_rules(
+    api: SimulatedAPI, asked: AskedFor
+) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     provider = AnthropicProvider.at(api.base_url, api_key=KEY)
+    given = {"anthropic-beta": "one-2026-01-01,two", "anthropic-version": "2026-10-21", "anthropic-new-thing": "x y"}
 
-    await provider.stream(asked(beta="one-2026-01-01,two"), timeout_s=60, parts=None, traceparent=parent)
+    await provider.stream(asked(headers=given), timeout_s=60, parts=None, traceparent=parent)
     await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     first, second = (call.headers for call in api.calls)
     assert first["authorization"] == f"Bearer {KEY}"
-    assert (first["anthropic-beta"], first["traceparent"]) == ("one-2026-01-01,two", parent)
-    assert "anthropic-version" in first
-    assert not {"anthropic-beta", "traceparent", "tracestate", "baggage"} & {name.lower() for name in second}
+    assert {name: first[name] for name in given} == given
+    assert first["traceparent"] == parent
+    assert second["anthropic-version"] == "2023-06-01"
+    assert not {*given, "traceparent", "tracestate", "baggage"} - {"anthropic-version"} & {*map(str.lower, second)}
+
+
+async def test_a_setting_narrows_the_headers_that_are_passed_on(api: SimulatedAPI, asked: AskedFor) -> None:
+    rules = HeaderRules(version="2025-01-01", passed=("anthropic-user-*",))
+    provider = AnthropicProvider.at(api.base_url, api_key=KEY, header_rules=rules)
+    names = ("anthropic-beta", "anthropic-user-profile-id", "anthropic-workspace-id")
+
+    await provider.stream(asked(headers=dict.fromkeys(names, "a")), timeout_s=60, parts=None)
+    await provider.aclose()
+
+    headers = api.calls[0].headers
+    assert [headers.get(name) for name in (*names, "anthropic-version")] == ["a", "a", None, "2025-01-01"]
 
 
 async def test_environment_variables_change_neither_key_nor_address_nor_use_a_proxy_for_this_machine(
@@ -340,27 +357,6 @@ def failing(*answers: Response | None) -> tuple[Sequence[web.BaseRequest], Handl
 
 
 GOOD: Response = (200, SHORT, {})
-
-
-async def test_a_later_call_has_the_headers_of_the_first_and_its_own_body_and_beta(
-    answering: Answering, asked: AskedFor
-) -> None:
-    calls: list[tuple[str, list[tuple[str, str]], bytes]] = []
-
-    async def answer(request: web.BaseRequest) -> web.Response:
-        calls.append((str(request.rel_url), sorted(request.headers.items()), await request.read()))
-        return web.Response(body=SHORT)
-
-    async with answering(answer) as provider:
-        for prompt, beta in (("one", "first-beta"), ("and another", None), ("one", "first-beta"), ("one", "other")):
-            await provider.stream(asked(prompt, beta=beta), timeout_s=60, parts=None)
-
-    first, without, again, other = calls
-    assert again == first
-    assert b"and another" in without[2]
-    expected = {name: value for name, value in first[1] if name != "anthropic-beta"}
-    assert dict(without[1]) == expected | {"Content-Length": str(len(without[2]))}
-    assert dict(other[1]) == dict(first[1]) | {"anthropic-beta": "other"}
 
 
 @pytest.mark.parametrize(
@@ -672,11 +668,11 @@ async def test_a_look_up_passes_on_answers_and_errors_of_anthropics_that_are_not
     async with answering(handler) as provider:
         lookups = Lookups(str(provider.client.base_url), api_key="sk-its-key")
         if is_passed_on:
-            found = await lookups.call("/v1/models", query={"limit": "5"}, beta="b")
+            found = await lookups.call("/v1/models", query={"limit": "5"}, headers={"anthropic-beta": "b"})
             assert (found.status, found.headers["x-more"], found.body) == (status, "1", body)
         else:
             with pytest.raises(ProviderError) as refused:
-                await lookups.call("/v1/models", query={"limit": "5"}, beta="b")
+                await lookups.call("/v1/models", query={"limit": "5"}, headers={"anthropic-beta": "b"})
             assert "sk-its-key" not in refused.value.detail
         await lookups.aclose()
     (call,) = asked
@@ -763,7 +759,7 @@ def serving(*, together: bool) -> Iterator[tuple[Server, str]]:
 
 def pool_of(provider: AnthropicProvider) -> Any:
     """aiohttp's only pool of idle connections."""
-    (found,) = provider.client._client._transport.client._connector._conns.values()
+    (found,) = provider.client._client._transport._session._connector._conns.values()
     return found
 
 

@@ -13,8 +13,7 @@ from aiohttp import web
 from consumers.failures import AccountError, RateLimitedError, RejectedError, TransientError
 from consumers.providers import cloud
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.cloud import bedrock, foundry, vertex
-from consumers.providers.streams import FrameSplitter
+from consumers.providers.cloud import FrameSplitter, bedrock, foundry, vertex
 from tests.support.malicious import MaliciousProvider, redirect
 
 from .conftest import AskedFor
@@ -72,6 +71,34 @@ async def test_bedrock_gets_the_model_in_the_url_and_the_version_in_the_body(
     assert body.pop("anthropic_beta") == ["a-1", "b-2"]
     assert body == {"max_tokens": 500, "messages": [{"role": "user", "content": "hello"}], "unknown": {"x": 1}}
     assert (got.body, got.provider) == (MESSAGE, "aws")
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "of_bedrock", "of_vertex"),
+    [
+        ({}, {}, "bedrock-2023-05-31", "vertex-2023-10-16"),
+        ({"anthropic-version": "2026-10-21"}, {}, "2026-10-21", "2026-10-21"),
+        ({"anthropic-version": "2026-10-21"}, {"anthropic_version": "mine"}, "mine", "mine"),
+    ],
+)
+async def test_a_clouds_version_is_the_bodys_or_the_headers_or_the_settings(
+    recorder: Recorder,
+    asked: AskedFor,
+    headers: dict[str, str],
+    fields: dict[str, str],
+    of_bedrock: str,
+    of_vertex: str,
+) -> None:
+    for provider in (
+        bedrock(name="aws", region="eu-central-1", api_key="k", base_url=recorder.url),
+        vertex(name="google", region="eu", project="p", api_key="k", base_url=recorder.url),
+    ):
+        recorder.answer = web.Response(body=MESSAGE)
+        await provider.stream(asked(headers=headers, **fields), timeout_s=60, parts=None)
+        await provider.aclose()
+
+    assert [body["anthropic_version"] for _, _, body in recorder.requests] == [of_bedrock, of_vertex]
+    assert not any("anthropic-version" in headers for _, headers, _ in recorder.requests)
 
 
 async def test_bedrocks_stream_is_read_from_amazons_frames(recorder: Recorder, asked: AskedFor) -> None:
@@ -215,7 +242,7 @@ async def test_vertex_has_its_address_by_the_region(region: str, url: str) -> No
     provider = vertex(name="google", region=region, project="p", api_key="a-token")
 
     assert str(provider.client.base_url).rstrip("/") == url
-    assert (provider.secret, provider.http, provider.batches) == ("a-token", None, None)
+    assert (provider.secret, provider.batches) == ("a-token", None)
     assert not provider.dialect.lists_models
     await provider.aclose()
 

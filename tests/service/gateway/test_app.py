@@ -78,7 +78,7 @@ async def test_every_path_is_in_the_document_and_no_other() -> None:
 
 
 def test_every_header_that_a_requester_may_set_is_in_the_documents() -> None:
-    assert HEADERS.keys() == n.PUBLIC | {n.ANTHROPIC_BETA} | n.TRACE_CONTEXT
+    assert HEADERS.keys() == n.PUBLIC | {n.ANTHROPIC_BETA, n.ANTHROPIC_VERSION} | n.TRACE_CONTEXT
     waited, submitted = (
         {each["name"] for each in OPENAPI["paths"][path]["post"]["parameters"]}
         for path in ("/v1/messages", "/v1/requests")

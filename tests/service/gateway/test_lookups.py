@@ -106,19 +106,21 @@ async def test_an_error_of_the_provider_is_the_same(ask: Ask) -> None:
 
 async def test_the_bytes_are_the_providers_and_the_key_of_the_call_does_not_reach_it() -> None:
     seen: list[Any] = []
+    version = {"anthropic-version": "2025-05-05"}
 
     async def answer(request: web.Request) -> web.Response:
-        seen.append((request.method, request.path_qs, request.headers["authorization"], await request.read()))
+        seen.append((request.method, request.path_qs, request.headers["anthropic-version"], await request.read()))
+        assert request.headers["authorization"] == "Bearer sk-secret"
         return web.Response(
             body=b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}', headers={"request-id": "req_7", "set-cookie": "a=b"}
         )
 
     async with provider(answer) as at, Alone(provider=at) as made, aiohttp.ClientSession() as session:
-        asked = session.post(f"{made.url}/v1/messages/count_tokens?beta=true", data=b'{"any": "body"}')
+        asked = session.post(f"{made.url}/v1/messages/count_tokens?beta=true", data=b'{"any": "body"}', headers=version)
         async with asked as got:
             assert await got.read() == b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}'
             assert (got.headers["request-id"], got.headers.get("set-cookie")) == ("req_7", None)
-    assert seen == [("POST", "/v1/messages/count_tokens?beta=true", "Bearer sk-secret", b'{"any": "body"}')]
+    assert seen == [("POST", "/v1/messages/count_tokens?beta=true", "2025-05-05", b'{"any": "body"}')]
 
 
 async def test_a_key_lists_its_models_alone_and_reads_no_other() -> None:

@@ -32,7 +32,7 @@ NOTHING = RequestHeaders(
     at_ms=None,
     debounce=None,
     pipeline=None,
-    beta=None,
+    provider_headers={},
     kept=None,
     no_batch=False,
 )
@@ -60,8 +60,11 @@ def said(**changed: Any) -> RequestHeaders:
         ({"x-lane-at": "1970-01-01t00:00:01z"}, said(at_ms=1000)),  # RFC 3339 allows small letters
         ({"x-lane-sent-ms": 1_790_000_000_000}, NOTHING),  # `published` reads it
         ({"x-lane-body": "s3://b/x", "x-lane-body-sha256": "0A" * 32}, said(kept=BodyAddress("s3://b/x", "0a" * 32))),
-        ({"anthropic-beta": "a" * 1024}, said(beta="a" * 1024)),
-        ({"anthropic-beta": "context-1m-2026-08-07,files-api"}, said(beta="context-1m-2026-08-07,files-api")),
+        ({"anthropic-beta": "a" * 1024}, said(provider_headers={"anthropic-beta": "a" * 1024})),
+        (
+            {"anthropic-beta": "context-1m-2026-08-07,files-api"},
+            said(provider_headers={"anthropic-beta": "context-1m-2026-08-07,files-api"}),
+        ),
         ({"x-lane-tenant": "shop"}, NOTHING),
         ({"x-lane-no-batch": True}, said(no_batch=True)),
         ({"traceparent": "rubbish", "tracestate": 5, "baggage": None}, NOTHING),
@@ -122,8 +125,15 @@ def test_headers_that_a_requester_may_send_are_read(headers: dict[str, Any], exp
         ({"x-lane-tenant": 5}, "x-lane-tenant"),
         ({"anthropic-beta": "a\r\nx-api-key: b"}, "anthropic-beta"),
         ({"anthropic-beta": "ä"}, "anthropic-beta"),
-        ({"anthropic-beta": ""}, "anthropic-beta"),
-        ({"anthropic-beta": "a" * 1025}, "anthropic-beta"),
+        ({"anthropic-beta": "a" * 8193}, "anthropic-beta: 8193 bytes"),
+        ({"Anthropic-New": 5}, "anthropic-new"),
+        ({"anthropic-b c": "d"}, "anthropic-b c"),
+        ({"anthropic-a": "1", "Anthropic-A": "2"}, "there twice"),
+        ({f"anthropic-{n}": "a" for n in range(101)}, "101 headers"),
+        ({f"anthropic-{n}": "a" * 8000 for n in range(5)}, "together"),
+        ({"anthropic-version": "latest"}, "a date such as"),
+        ({"anthropic-version": "2026-13-01"}, "a date such as"),
+        ({"anthropic-version": "2023-06-01,2026-10-21"}, "a date such as"),
         ({"anthropic-beta": ["a"]}, "anthropic-beta"),
     ],
 )
@@ -171,7 +181,7 @@ def test_what_the_headers_of_a_hop_leave_out_is_zero_to_the_next_worker() -> Non
         since_ms=0,
     )  # fmt: skip
     batch = BatchHop(
-        account="", provider="", model="", beta="", tokens=0, deadline_ms=0, tenant="", params_bytes=0, ticket="",
+        account="", provider="", model="", headers="", tokens=0, deadline_ms=0, tenant="", params_bytes=0, ticket="",
         batch="", result_bytes=0, live=False, tries=0, held=(), held_until_ms=0,
     )  # fmt: skip
     hop = HopHeaders(
