@@ -32,21 +32,22 @@ class PrivateAddress(OSError):
     """A host name resolves to an address that is not public."""
 
 
-class PublicResolver(AbstractResolver):
-    """Raises PrivateAddress for a name if one of its addresses is not public.
+class Resolver(AbstractResolver):
+    """Unless `private` addresses are allowed, raises PrivateAddress for a name if one of its addresses is not public.
 
     It has threads of its own: requesters choose the names, and a name server that does not answer holds a thread for
     long. In asyncio's few threads, other work of the worker would wait for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, private: bool = False) -> None:
+        self._private = private
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="names")
 
     async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         ask = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
-        if any(is_private(str(address[0])) for *_, address in found):
+        if not self._private and any(is_private(str(address[0])) for *_, address in found):
             raise PrivateAddress(f"{host} has a private address")
         flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [

@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
-from consumers.addresses import PrivateAddress, PublicResolver, is_private
+from consumers.addresses import PrivateAddress, Resolver, is_private
 from consumers.background import Background
 from consumers.outcomes import Answered, Buried, Outcome
 from lanekeeper.amqp.publisher import SMALL_BYTES, Publisher
@@ -70,7 +70,7 @@ class WebBodies:
     async def fetch(self, kept: BodyAddress, *, most_bytes: int) -> bytes:
         if not self._private and is_private(urlsplit(kept.address).hostname or ""):
             raise BodyError("its host has a private address")
-        connector = aiohttp.TCPConnector(resolver=None if self._private else PublicResolver())
+        connector = aiohttp.TCPConnector(resolver=Resolver(private=self._private))
         try:
             async with (
                 aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False) as session,

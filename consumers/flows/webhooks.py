@@ -7,6 +7,9 @@ after `give_up_s` it becomes a dead letter. An outcome is posted at least once, 
 
 The requester chooses the address that a worker calls, and could choose an internal one. So only allowed hosts are
 called, redirects are not followed, every address that a name resolves to is checked, and the checked one is dialled.
+
+It could also choose another tenant's receiver, and an id of its. So each tenant has secrets of its own: whoever knows
+only the other tenant's takes no post of this one for genuine.
 """
 
 import hashlib
@@ -22,14 +25,16 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import aiohttp
-from cachetools import LRUCache
 from standardwebhooks import Webhook
 from yarl import URL
 
-from consumers.addresses import PrivateAddress, PublicResolver, is_private
+from consumers.addresses import PrivateAddress, Resolver, is_private
+from consumers.background import background_task
 from consumers.clock import moment_text
-from consumers.state.base import Completion, Identity, Store, StoreUnavailable
+from consumers.flows.lines import Line, Lines, Place
+from consumers.flows.posts import Answer, NotReached, Poster
+from consumers.providers.errors import read_retry_after_s
+from consumers.state.base import Completion, Fingerprint, Identity, Store, StoreUnavailable, WaitingLimit
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
@@ -51,17 +56,6 @@ if TYPE_CHECKING:
     from consumers.job import Job
     from consumers.settle import Settler
 
-SLOTS: Final = 64
-"""How many posts a process makes at a time."""
-AT_ONCE: Final = 4
-"""How many of them may go to one endpoint (scheme, host and port)."""
-QUICK_AT_ONCE: Final = 16
-"""The same for an endpoint whose last answer came within `QUICK_S`. All others together have half of `SLOTS`, so that
-slow endpoints cannot take the slots of quick ones."""
-QUICK_S: Final = 2.0
-LEAST_WAIT_MS: Final = 500
-LONGEST_WAIT_MS: Final = 60_000
-"""What finds its endpoint busy waits as long as it has waited already, within these limits."""
 LONGEST_PAUSE_S: Final = 6 * 3600.0
 """Between two posts that failed."""
 SPREAD: Final = 0.25
@@ -72,6 +66,8 @@ PRIVATE: Final = "its host has a private address"
 KEPT_MS: Final = 86_400_000
 """For how long the log of a webhook is kept after its end."""
 GONE: Final = 410
+UNIT_BYTES: Final = 16 * 1024
+"""Each begun one counts in the number of posts that a tenant may have waiting."""
 FAULTS_AT_MOST: Final = 5
 """A message that causes a fault of ours at each of this many deliveries becomes a dead letter."""
 STATES: Final = ("delivered", "retrying", "gone", "undelivered")
@@ -86,13 +82,21 @@ def is_host(entry: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WebhookSpec:
-    """`hosts`: `example.com`, `*.example.com` (all below it) or `*` (any), with a port if it is not the scheme's own;
-    without any, webhooks are off. `secrets`: each signs. `private`: whether hosts may have private addresses. `http`:
-    whether URLs may begin with `http:`."""
+class Hooks:
+    """`hosts`: `example.com`, `*.example.com` (all below it) or `*` (any), with a port if it is not the scheme's own.
+    `secrets`: each signs."""
 
     hosts: tuple[str, ...] = ()
     secrets: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookSpec:
+    """`hooks`: of requests without a tenant; `tenants`: of each tenant that has webhooks. Without any host, they are
+    off. `private`: whether hosts may have private addresses. `http`: whether URLs may begin with `http:`."""
+
+    hooks: Hooks = Hooks()
+    tenants: Mapping[str, Hooks] = field(default_factory=dict)
     private: bool = False
     http: bool = False
     timeout_s: float = 15
@@ -100,13 +104,24 @@ class WebhookSpec:
     """Before the second post; every further pause is twice as long as the one before, up to `LONGEST_PAUSE_S`."""
     give_up_s: float = 3 * 86_400
 
-    def refusal(self, url: str) -> str | None:
+    @property
+    def is_on(self) -> bool:
+        return bool(self.hooks.hosts or self.tenants)
+
+    def of(self, tenant: str) -> Hooks:
+        return self.tenants.get(tenant, Hooks()) if tenant else self.hooks
+
+    def refusal(self, url: str, *, tenant: str) -> str | None:
         """Why nothing may be posted to this URL, as far as that is known without resolving its host."""
-        if not self.hosts:
+        if not (hosts := self.of(tenant).hosts):
+            if tenant:
+                return (
+                    f"tenant {tenant[:80]!r} has no webhooks: it needs a table [webhooks.tenants.NAME] in the settings"
+                )
             return "webhooks are off until hosts are allowed (LANEKEEPER_WEBHOOKS__ALLOW_HOSTS)"
         try:
             parts = URL(url)
-            host, port = (parts.raw_host or "").lower(), parts.port
+            host, port = (parts.raw_host or "").lower().removesuffix("."), parts.port
         except ValueError:
             return "this is no URL"
         if parts.scheme != "https" and not (self.http and parts.scheme == "http"):
@@ -115,8 +130,9 @@ class WebhookSpec:
             return "it may have no user, no password and no fragment, and it needs a host"
         if not self.private and is_private(host):
             return PRIVATE
-        if not any(_fits(entry, host, port, is_default=parts.is_default_port()) for entry in self.hosts):
-            return "its host is not allowed (LANEKEEPER_WEBHOOKS__ALLOW_HOSTS)"
+        if not any(_fits(entry, host, port, is_default=parts.is_default_port()) for entry in hosts):
+            where = "allow_hosts of its tenant" if tenant else "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS"
+            return f"its host is not allowed ({where})"
         return None
 
 
@@ -173,8 +189,10 @@ class Post:
 
     @property
     def endpoint(self) -> str:
-        """Without path and query, which may be secret."""
-        return str(URL(self.url).origin())
+        """Without path and query, which may be secret. Raises ValueError."""
+        url = URL(self.url).origin()
+        host = url.host or ""
+        return str(url.with_host(host[:-1]) if host.endswith(".") else url)
 
     def headers(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -226,7 +244,7 @@ class Webhooks:
 
     def refusal(self, job: "Job") -> RequestProblem | None:
         url = job.message.headers.get(n.WEBHOOK)
-        if not isinstance(url, str) or (why := self.spec.refusal(url)) is None:
+        if not isinstance(url, str) or (why := self.spec.refusal(url, tenant=job.identity.tenant)) is None:
             return None
         return RequestProblem("forbidden_webhook", f"header {n.WEBHOOK}: {why}")
 
@@ -236,7 +254,9 @@ class Webhooks:
         The error `idempotency_conflict` is not posted: under its id the outcome of the request is posted that owns the
         id."""
         url = job.message.headers.get(n.WEBHOOK)
-        if not isinstance(url, str) or self.spec.refusal(url) is not None or completion.code == "idempotency_conflict":
+        if not isinstance(url, str) or completion.code == "idempotency_conflict":
+            return
+        if self.spec.refusal(url, tenant=job.identity.tenant) is not None:
             return
         if completion.code and not PROBLEMS[completion.code].answered:
             return
@@ -305,43 +325,44 @@ class Posting:
     rng: random.Random = field(default_factory=random.Random)
     posted: Counter[str] = field(default_factory=Counter, init=False)
     """How attempts ended."""
-    running: Counter[str] = field(default_factory=Counter, init=False)
-    """Posts that run, by endpoint."""
-    _unproven: int = field(default=0, init=False)
-    _quick: LRUCache[str, bool] = field(default_factory=lambda: LRUCache(1000), init=False)
-    _signers: list[Webhook] = field(init=False)
-    _http: aiohttp.ClientSession = field(init=False)
+    lines: Lines = field(default_factory=Lines, init=False)
+    _signers: dict[str, list[Webhook]] = field(init=False)
+    """By tenant."""
+    _poster: Poster = field(init=False)
 
     def __post_init__(self) -> None:
-        self._signers = [Webhook(secret) for secret in self.spec.secrets]
+        hooks = {"": self.spec.hooks, **self.spec.tenants}
+        self._signers = {name: [Webhook(secret) for secret in each.secrets] for name, each in hooks.items()}
+        self._poster = Poster(Resolver(private=self.spec.private))
 
     @property
     def trouble(self) -> str | None:
-        return self.deliveries.trouble if self.spec.hosts else None
+        return self.deliveries.trouble if self.spec.is_on else None
+
+    @property
+    def running(self) -> int:
+        return self.lines.running.total()
 
     async def run(self) -> None:
-        if not self.spec.hosts:  # others may post what is in the queue
+        if not self.spec.is_on:  # others may post what is in the queue
             await self.deliveries.stopped()
             return
-        connector = aiohttp.TCPConnector(
-            resolver=None if self.spec.private else PublicResolver(),
-            force_close=True,  # an endpoint may close a connection that waits, and the next post would fail
-            limit=SLOTS,
-        )
-        self._http = aiohttp.ClientSession(
-            connector=connector,
-            trust_env=False,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=self.spec.timeout_s),
-        )
-        async with self._http:
-            await self.deliveries.take_each(self._take)
+        try:
+            async with background_task(self._close_lines(), name="webhooks stop"):
+                await self.deliveries.take_each(self._take)
+        finally:
+            await self._poster.resolver.close()
+
+    async def _close_lines(self) -> None:
+        await self.deliveries.stopped()
+        self.lines.close()
 
     async def _take(self, delivery: Delivery) -> None:
         try:
-            await self._handle(delivery)
-            await self.settler.ack(delivery)
+            if await self._handle(delivery):
+                await self.settler.ack(delivery)
+            else:
+                await self.settler.nack(delivery)
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="webhook", error=str(error))
             await self.settler.nack_later(delivery)
@@ -354,74 +375,67 @@ class Posting:
                     return
             await self.settler.reject_later(delivery)
 
-    async def _handle(self, delivery: Delivery) -> None:
+    async def _handle(self, delivery: Delivery) -> bool:
+        """False: this process stops, and another one posts it."""
         message, now_ms = delivery.message, self.settler.now_ms()
         try:
-            post = Post.of(message, now_ms=now_ms)
-            endpoint = post.endpoint
             if not self._is_trusted(message):
                 raise ValueError
-        except (KeyError, TypeError, ValueError):
+            post = Post.of(message, now_ms=now_ms)
+            line = Line(post.tenant, post.endpoint)
+        except (KeyError, TypeError, ValueError, OverflowError):
             await self._bury(message, "invalid_request", "not a webhook's message, or none that a worker has published")
-            return
-        if not self._has_room(endpoint):
-            wait_ms = min(max(now_ms - post.due_ms, LEAST_WAIT_MS), LONGEST_WAIT_MS)
-            await self._publish_again(post, message, round(wait_ms * self.rng.uniform(1, 1 + SPREAD)))
-            return
-        with self.settler.tracing.process(message, queue=delivery.queue, delivery_tag=delivery.tag):
-            await self._attempt(replace(post, attempts=post.attempts + 1), message, endpoint)
+            return True
+        place = await self.lines.enter(line, len(message.body))
+        if isinstance(place, Place):
+            with self.settler.tracing.process(message, queue=delivery.queue, delivery_tag=delivery.tag):
+                await self._attempt(replace(post, attempts=post.attempts + 1), delivery, place)
+        elif place is not None:
+            await self._put_off(post, delivery, round(1000 * place))
+        return place is not None
 
     def _is_trusted(self, message: Message) -> bool:
         """Whether a worker or an operator has published it: nobody else may write to these exchanges."""
         names, exchange = self.settler.names, message.exchange
         return exchange in (names.webhooks, names.due_exchange) or exchange.startswith(names.delay_prefix)
 
-    def _has_room(self, endpoint: str) -> bool:
-        if endpoint in self._quick:
-            return self.running[endpoint] < QUICK_AT_ONCE
-        return self.running[endpoint] < AT_ONCE and self._unproven < SLOTS // 2
-
-    async def _attempt(self, post: Post, message: Message, endpoint: str) -> None:
-        began_s, is_unproven, status = time.monotonic(), endpoint not in self._quick, 0
+    async def _attempt(self, post: Post, delivery: Delivery, place: Place) -> None:
+        began_s, answer, not_for_s = time.monotonic(), None, 0.0
         error: PostFailed | None = None
-        self.running[endpoint] += 1
-        self._unproven += is_unproven
         try:
-            status = await self._post(post, message.body)
+            answer = await self._post(post, delivery.message.body)
+            if not 200 <= answer.status < 300:
+                error = PostFailed(f"answered {answer.status}")
+                if answer.status != GONE:
+                    not_for_s = read_retry_after_s(answer.headers, now_s=self.settler.now_ms() / 1000) or 0.0
         except PostFailed as failed:
             error = failed
         finally:
-            self._unproven -= is_unproven
-            self.running -= Counter({endpoint: 1})  # removes it at 0
-        took_s = time.monotonic() - began_s
-        if status and took_s < QUICK_S:
-            self._quick[endpoint] = True
-        else:
-            self._quick.pop(endpoint, None)
+            took_s = time.monotonic() - began_s
+            self.lines.leave(place, took_s=took_s, is_answered=answer is not None, not_for_s=not_for_s)
         self.settler.failpoints.reach("after_post")
-        if error is None and not 200 <= status < 300:
-            error = PostFailed(f"answered {status}")
-        await self._conclude(post, message, error, status=status, took_ms=round(1000 * took_s))
+        status = 0 if answer is None else answer.status
+        await self._conclude(post, delivery, error, status=status, took_ms=round(1000 * took_s), not_for_s=not_for_s)
 
-    async def _post(self, post: Post, body: bytes) -> int:
-        """The status of the answer. Raises PostFailed."""
-        if (why := self.spec.refusal(post.url)) is not None:
+    async def _post(self, post: Post, body: bytes) -> Answer:
+        """Raises PostFailed."""
+        if (why := self.spec.refusal(post.url, tenant=post.tenant)) is not None:
             # another worker may have other settings, as in a rolling restart
             raise PostForbidden(why) if why == PRIVATE else PostFailed(why)
         url = URL(post.url)
         with self.settler.tracing.post(url.host or "") as span:
             try:
                 headers = self._signed(post, body)
-                async with self._http.post(url, data=body, headers=headers, allow_redirects=False) as response:
-                    record_status(span, response.status)
-                    return response.status
+                answer = await self._poster.post(url, headers=headers, body=body, within_s=self.spec.timeout_s)
+                record_status(span, answer.status)
+                return answer
             except TimeoutError:
                 raise PostFailed(f"no answer within {self.spec.timeout_s:g} s") from None
-            except aiohttp.ClientConnectorError as error:
-                if isinstance(error.os_error, PrivateAddress):
-                    raise PostForbidden(PRIVATE) from None
-                raise PostFailed(f"not reached: {type(error).__name__}") from None
-            except (aiohttp.ClientError, OSError, ValueError) as error:
+            except PrivateAddress:
+                raise PostForbidden(PRIVATE) from None
+            except NotReached as error:
+                raise PostFailed(f"not reached: {error}") from None
+            except (OSError, ValueError) as error:
                 # The error's text is left out: it may contain the URL, and the URL a secret.
                 raise PostFailed(f"failed: {type(error).__name__}") from None
 
@@ -432,7 +446,7 @@ class Posting:
             "user-agent": "lanekeeper",
             "webhook-id": post.id,
             "webhook-timestamp": str(int(at.timestamp())),
-            "webhook-signature": " ".join(signer.sign(post.id, at, text) for signer in self._signers),
+            "webhook-signature": " ".join(signer.sign(post.id, at, text) for signer in self._signers[post.tenant]),
             n.STATUS: post.status,
         }
         if (traceparent := self.settler.tracing.traceparent()) is not None:
@@ -440,10 +454,10 @@ class Posting:
         return headers
 
     async def _conclude(
-        self, post: Post, message: Message, error: PostFailed | None, *, status: int, took_ms: int
+        self, post: Post, delivery: Delivery, error: PostFailed | None, *, status: int, took_ms: int, not_for_s: float
     ) -> None:
         now_ms, next_ms = self.settler.now_ms(), None
-        give_up_ms = (post.first_ms or now_ms) + round(1000 * self.spec.give_up_s)
+        give_up_ms = self._give_up_ms(post, now_ms)
         if error is not None:
             failure = f"{moment_text(now_ms)} attempt {post.attempts}: {error}, after {took_ms} ms"
             post = replace(post, errors=(failure, *post.errors)[:LOGGED])
@@ -453,17 +467,16 @@ class Posting:
             state = "gone"
         elif isinstance(error, PostForbidden) or now_ms >= give_up_ms:
             state = "undelivered"
-            detail = f"posted {post.attempts} times to {post.endpoint} in vain: {error}"
-            letter = replace(message, headers={**_trace_in(message), **post.headers()})
-            await self._bury(letter, UNDELIVERED, detail)
+            await self._give_up(post, delivery.message, f"{error}")
         else:
             state = "retrying"
-            pause_s = min(self.spec.first_pause_s * 2 ** (post.attempts - 1), LONGEST_PAUSE_S)
+            pause_s = max(min(self.spec.first_pause_s * 2 ** (post.attempts - 1), LONGEST_PAUSE_S), not_for_s)
             pause_ms = min(round(1000 * pause_s * self.rng.uniform(1, 1 + SPREAD)), give_up_ms - now_ms)
             next_ms = now_ms + pause_ms
             post = replace(post, due_ms=next_ms)
             self.settler.failpoints.reach_soon("after_repost")
-            await self._publish_again(post, message, pause_ms)
+            if not await self._publish_again(post, delivery, pause_ms):
+                state, next_ms = "undelivered", None
         self.posted[state] += 1
         told: dict[str, Any] = {"state": state, "took_ms": took_ms, "status": status or None}
         tell = log.debug if state == "delivered" else log.info if state == "retrying" else log.warning
@@ -484,10 +497,50 @@ class Posting:
             identity, until_ms = Identity(post.tenant, post.id), max(now_ms, next_ms or 0) + KEPT_MS
             await self.store.note_webhook(identity, json.dumps(asdict(row)).encode(), until_ms=until_ms)
 
-    async def _publish_again(self, post: Post, message: Message, delay_ms: int) -> None:
+    def _give_up_ms(self, post: Post, now_ms: int) -> int:
+        return (now_ms if post.first_ms is None else post.first_ms) + round(1000 * self.spec.give_up_s)
+
+    async def _put_off(self, post: Post, delivery: Delivery, delay_ms: int) -> None:
+        """Bring a post that finds no place back later; no attempt was made."""
+        now_ms = self.settler.now_ms()
+        if (left_ms := self._give_up_ms(post, now_ms) - now_ms) <= 0:
+            await self._give_up(post, delivery.message, "its endpoint has other posts to answer")
+        else:
+            await self._publish_again(post, delivery, min(delay_ms, left_ms))
+
+    async def _publish_again(self, post: Post, delivery: Delivery, delay_ms: int) -> bool:
+        """False: its tenant has too many posts waiting, so that it is a dead letter now."""
+        message = delivery.message
+        if not await self._may_wait(post, delivery, delay_ms):
+            await self._give_up(post, message, "its tenant has too many posts waiting (LANEKEEPER_WAITING__PER_TENANT)")
+            return False
         again = post.message(message.body)
         again.headers = {**_trace_in(message), **again.headers}
         await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.webhook_key(post.lane))
+        return True
+
+    async def _may_wait(self, post: Post, delivery: Delivery, delay_ms: int) -> bool:
+        """Count it like a request that waits in the broker, but apart from the tenant's requests: a tenant's name has
+        no space."""
+        mark = hashlib.sha256((delivery.message.message_id or "").encode(errors="backslashreplace")).digest()
+        fingerprint = Fingerprint(
+            body_hash=bytes(16), mark=mark[:16], redelivered=delivery.redelivered, nonce=mark[16:24]
+        )
+        try:
+            limit = await self.store.reserve(
+                Identity(f"webhooks of {post.tenant}", post.id),
+                fingerprint,
+                weight=1 + len(delivery.message.body) // UNIT_BYTES,
+                until_ms=self.settler.now_ms() + delay_ms,
+            )
+        except StoreUnavailable:  # the limit is not worth a post
+            return True
+        return limit is WaitingLimit.WITHIN
+
+    async def _give_up(self, post: Post, message: Message, why: str) -> None:
+        letter = replace(message, headers={**_trace_in(message), **post.headers()})
+        detail = f"posted {post.attempts} times to {post.endpoint} in vain: {why}"
+        await self._bury(letter, UNDELIVERED, detail)
 
     async def _bury(self, message: Message, code: str, detail: str) -> None:
         headers = {
@@ -510,7 +563,7 @@ def redelivered(letter: Message) -> Message:
     """The message that posts the outcome of this dead letter again. Raises RequestProblem if it is none."""
     try:
         post = Post.of(letter, now_ms=0)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise invalid_request("this dead letter is not complete: its outcome cannot be posted again") from None
     return replace(post, first_ms=None).message(letter.body)
 

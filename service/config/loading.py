@@ -250,7 +250,12 @@ def _contradictions(settings: Settings) -> Iterator[Disagreement]:
     yield from wrong_references(settings.pipelines, handlers=settings.handlers, lanes=lanes)
     for name, schedule in settings.schedules.items():
         yield from schedule.wrong(
-            name, lanes, handlers=settings.handlers, pipelines=settings.pipelines, webhooks=settings.webhooks.spec()
+            name,
+            lanes,
+            handlers=settings.handlers,
+            pipelines=settings.pipelines,
+            webhooks=settings.webhooks.spec(),
+            tenant=settings.credentials[0] if settings.needs_user_id else "",
         )
     yield from _models(settings)
     yield from _output_limits(settings)

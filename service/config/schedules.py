@@ -86,6 +86,7 @@ class ScheduleSettings(Section):
         handlers: Collection[str],
         pipelines: Collection[str],
         webhooks: WebhookSpec,
+        tenant: str,
     ) -> Iterator[Disagreement]:
         """Find what a worker would refuse in the request, and what is missing."""
         at = ("schedules", name)
@@ -105,7 +106,7 @@ class ScheduleSettings(Section):
         except RequestProblem as problem:
             yield Disagreement(problem.detail, at=tuple((*at, each) for each in ("body", "headers", "type")), by=(at,))
         url = spec.headers.get(WEBHOOK)
-        if isinstance(url, str) and (why := webhooks.refusal(url)) is not None:
+        if isinstance(url, str) and (why := webhooks.refusal(url, tenant=tenant)) is not None:
             yield Disagreement(f"{WEBHOOK}: {why}", at=((*at, "headers"),), by=(("webhooks",),))
         try:
             is_sendable = len(encoded(message)) <= HEADERS_BYTES

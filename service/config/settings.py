@@ -275,7 +275,7 @@ class WaitingSettings(Section):
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
     """How many requests of one tenant may wait for a delay of more than a minute; each begun 16 KiB of a body counts as
-    one. Further ones are answered `too_many_waiting`."""
+    one. Further ones are answered `too_many_waiting`. As many posts to webhooks may wait."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
     """The same for all tenants together."""
 

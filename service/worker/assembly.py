@@ -22,9 +22,9 @@ from consumers.decoding import Decoding, Parsing
 from consumers.failures import ProviderError
 from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
+from consumers.flows.lines import HELD as POSTS
 from consumers.flows.pipelines import Pipelines
 from consumers.flows.schedules import Schedules
-from consumers.flows.webhooks import SLOTS as POSTS
 from consumers.flows.webhooks import Posting, Webhooks
 from consumers.gates import Gate
 from consumers.handler import Handler

@@ -155,7 +155,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
         "failures": list(worker.settler.lifecycle.failures),
         "undelivered": worker.settler.reply_retries.given_up,
         "dead_letters": _removed(worker),
-        "webhooks": {"running": worker.posting.running.total(), **worker.posting.posted},
+        "webhooks": {"running": worker.posting.running, **worker.posting.posted},
         "control": _control(worker),
         "batches": {"waiting": _in_batches(worker), **_batches(worker)},
     }
@@ -189,7 +189,7 @@ def _of_process(worker: "Worker", store_url: str) -> Iterator[Sample]:
     yield from of_publishes(worker.broker.publisher.times)
     yield from of_store(worker.store.times, url=store_url, trouble=worker.store.trouble)
     yield "lanekeeper.replies.undelivered", {}, worker.settler.reply_retries.given_up
-    yield "lanekeeper.webhooks.running", {}, worker.posting.running.total()
+    yield "lanekeeper.webhooks.running", {}, worker.posting.running
     for state in STATES:  # also those that did not occur: Prometheus takes no first count for an increase
         yield "lanekeeper.webhooks", {"state": state}, worker.posting.posted[state]
     for schedule, late_s in worker.schedules.late().items():

@@ -3,11 +3,13 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from pydantic import SecretStr
 from standardwebhooks import WebhookVerificationError
 
 from consumers.state.base import Identity
@@ -175,7 +177,62 @@ async def test_a_slow_endpoint_delays_no_other_and_no_lane(vhost: Vhost) -> None
             await until(lambda: {posted.id for posted in quick.posts} >= set(ids))
             assert loop.time() - began_s < 20, "none waits until a slow post ends"
             assert len(slow.posts) == 4, "of a slow endpoint only a few posts run at a time"
-            await until(lambda: worker.parts.posting.running.total() == 4)  # the quick ones end
+            await until(lambda: worker.parts.posting.running == 4)  # the quick ones end
+
+
+async def test_a_backlog_of_one_slow_endpoint_holds_no_other_post_up(vhost: Vhost) -> None:
+    async with endpoint() as slow, endpoint() as quick:
+        slow.answer = lambda posted: 14.0
+        given = quick.settings(allow_hosts=[f"127.0.0.1:{slow.port}", f"127.0.0.1:{quick.port}"])
+        async with serving(vhost.amqp_url, webhooks=given) as worker, requester(vhost.amqp_url) as app:
+
+            async def post(id: str, url: str) -> None:
+                headers = {
+                    "x-lane-webhook": url, "x-lane-request-id": id, "x-lane-status": "ok",
+                    "x-lane-routing-key": "normal.a.b",
+                }  # fmt: skip
+                await app.publish({"a": 1}, exchange="lane.webhooks", key="webhooks.normal", headers=headers)
+
+            for at in range(1500):
+                await post(f"slow-{at}", slow.url())
+            await until(lambda: app.holds(0, "lane.webhooks"), within_s=60)
+            for at in range(20):
+                await post(f"quick-{at}", quick.url())
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            await until(lambda: len({posted.id for posted in quick.posts}) == 20)
+            assert loop.time() - began_s < 10, "a slow post takes longer"
+            assert len(slow.posts) <= 8
+            assert worker.parts.posting.running <= 8
+
+
+async def test_a_tenant_cannot_make_anothers_receiver_take_its_post_for_genuine(vhost: Vhost) -> None:
+    """Nor can it use up an id of the other's: what does not verify is not noted as seen."""
+    async with endpoint() as of_b:
+        hosts = [f"*:{of_b.port}"]
+        tenants = {
+            "a": {"allow_hosts": hosts, "secrets": [SecretStr(OTHER_SECRET)]},
+            "b": {"allow_hosts": hosts, "secrets": [SecretStr(SECRET)]},
+        }
+        given = of_b.settings(allow_hosts=[], secrets=[], tenants=tenants)
+        async with (
+            serving(vhost.amqp_url, webhooks=given, speakers=(vhost.user,)),
+            requester(vhost.amqp_url) as app,
+        ):
+            for tenant in ("a", "b"):
+                headers = {"x-lane-webhook": of_b.url(), "x-lane-tenant": tenant}
+                await app.publish({"prompt": f"of {tenant}"}, message_id="w-1", user_id=vhost.user, headers=headers)
+                await until(lambda tenant=tenant: any(f"of {tenant}".encode() in each.body for each in of_b.posts))
+            seen: dict[str, bytes] = {}
+            for each in of_b.posts:
+                with suppress(WebhookVerificationError):
+                    each.verify(SECRET)
+                    seen.setdefault(each.id, each.body)
+            assert list(seen) == ["w-1"]
+            assert b"of b" in seen["w-1"]
+            other = {"x-lane-webhook": of_b.url(), "x-lane-tenant": "c"}
+            refused = await app.ask({"prompt": "x"}, user_id=vhost.user, headers=other)
+            assert (refused.code, "[webhooks.tenants.NAME]" in refused.json["detail"]) == ("forbidden_webhook", True)
 
 
 async def test_what_was_posted_can_be_listed_and_posted_again_by_operators(vhost: Vhost) -> None:

@@ -29,6 +29,10 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
         "LANEKEEPER_PROVIDERS__OTHER__BASE_URL": "https://other.example.com",
         "LANEKEEPER_PRICES__MODELS": '{"anthropic.claude-sonnet-5-5": {"input": 1, "output": 5}}',
     }
+    tenant = {
+        "LANEKEEPER_WEBHOOKS__TENANTS__OTHER__ALLOW_HOSTS": "hooks.example.com",
+        "LANEKEEPER_WEBHOOKS__TENANTS__OTHER__SECRETS": "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD",
+    }
     schedule = {
         "LANEKEEPER_SCHEDULES__OTHER__CRON": "0 7 * * *",
         "LANEKEEPER_SCHEDULES__OTHER__KEY": "batch.reports.nightly",
@@ -45,6 +49,7 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
                 **GIVEN,
                 **(others if "PROVIDERS__OTHER" in name else {}),
                 **(schedule if "SCHEDULES__OTHER" in name else {}),
+                **(tenant if "TENANTS__OTHER" in name else {}),
                 name: entry.example,
             }
         )

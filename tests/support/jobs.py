@@ -392,6 +392,10 @@ class FakeDeliveries(Deliveries):
     async def stop(self) -> None:
         self._only.stopped.set()
 
+    @override
+    async def stopped(self) -> None:
+        await self._only.stopped.wait()
+
     @property
     @override
     def is_stopping(self) -> bool:

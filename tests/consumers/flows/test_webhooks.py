@@ -5,22 +5,24 @@ import json
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from standardwebhooks import Webhook
+from standardwebhooks import Webhook, WebhookVerificationError
 
-from consumers.addresses import PublicResolver
+from consumers.addresses import Resolver
+from consumers.clock import now_ms
+from consumers.flows.lines import AT_ONCE, PLACES, Line
+from consumers.flows.posts import Answer
 from consumers.flows.webhooks import (
-    AT_ONCE,
     FAULTS_AT_MOST,
     LOGGED,
-    SLOTS,
     SPREAD,
+    Hooks,
     Post,
     PostFailed,
     Posting,
@@ -28,16 +30,21 @@ from consumers.flows.webhooks import (
     is_host,
     redelivered,
 )
-from consumers.state.base import Completion
+from consumers.state.base import Completion, StoreSpec
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.endpoint import SECRET, endpoint
-from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDeliveries, FakeSession
+from tests.support.endpoint import OTHER_SECRET, SECRET, endpoint
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDeliveries, FakeDelivery, FakeSession
+from tests.support.memory_store import MemoryStore
+from tests.support.waiting import until
 from topology.delays import wait_ms
 
-ANY = WebhookSpec(hosts=("*",))
-SOME = WebhookSpec(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:4700::1111]"))
+ANY = Hooks(hosts=("*",))
+SOME = WebhookSpec(
+    hooks=Hooks(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:4700::1111]")),
+    tenants={"crm": Hooks(hosts=("crm.example.com",))},
+)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +55,20 @@ SOME = WebhookSpec(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:
         "https://hooks.example.com:443/",
         "https://eu.crm.example.com:8443/x",
         "https://[2606:4700::1111]/x",
+        "https://[2606:4700:0:0:0::1111]/x",
+        "https://hooks.example.com./x",
+        "https://eu.crm.example.com.:8443/x",
     ],
 )
 def test_an_allowed_host_is_allowed(url: str) -> None:
-    assert SOME.refusal(url) is None
+    assert SOME.refusal(url, tenant="") is None
+
+
+def test_a_tenant_has_its_own_hosts_and_no_others() -> None:
+    assert SOME.refusal("https://crm.example.com/", tenant="crm") is None
+    assert "is not allowed" in (SOME.refusal("https://crm.example.com/", tenant="") or "")
+    assert "is not allowed" in (SOME.refusal("https://hooks.example.com/", tenant="crm") or "")
+    assert "[webhooks.tenants.NAME]" in (SOME.refusal("https://hooks.example.com/", tenant="shop") or "")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +92,8 @@ def test_an_allowed_host_is_allowed(url: str) -> None:
     ],
 )
 def test_another_address_is_refused_with_the_reason(url: str, why: str) -> None:
-    assert why in (SOME.refusal(url) or "allowed!")
-    assert SOME.refusal(url) is not None
+    assert why in (SOME.refusal(url, tenant="") or "allowed!")
+    assert SOME.refusal(url, tenant="") is not None
 
 
 @pytest.mark.parametrize(
@@ -85,12 +102,12 @@ def test_another_address_is_refused_with_the_reason(url: str, why: str) -> None:
         "127.0.0.1", "127.1", "2130706433", "017700000001", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0",
         "100.64.0.1", "[::1]", "[::]", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[::127.0.0.1]", "[64:ff9b::7f00:1]",
         "[fe80::1]", "[fd00::1]", "[2002:7f00:1::]", "[ff02::1]", "[64:ff9b:1::7f00:1]", "[::ffff:0:7f00:1]",
-        "[fec0::1]", "168.63.129.16", "[::ffff:168.63.129.16]",
+        "[fec0::1]", "168.63.129.16", "[::ffff:168.63.129.16]", "127.0.0.1.", "192.0.0.8", "[3fff::1]",
     ],
 )  # fmt: skip
 def test_a_private_address_is_refused_in_every_form(host: str) -> None:
-    assert ANY.refusal(f"https://{host}/") == "its host has a private address"
-    assert WebhookSpec(hosts=("*",), private=True).refusal(f"https://{host}/") is None
+    assert WebhookSpec(hooks=ANY).refusal(f"https://{host}/", tenant="") == "its host has a private address"
+    assert WebhookSpec(hooks=ANY, private=True).refusal(f"https://{host}/", tenant="") is None
 
 
 async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +119,8 @@ async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch
         raise OSError("no answer from the name server")
 
     monkeypatch.setattr("socket.getaddrinfo", wait)
-    resolver = PublicResolver()
-    asking = [asyncio.create_task(resolver.resolve(f"{number}.example.com")) for number in range(SLOTS // 2)]
+    resolver = Resolver()
+    asking = [asyncio.create_task(resolver.resolve(f"{number}.example.com")) for number in range(PLACES // 4)]
     try:
         await asyncio.sleep(0)
         async with asyncio.timeout(10):
@@ -117,7 +134,7 @@ async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch
 
 
 def test_without_hosts_webhooks_are_off() -> None:
-    assert "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS" in str(WebhookSpec().refusal("https://a.example/"))
+    assert "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS" in str(WebhookSpec().refusal("https://a.example/", tenant=""))
 
 
 @pytest.mark.parametrize("entry", ["", "https://a.example", "a.example/x", "a*.example", "a.example:", "a b", "*.*"])
@@ -125,7 +142,8 @@ def test_what_is_no_host_in_the_settings(entry: str) -> None:
     assert not is_host(entry)
 
 
-SPEC = WebhookSpec(hosts=("a.example",), secrets=("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",))
+HOOKS = Hooks(hosts=("a.example",), secrets=("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",))
+SPEC = WebhookSpec(hooks=HOOKS, tenants={"crm": Hooks(hosts=("a.example",), secrets=(OTHER_SECRET,))})
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 HOOKED = {n.WEBHOOK: "https://a.example/h"}
 
@@ -199,7 +217,7 @@ def posting_of(kind: type[P], bench: Bench) -> P:
 class Faulty(Posting):
     """Has a fault."""
 
-    async def _attempt(self, post: Post, message: object, endpoint: str) -> None:
+    async def _attempt(self, post: Post, delivery: object, place: object) -> None:
         raise ZeroDivisionError
 
 
@@ -224,25 +242,35 @@ class Answering(Posting):
     """Its endpoint gives these statuses, one after the other; 0: no answer."""
 
     statuses: list[int]
+    headers: dict[str, str]
 
-    async def _post(self, post: Post, body: bytes) -> int:
+    async def _post(self, post: Post, body: bytes) -> Answer:
         if not (status := self.statuses.pop(0)):
             raise PostFailed("no answer")
-        return status
+        return Answer(status=status, headers=getattr(self, "headers", {}))
+
+
+def delivered(bench: Bench, post: Post, **headers: Any) -> FakeDelivery:
+    given = {**post.headers(), **headers}
+    return bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=given)
 
 
 async def posted(bench: Bench, spec: WebhookSpec, post: Post, **headers: str) -> Posting:
     """What became of this post, really made."""
     given = {**post.headers(), **headers}
     delivery = bench.delivery(body=b'{"a":1}', queue="lane.webhooks", exchange="lane.webhooks", headers=given)
+    deliveries = FakeDeliveries(FakeSession(bench.log, [delivery]))
     posting = Posting(
-        FakeDeliveries(FakeSession(bench.log, [delivery], ends=True)),
+        deliveries,
         spec=spec,
         publisher=bench.publisher,
         settler=bench.settler,
         store=bench.store,
     )
-    await posting.run()
+    running = asyncio.create_task(posting.run())
+    await until(lambda: "ack" in bench.log)
+    await deliveries.stop()
+    await running
     return posting
 
 
@@ -252,7 +280,8 @@ async def test_a_post_is_signed_and_says_what_it_is_and_belongs_to_the_trace() -
     bench.settler.tracing = Tracing(provider)
     bench.settler.failpoints.reach = bench.log.append  # type: ignore[assignment, method-assign]
     async with endpoint() as hook:
-        spec = WebhookSpec(hosts=(f"127.0.0.1:{hook.port}",), secrets=(SECRET,), private=True, http=True)
+        hooks = Hooks(hosts=(f"127.0.0.1:{hook.port}",), secrets=(SECRET,))
+        spec = WebhookSpec(hooks=hooks, private=True, http=True)
         posting = await posted(bench, spec, replace(POST, url=hook.url("/h?a=b")), **{n.TRACEPARENT: TRACE})
     (found,) = hook.posts
     at = datetime.fromtimestamp(NOW_MS / 1000, UTC)
@@ -277,6 +306,7 @@ async def test_a_post_is_signed_and_says_what_it_is_and_belongs_to_the_trace() -
         ("127.0.0.1", True, "retrying", "answered 302"),
         ("127.0.0.1", False, "undelivered", "its host has a private address"),
         ("localhost", False, "undelivered", "its host has a private address"),
+        ("localhost.", False, "undelivered", "its host has a private address"),
         ("elsewhere.example", True, "retrying", "its host is not allowed"),
     ],
 )
@@ -287,7 +317,7 @@ async def test_no_redirect_is_followed_and_a_private_address_is_never_called(
     async with endpoint() as hook:
         hook.answer = lambda posted: web.Response(status=302, headers={"location": hook.url("/other")})
         hosts = (f"127.0.0.1:{hook.port}", f"localhost:{hook.port}")
-        spec = WebhookSpec(hosts=hosts, secrets=(SECRET,), private=private, http=True)
+        spec = WebhookSpec(hooks=Hooks(hosts=hosts, secrets=(SECRET,)), private=private, http=True)
         posting = await posted(bench, spec, replace(POST, url=hook.url(host=host)))
     assert posting.posted == {state: 1}
     assert [each.path for each in hook.posts] == (["/hook"] if "302" in error else [])
@@ -300,63 +330,31 @@ async def test_an_endpoint_that_does_not_answer_in_time_or_is_not_there_is_told_
     async with endpoint() as hook:
         hook.answer = lambda posted: 60.0
         hosts, url = (f"127.0.0.1:{hook.port}",), hook.url()
-        spec = WebhookSpec(hosts=hosts, secrets=(SECRET,), private=True, http=True, timeout_s=0.05)
+        spec = WebhookSpec(hooks=Hooks(hosts=hosts, secrets=(SECRET,)), private=True, http=True, timeout_s=0.05)
         late = Bench()
         await posted(late, spec, replace(POST, url=url))
     away = Bench()
     await posted(away, replace(spec, timeout_s=15), replace(POST, url=url))
     errors = [json.loads(bench.notices.bodies[0])["error"] for bench in (late, away)]
-    assert errors == ["no answer within 0.05 s", "not reached: ClientConnectorError"]
+    assert errors == ["no answer within 0.05 s", "not reached: ConnectionRefusedError"]
 
 
-@pytest.mark.parametrize(
-    ("is_quick", "of_it", "others", "has_room"),
-    [
-        (False, 3, 0, True), (False, 4, 0, False), (False, 0, 31, True), (False, 0, 32, False),
-        (True, 15, 32, True), (True, 16, 0, False),
-    ],
-)  # fmt: skip
-async def test_an_endpoint_has_four_posts_or_sixteen_if_it_is_quick_and_all_that_are_not_have_half_of_all_slots(
-    is_quick: bool, of_it: int, others: int, has_room: bool
-) -> None:
-    class Held(Posting):
-        async def _post(self, post: Post, body: bytes) -> int:
-            await go_on.wait()
-            return 200
-
-    bench, go_on = Bench(spec=SPEC), asyncio.Event()
-    posting, message = posting_of(Held, bench), POST.message(b"{}")
-
-    async def post(endpoint: str) -> None:
-        await posting._attempt(replace(POST, attempts=1), message, endpoint)
-
-    if is_quick:
-        go_on.set()
-        await post(POST.endpoint)
-        go_on.clear()
-    endpoints = [POST.endpoint] * of_it + [f"https://{number}.example" for number in range(others)]
-    running = [asyncio.create_task(post(each)) for each in endpoints]
-    await asyncio.sleep(0)
-    assert posting._has_room(POST.endpoint) == has_room
-    go_on.set()
-    await asyncio.gather(*running)
-    assert not posting.running
-    assert posting._unproven == 0
-
-
-async def test_an_endpoint_gets_more_posts_at_once_while_it_answers_quickly() -> None:
-    bench = Bench(spec=SPEC)
-    posting = posting_of(Answering, bench)
-    posting.statuses = [500, 0]
-    found = []
-    for _ in range(3):
-        posting.running[POST.endpoint] = AT_ONCE
-        found.append(posting._has_room(POST.endpoint))
-        posting.running.clear()
-        if posting.statuses:
-            await posting._attempt(POST, POST.message(b"{}"), POST.endpoint)
-    assert found == [False, True, False]
-    assert not posting.running
+async def test_a_tenants_posts_are_signed_with_its_own_secrets_alone() -> None:
+    """Whoever knows only another tenant's receiver and ids posts nothing that this receiver takes for genuine."""
+    async with endpoint() as hook:
+        hosts = (f"127.0.0.1:{hook.port}",)
+        tenants = {"a": Hooks(hosts=hosts, secrets=(SECRET,)), "b": Hooks(hosts=hosts, secrets=(OTHER_SECRET,))}
+        spec = WebhookSpec(tenants=tenants, private=True, http=True)
+        for tenant in ("a", "b", "c", ""):
+            bench = Bench()
+            bench.settler.now_ms = now_ms
+            await posted(bench, spec, replace(POST, url=hook.url(), tenant=tenant))
+    of_a, of_b = hook.posts
+    of_a.verify(SECRET)
+    of_b.verify(OTHER_SECRET)
+    for post, foreign in ((of_a, OTHER_SECRET), (of_b, SECRET)):
+        with pytest.raises(WebhookVerificationError):
+            post.verify(foreign)
 
 
 @pytest.mark.parametrize(("attempts", "least_s"), [(0, 5), (1, 10), (3, 40)])
@@ -376,6 +374,29 @@ async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts
     assert (again.headers[n.TRACEPARENT], "x-other" in again.headers) == (TRACE, False)
     (told,) = (await bench.settler.webhooks.carry_out(n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1"}))["webhooks"]
     assert (told["id"], told["state"], told["attempts"]) == ("m-1", "retrying", attempts + 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "retry_after", "least_s"),
+    [
+        (429, "120", 120),
+        (503, "Mon, 21 Sep 2026 14:23:20 GMT", 600),
+        (503, "0", 5),
+        (503, "soon", 5),
+        (429, "9" * 400, 5),
+    ],
+)
+async def test_the_pause_is_as_long_as_the_receiver_asks(status: int, retry_after: str, least_s: float) -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Answering, bench)
+    posting.statuses, posting.headers = [status], {"retry-after": retry_after}
+    await posting._take(delivered(bench, replace(POST, first_ms=NOW_MS, due_ms=NOW_MS)))
+    (again,) = (Post.of(each.message, now_ms=NOW_MS) for each in bench.publisher.sent)
+    assert least_s <= (again.due_ms - NOW_MS) / 1000 <= least_s * (1 + SPREAD)
+    if least_s > 5:  # nor is anything else posted there meanwhile
+        await posting._take(delivered(bench, replace(POST, id="m-2")))
+        assert posting.posted == {"retrying": 1}
+        assert Post.of(bench.publisher.sent[1].message, now_ms=NOW_MS).attempts == 0
 
 
 HOUR_MS = 3_600_000
@@ -451,19 +472,53 @@ async def test_only_what_a_worker_has_published_is_posted(exchange: str) -> None
     assert bench.publisher.sent[0].routing_key == "a.b"
 
 
-@pytest.mark.parametrize(("waited_ms", "least_ms"), [(0, 500), (2_000, 2_000), (HOUR_MS, 60_000)])
-async def test_what_finds_its_endpoint_busy_waits_as_long_as_it_has_waited(waited_ms: int, least_ms: int) -> None:
+async def test_what_goes_back_to_the_broker_until_its_turn_makes_no_attempt() -> None:
     bench = Bench(spec=SPEC)
     posting = posting_of(Answering, bench)
-    posting.running[POST.endpoint] = AT_ONCE
-    post = replace(POST, first_ms=NOW_MS - waited_ms, due_ms=NOW_MS - waited_ms, attempts=2)
-    await posting._take(
-        bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=post.headers())
-    )
+    posting.lines._not_before_s[Line("", POST.endpoint)] = posting.lines.clock() + 60
+    post = replace(POST, first_ms=NOW_MS - 2000, due_ms=NOW_MS - 2000, attempts=2)
+    await posting._take(delivered(bench, post))
     (sent,) = bench.publisher.sent
     assert Post.of(sent.message, now_ms=NOW_MS) == post, "no attempt was made"
     bits = (level for level in range(30) if sent.message.headers.get(NAMES.delay_bit(level)))
-    assert least_ms <= sum(map(wait_ms, bits)) <= least_ms * (1 + SPREAD) + 100
+    assert 55_000 <= sum(map(wait_ms, bits)) <= 62_000
+    await posting._take(delivered(bench, replace(post, first_ms=NOW_MS - GIVE_UP_MS)))
+    assert "other posts to answer" in bench.to("lane.dead").headers[n.DEAD_DETAIL], "it does not go round for ever"
+
+
+async def test_a_tenant_has_a_limit_of_posts_that_wait_and_more_are_dead_letters() -> None:
+    bench = Bench(spec=SPEC)
+    posting = posting_of(Answering, bench)
+    posting.store = store = MemoryStore(bench.log, spec=StoreSpec(waiting_per_tenant=2))
+    store.now_ms = 0
+    posting.statuses = [500] * 4
+    for number, tenant in enumerate(("crm", "crm", "crm", "")):
+        delivery = delivered(bench, replace(POST, id=f"m-{number}", tenant=tenant))
+        delivery.message.message_id = f"copy-{number}"
+        await posting._take(delivery)
+    assert posting.posted == {"retrying": 3, "undelivered": 1}
+    letter = bench.to("lane.dead")
+    assert (letter.message_id, letter.headers[n.DEAD_CODE]) == ("m-2", "webhook_undelivered")
+    assert "LANEKEEPER_WAITING__PER_TENANT" in letter.headers[n.DEAD_DETAIL]
+    assert bench.log[-1] == "ack"
+
+
+async def test_what_waits_in_memory_returns_to_the_queue_when_the_worker_stops() -> None:
+    class Held(Posting):
+        async def _post(self, post: Post, body: bytes) -> Answer:
+            await go_on.wait()
+            return Answer(status=200, headers={})
+
+    bench, go_on = Bench(spec=SPEC), asyncio.Event()
+    posting = posting_of(Held, bench)
+    taking = [asyncio.create_task(posting._take(delivered(bench, replace(POST, id=f"m-{each}")))) for each in range(6)]
+    await until(lambda: posting.running == AT_ONCE)
+    posting.lines.close()
+    await until(lambda: bench.log.count("nack") == 2)
+    go_on.set()
+    await asyncio.gather(*taking)
+    assert bench.log.count("ack") == AT_ONCE
+    assert not posting.running
 
 
 async def test_an_outcome_that_the_broker_takes_no_longer_is_posted_as_an_error() -> None:
@@ -491,7 +546,7 @@ async def test_a_command_that_cannot_be_carried_out_says_why(command: str, body:
     bench = Bench(spec=SPEC)
     posting = posting_of(Answering, bench)
     posting.statuses = [200]
-    await posting._attempt(replace(POST, attempts=1), POST.message(b"{}"), POST.endpoint)
+    await posting._take(delivered(bench, POST))
     with pytest.raises(RequestProblem, match=why):
         await bench.settler.webhooks.carry_out(command, body)
     assert not bench.publisher.sent

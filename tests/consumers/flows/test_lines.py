@@ -1,0 +1,202 @@
+"""Who posts next: each endpoint of each tenant waits in its own line, and no tenant takes the places of another."""
+
+import asyncio
+from itertools import pairwise
+
+from consumers.flows.lines import (
+    AT_ONCE,
+    LEAST_S,
+    LONGEST_S,
+    PLACES,
+    QUICK_AT_ONCE,
+    QUICK_S,
+    SLOW_PLACES,
+    WAITING,
+    WAITING_BYTES,
+    WAITING_IN_LINE,
+    WAITS_S,
+    Line,
+    Lines,
+    Place,
+)
+from tests.support.virtual_time import virtually
+
+A, B = Line("a", "https://a.example"), Line("b", "https://b.example")
+Answer = Place | float | None
+
+
+def clocked() -> Lines:
+    return Lines(clock=asyncio.get_running_loop().time)
+
+
+def many(tenant: str, count: int) -> list[Line]:
+    return [Line(tenant, f"https://{number}.example") for number in range(count)]
+
+
+async def entering(lines: Lines, *each: Line, size: int = 100) -> list["asyncio.Task[Answer]"]:
+    """They enter one after the other, and go as far as they come."""
+    tasks = [asyncio.create_task(lines.enter(line, size)) for line in each]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return tasks
+
+
+def ended(tasks: list["asyncio.Task[Answer]"]) -> list[Answer]:
+    return [task.result() for task in tasks if task.done() and not task.cancelled()]
+
+
+def places(tasks: list["asyncio.Task[Answer]"]) -> list[Place]:
+    return [found for found in ended(tasks) if isinstance(found, Place)]
+
+
+def backs(tasks: list["asyncio.Task[Answer]"]) -> list[float]:
+    return [found for found in ended(tasks) if isinstance(found, float)]
+
+
+async def end(tasks: list["asyncio.Task[Answer]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_line_runs_a_few_and_goes_on_in_order() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *[A] * (AT_ONCE + 3))
+        assert [task.done() for task in tasks] == [True] * AT_ONCE + [False] * 3
+        lines.leave(places(tasks)[0], took_s=10, is_answered=True)
+        await asyncio.sleep(0)
+        assert [task.done() for task in tasks] == [True] * (AT_ONCE + 1) + [False] * 2
+        await end(tasks)
+
+    virtually(story())
+
+
+def test_an_endpoint_that_answers_quickly_gets_more_at_once_until_it_is_slow() -> None:
+    async def story() -> None:
+        lines = clocked()
+        for took_s, is_answered, at_once in (
+            (0.1, True, QUICK_AT_ONCE),
+            (QUICK_S, True, AT_ONCE),
+            (0.1, False, AT_ONCE),
+        ):
+            (first,) = places(await entering(lines, A))
+            lines.leave(first, took_s=took_s, is_answered=is_answered)
+            tasks = await entering(lines, *[A] * (QUICK_AT_ONCE + 1))
+            found = places(tasks)
+            assert len(found) == at_once
+            await end(tasks)
+            for place in found:
+                lines.leave(place, took_s=took_s, is_answered=is_answered)
+        assert not lines.running
+
+    virtually(story())
+
+
+def test_a_tenant_with_thousands_of_slow_endpoints_leaves_room_for_each_other_tenant() -> None:
+    async def story() -> None:
+        lines = clocked()
+        flood = await entering(lines, *many("a", 2500))
+        assert len(places(flood)) == SLOW_PLACES // 2
+        assert sum(not task.done() for task in flood) == WAITING // 2
+        others = [await entering(lines, Line(f"t-{number}", "https://new.example")) for number in range(20)]
+        assert all(places(each) for each in others)
+        await end(flood)
+
+    virtually(story())
+
+
+def test_slow_endpoints_leave_their_own_tenants_quick_ones_room() -> None:
+    async def story() -> None:
+        lines = clocked()
+        (first,) = places(await entering(lines, A))
+        lines.leave(first, took_s=0.1, is_answered=True)
+        flood = await entering(lines, *many("a", 200))
+        assert places(await entering(lines, A))
+        assert lines.running.total() < PLACES
+        await end(flood)
+
+    virtually(story())
+
+
+def test_a_backlog_of_a_slow_endpoint_goes_back_once_in_a_while_and_not_round_and_round() -> None:
+    async def story() -> None:
+        lines = clocked()
+        (first,) = places(await entering(lines, A))
+        lines.leave(first, took_s=14, is_answered=True)
+        tasks = await entering(lines, *[A] * 20_000)
+        waits = backs(tasks)
+        assert len(waits) == 20_000 - AT_ONCE - WAITING_IN_LINE
+        assert LEAST_S <= min(waits) <= max(waits) <= LONGEST_S
+        each_s = 14 / AT_ONCE
+        assert [later - earlier for earlier, later in pairwise(waits[:51])] == [each_s] * 50
+        assert 20_000 / (sum(waits) / len(waits)) < 100, "a second"
+        assert places(await entering(lines, B)), "another one posts at once"
+        await end(tasks)
+
+    virtually(story())
+
+
+def test_the_bytes_that_wait_in_memory_are_bounded() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *many("a", 200), size=WAITING_BYTES // 8)
+        assert sum(not task.done() for task in tasks) == 4
+        await end(tasks)
+        assert lines._memory_bytes.used.total() == lines._memory.used.total() == 0
+
+    virtually(story())
+
+
+def test_nobody_waits_in_memory_for_long() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *[A] * (AT_ONCE + 1))
+        await asyncio.sleep(WAITS_S + 0.1)
+        assert len(backs(tasks)) == 1
+
+    virtually(story())
+
+
+def test_an_endpoint_that_asks_for_a_pause_gets_it() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *[A] * (AT_ONCE + 2))
+        lines.leave(places(tasks)[0], took_s=0.1, is_answered=True, not_for_s=60)
+        await asyncio.sleep(0)
+        assert [round(each) for each in backs([*tasks, *await entering(lines, A)])] == [60, 60, 60]
+        assert places(await entering(lines, Line("b", A.endpoint))), "it was asked of this tenant"
+        await asyncio.sleep(61)
+        assert places(await entering(lines, A))
+
+    virtually(story())
+
+
+def test_whoever_is_cancelled_takes_no_place_with_it() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *[A] * (AT_ONCE + 2))
+        place = places(tasks)[0]
+        waiting = next(task for task in tasks if not task.done())
+        lines.leave(place, took_s=10, is_answered=True)  # the next one has its turn
+        waiting.cancel()  # before it notices
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert tasks[-1].done(), "the place went on to the next one"
+        for each in places(tasks)[1:]:
+            lines.leave(each, took_s=10, is_answered=True)
+        assert not lines.running
+        assert lines._places.used.total() == lines._slow_places.used.total() == 0
+
+    virtually(story())
+
+
+def test_when_the_process_stops_nobody_waits() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *[A] * (AT_ONCE + 2))
+        lines.close()
+        assert [await task for task in tasks[-2:]] == [None, None]
+        assert await lines.enter(B, 1) is None
+
+    virtually(story())
