@@ -1,4 +1,4 @@
-"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, daily caps, budget."""
+"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps, budget."""
 
 import asyncio
 import random
@@ -35,8 +35,19 @@ from consumers.outcomes import (
 from consumers.prices import Prices, Usage
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import asking_for
-from consumers.spending import Hold, Over, Spending, Spent
-from consumers.state.base import IN_BATCH, Conflict, Ended, Granted, Pause, Running, StoreUnavailable, WaitingLimit
+from consumers.spending import Bound, Hold, Over, Spending, Spent
+from consumers.state.base import (
+    DAY_S,
+    IN_BATCH,
+    Conflict,
+    Ended,
+    Granted,
+    Pause,
+    Running,
+    StoreUnavailable,
+    WaitingLimit,
+    period_of,
+)
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
@@ -380,17 +391,28 @@ def later(
 
 
 SPREAD_MS = 60_000
-"""If a daily cap is used up, requests are deferred to the next day (UTC), and come back at random times within this
+"""If a cap is used up, requests are deferred to the next day, week or month, and come back at random times within this
 time after its beginning."""
 TAKE_WITHIN_S = 10.0
 STORE_AWAY_MS = 1000
+SOON_MS = 2000
+SOON_AT_MOST_MS = 60_000
+"""If calls that run hold what is left of a cap, requests try again after a quarter of the time that they have waited,
+within these bounds."""
 Estimate = Callable[[Job, Request, Route], Amounts]
+
+
+class _Held(NamedTuple):
+    """`likely`: what the call is expected to use. It is counted if the call fails and may have to be paid for."""
+
+    hold: Hold
+    likely: Spent
 
 
 @dataclass(slots=True, eq=False)
 class CapsGate:
-    """Lets a request pass if its lane and its tenant have enough left of their daily caps. `estimate`:
-    `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
+    """Lets a request pass if its lane, tenant, key and user have enough left of their caps for all that it can use:
+    its `max_tokens` of output. `estimate`: `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
 
     spending: Spending
     breakers: Breakers
@@ -400,19 +422,20 @@ class CapsGate:
     now_ms: NowMs = now_ms
     rng: random.Random = field(default_factory=random.Random)
     publish: Callable[..., None]
-    _held: dict[Job, Hold] = field(default_factory=dict, init=False)
+    _held: dict[Job, "_Held"] = field(default_factory=dict, init=False)
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        tenant = job.identity.tenant
-        bounds = self.spending.bounds(job.lane_name, tenant)
+        request = decoded.request
+        bounds = self._bounds(job, request)
         if not bounds or job.stopped is not None:
             return None
         if job.batch is not None and job.batch.held:  # it was counted when it was gathered
-            self._held[job] = self._counted(job, job.batch)
+            hold = self._counted(job, job.batch, bounds)
+            self._held[job] = _Held(hold, hold.spent)
             job.batch = replace(job.batch, held=(), held_until_ms=0)
             return None
         if job.batch_result is not None:  # it is paid for already
-            self._held[job] = Hold(bounds, Spent())
+            self._held[job] = _Held(Hold(bounds, Spent(), self.now_ms()), Spent())
             return None
         route = self.breakers.usable(decoded.chain.routes)[0]
         if not self.prices.has(route.model, route.name) and any(bound.what == "usd" for bound in bounds):
@@ -421,21 +444,24 @@ class CapsGate:
                 f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
                 "the operator can set its price (LANEKEEPER_PRICES__MODELS)",
             )
+        likely = self.estimate(job, request, route)
+        most = likely._replace(output_tokens=max(likely.output_tokens, request.max_tokens))
         try:
-            wanted = self._spent(self.estimate(job, decoded.request, route), route.model, route.name)
+            wanted = self._spent(most, route.model, route.name)
             async with asyncio.timeout(TAKE_WITHIN_S):
                 found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
         except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store")
         if isinstance(found, Over):
-            return self._over(job, decoded.request, found)
-        self._held[job] = found
+            return self._over(job, request, found)
+        self._held[job] = _Held(found, self._spent(likely, route.model, route.name))
         return None
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Correct what `enter` counted against the caps. After a failure nothing is counted, unless the failed call may
         have to be paid for: then the estimate stays counted."""
-        hold, attempted = self._held.pop(job, None), job.attempted
+        held, attempted = self._held.pop(job, None), job.attempted
+        hold, likely = (None, Spent()) if held is None else held
         answer = outcome.answer if isinstance(outcome, Stepped) else outcome
         if hold is not None and job.batch is not None:
             is_in_message = job.hop.batch is not None and job.hop.batch.held != ()
@@ -444,8 +470,8 @@ class CapsGate:
             if hold.spent != Spent() and (
                 isinstance(outcome, Batched) or (attempted is None and isinstance(outcome, Deferred))
             ):
-                left_ms = round(1000 * (hold.ends_s - _loop_s()))
-                job.batch = replace(job.batch, held=tuple(hold.spent), held_until_ms=self.now_ms() + left_ms)
+                until_ms = period_of(DAY_S, hold.at_ms).ends_ms
+                job.batch = replace(job.batch, held=tuple(hold.spent), held_until_ms=until_ms)
                 if not is_in_message:
                     job.unsettled = partial(self.spending.correct, hold, Spent())
                 return
@@ -457,12 +483,12 @@ class CapsGate:
             saved_usd = 0.0 if attempted is None else attempted.saved_usd
             self.spending.count(job.lane_name, job.identity.tenant, used, saved_usd=saved_usd)
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
-            used = hold.spent
+            used = likely
         for model, amounts in () if attempted is None else attempted.lost:
             _, tokens, usd = self._spent(amounts, model)
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if hold is not None:
-            self.spending.correct(hold, used)
+            self.spending.correct(hold, used, publish=partial(self.publish, job))
 
     async def come_back(self, job: Job, decoded: Decoded) -> Outcome | None:
         """A gate before all that can end a request, so that `end` is called."""
@@ -477,11 +503,15 @@ class CapsGate:
             case Replayed(completion=completion) if completion.code != "cancelled":
                 return  # it was delivered twice, and the first one has counted it
             case Refused() | Buried() | Dropped() | Replayed():
-                self.spending.correct(self._counted(job, job.batch), Spent())
+                bounds = self._bounds(job, decoded.request)
+                self.spending.correct(self._counted(job, job.batch, bounds), Spent())
 
-    def _counted(self, job: Job, batch: BatchHop) -> Hold:
-        bounds = self.spending.bounds(job.lane_name, job.identity.tenant)
-        return Hold(bounds, Spent(*batch.held), _loop_s() + (batch.held_until_ms - self.now_ms()) / 1000)
+    def _bounds(self, job: Job, request: Request) -> tuple[Bound, ...]:
+        return self.spending.bounds(job.lane_name, job.identity.tenant, key=request.key, user=request.user)
+
+    def _counted(self, job: Job, batch: BatchHop, bounds: tuple[Bound, ...]) -> Hold:
+        """What was counted on the day that ended, or will end, at `held_until_ms`."""
+        return Hold(bounds, Spent(*batch.held), batch.held_until_ms - 1)
 
     def _spent(self, amounts: Amounts, model: str, name: str = "") -> Spent:
         usage = Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))
@@ -490,10 +520,17 @@ class CapsGate:
         )
 
     def _over(self, job: Job, request: Request, over: Over) -> Outcome:
-        left_ms = request.deadline_ms - self.now_ms()
+        now_ms = self.now_ms()
+        left_ms = request.deadline_ms - now_ms
+        if over.ends_soon:
+            waited_ms = max(0, now_ms - request.start_ms)
+            delay_ms = round(min(max(SOON_MS, waited_ms / 4), SOON_AT_MOST_MS) * self.rng.uniform(0.5, 1))
+            if delay_ms < left_ms:
+                return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
-            return ended("deadline_exceeded", f"{over}; the next day begins in {wait_ms} ms, and {left_ms} ms are left")
+            text = f"{over}; the next {over.bound.per} begins in {wait_ms} ms, and {left_ms} ms are left"
+            return ended("deadline_exceeded", text)
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
 

@@ -45,7 +45,7 @@ log = logs.logger()
 
 class Lifecycle:
     """Publishes life-cycle events: the steps of a request, and what the request has caused: a change of a circuit
-    breaker, the pause of a provider, or a daily cap of which 50, 80 or 100 % are used."""
+    breaker, the pause of a provider, or a cap of which 50, 80 or 100 % are used."""
 
     def __init__(self, notices: Notices, *, names: Names, now_ms: NowMs = now_ms) -> None:
         self._notices = notices

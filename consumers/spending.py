@@ -1,32 +1,58 @@
-"""Enforces the daily caps (UTC days) of lanes and tenants on requests, tokens and dollars, and counts the totals that
-lanes and tenants have used.
+"""Enforces caps on what lanes, tenants, API keys and users use in a day, a week (from Monday) or a month (UTC): in
+requests, tokens and dollars. Counts the totals that lanes and tenants have used.
 
-How much of each cap is used is counted in the store, which all processes share: an estimate is added before a call, and
-replaced by the real amounts after it. The totals are counted in memory, for this process alone, even if there are no
-caps.
+Each cap has two counters in the store, which all processes share. What a call can use at most is added to the first
+one before the call, and replaced by what it used afterwards, so that however many callers there are, a cap holds. What
+was used is added to the second one; if there is room by this one alone, the calls that run will leave some, and it is
+enough to wait for them. The totals are counted in memory, for this process alone, even if there are no caps.
 
-Adding an estimate and correcting it run in tasks of their own. So the estimate of a cancelled request is subtracted
-again, and an answer does not wait for the correction of its estimate, and is not lost if the correction fails."""
+Adding and correcting run in tasks of their own. So what is held for a cancelled request is given back, and an answer
+does not wait for the correction, and is not lost if the correction fails."""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
 from cachetools import LRUCache
 
 from consumers.background import Background
-from consumers.state.base import DAY_S, Allowances, StoreUnavailable
+from consumers.clock import NowMs, now_ms
+from consumers.state.base import DAY_S, Allowances, Period, StoreUnavailable, period_of
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
-LANE, TENANT = "lane", "tenant"
+LANE, TENANT, KEY, USER = "lane", "tenant", "key", "user"
+DAY, WEEK, MONTH = "day", "week", "month"
+_THIS = {DAY: "today", WEEK: "this week", MONTH: "this month"}
 Publish = Callable[..., None]
 log = logs.logger()
+
+
+def _tell_nobody(event: str, **figures: object) -> None:
+    pass
+
+
+def _week(now_ms: int) -> Period:
+    number = (now_ms // _DAY_MS + 3) // 7  # 1970 began on a Thursday
+    return Period(7 * DAY_S, number, ((number + 1) * 7 - 3) * _DAY_MS)
+
+
+def _month(now_ms: int) -> Period:
+    now = datetime.fromtimestamp(now_ms / 1000, UTC)
+    number = now.year * 12 + now.month - 1
+    following = datetime((number + 1) // 12, (number + 1) % 12 + 1, 1, tzinfo=UTC)
+    return Period(31 * DAY_S, number, round(1000 * following.timestamp()))
+
+
+_DAY_MS = 1000 * DAY_S
+PERIODS: Mapping[str, Callable[[int], Period]] = {DAY: partial(period_of, DAY_S), WEEK: _week, MONTH: _month}
 
 
 class Spent(NamedTuple):
@@ -49,84 +75,110 @@ class Total(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cap:
-    """What a lane or a tenant may use in one day (UTC)."""
+    """What may be used in one period."""
 
     requests: float | None = None
     tokens: float | None = None
     usd: float | None = None
 
 
+Caps = Mapping[str, Cap]
+"""The caps of one lane, tenant, key or user by the name of their period (`PERIODS`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapsSpec:
-    """The daily caps of lanes and of tenants, by the name of the lane or tenant."""
+    """The caps of lanes, tenants, keys and users, each by its name; `*`: all that are not named."""
 
-    lanes: Mapping[str, Cap] = field(default_factory=dict)
-    tenants: Mapping[str, Cap] = field(default_factory=dict)
+    lanes: Mapping[str, Caps] = field(default_factory=dict)
+    tenants: Mapping[str, Caps] = field(default_factory=dict)
+    keys: Mapping[str, Caps] = field(default_factory=dict)
+    users: Mapping[str, Caps] = field(default_factory=dict)
 
     @property
     def in_money(self) -> bool:
-        return any(cap.usd is not None for cap in (*self.lanes.values(), *self.tenants.values()))
+        kinds = (self.lanes, self.tenants, self.keys, self.users)
+        return any(cap.usd is not None for kind in kinds for caps in kind.values() for cap in caps.values())
 
 
 class Bound(NamedTuple):
-    """One of the limits of a daily cap: of requests, tokens or dollars, for one lane or tenant."""
+    """One of the limits of a cap: of requests, tokens or dollars in a period, for one lane, tenant, key or user."""
 
     reason: str
     who: str
     what: str
     limit: float
+    per: str = DAY
 
     @property
     def name(self) -> str:
-        return f"cap {self.reason} {self.who} {self.what}"
+        return f"cap {self.reason} {self.who} {self.what}" + ("" if self.per == DAY else f" {self.per}")
+
+    def period(self, now_ms: int) -> Period:
+        return PERIODS[self.per](now_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over:
-    """Says that a request may not run, because it is expected to use more than is left of a daily cap today."""
+    """Says that a request may not run, because it might use more than is left of a cap. `ends_soon`: only because of
+    calls that run now; some of what is held for them will be given back."""
 
     bound: Bound
     wanted: float
     used: float
     resets_in_s: float
+    ends_soon: bool = False
 
     def __str__(self) -> str:
         bound = self.bound
+        kind = "user" if bound.reason == USER else f"{bound.reason} {bound.who[:80]!r}"
         return (
-            f"{bound.reason} {bound.who[:80]!r} has used {_figure(self.used, bound)} of {_figure(bound.limit, bound)} "
-            f"today (UTC), and this takes {_figure(self.wanted, bound)}"
+            f"{kind} has used {_figure(self.used, bound)} of {_figure(bound.limit, bound)} "
+            f"{_THIS[bound.per]} (UTC), and this takes up to {_figure(self.wanted, bound)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What was counted against daily caps for one request before its call: the estimated amounts (`spent`), and the
-    limits against which they were counted (`bounds`)."""
+    """What was counted against caps for one request before its call, at a moment (`at_ms`): the most that it can use
+    (`spent`), and the limits against which it was counted (`bounds`)."""
 
     bounds: tuple[Bound, ...]
     spent: Spent
-    ends_s: float = inf
+    at_ms: int = 0
 
 
 class Spending:
-    """Counts what requests use against the daily caps of their lane and tenant."""
+    """Counts what requests use against the caps of their lane, tenant, key and user."""
 
-    def __init__(self, allowances: Allowances, spec: CapsSpec) -> None:
+    def __init__(self, allowances: Allowances, spec: CapsSpec, *, now_ms: NowMs = now_ms) -> None:
         self._allowances = allowances
-        self._spec = spec
-        self._reported: LRUCache[str, tuple[int, float]] = LRUCache(TENANTS_COUNTED)
+        self.spec = spec
+        """May be replaced at any time; what was counted stays counted."""
+        self._now_ms = now_ms
+        self._reported: LRUCache[str, tuple[int, int]] = LRUCache(TENANTS_COUNTED)
         # no LRUCache: reading them all for the metrics would count as a use of each
         self._totals: OrderedDict[tuple[str, str], Total] = OrderedDict()
-        self._used: OrderedDict[Bound, tuple[float, float]] = OrderedDict()
+        self._used: OrderedDict[Bound, tuple[float, int]] = OrderedDict()
         self._background = Background()
 
-    def bounds(self, lane: str, tenant: str) -> tuple[Bound, ...]:
-        of_tenant = self._spec.tenants.get(tenant) or self._spec.tenants.get(EVERY_TENANT)
-        caps = ((LANE, lane, self._spec.lanes.get(lane)), (TENANT, tenant, of_tenant))
+    def bounds(self, lane: str, tenant: str, *, key: str = "", user: str = "") -> tuple[Bound, ...]:
+        """`key`: the name of the API key of the call; `user`: its `metadata.user_id`, hashed. Both belong to the
+        tenant."""
+        spec = self.spec
+        if not (spec.lanes or spec.tenants or spec.keys or spec.users):
+            return ()
+        whose = (
+            (LANE, lane, spec.lanes.get(lane)),
+            (TENANT, tenant, _of(spec.tenants, tenant)),
+            (KEY, f"{tenant}/{key}", _of(spec.keys, key) if key else None),
+            (USER, f"{tenant}/{user}", _of(spec.users, user) if user else None),
+        )
         return tuple(
-            Bound(reason=reason, who=who, what=what, limit=limit)
-            for reason, who, cap in caps
-            if cap is not None
+            Bound(reason=reason, who=who, what=what, limit=limit, per=per)
+            for reason, who, caps in whose
+            if caps is not None
+            for per, cap in caps.items()
             for what in Spent._fields
             if (limit := getattr(cap, what)) is not None
         )
@@ -135,10 +187,10 @@ class Spending:
         taking = self._take(bounds, spent, publish)
         return await self._background.sheltered(taking, name="caps", if_left=self._give_back)
 
-    def correct(self, hold: Hold, used: Spent) -> None:
-        """Replace a request's estimate by the amounts that its call used. If the store is unavailable or the day is
-        over, the estimate stays counted."""
-        self._background.detached(self._correct(hold, used), name="caps")
+    def correct(self, hold: Hold, used: Spent, *, publish: Publish = _tell_nobody) -> None:
+        """Replace what is held for a request by what it used. If the store is unavailable, what is held stays counted
+        in this period."""
+        self._background.begin(self._correct(hold, used, publish), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
@@ -157,37 +209,45 @@ class Spending:
         return found
 
     def used(self) -> Mapping[Bound, float]:
-        now_s = asyncio.get_running_loop().time()
-        return {bound: used if now_s < ends_s else 0.0 for bound, (used, ends_s) in self._used.items()}
+        now_ms = self._now_ms()
+        return {bound: used if now_ms < ends_ms else 0.0 for bound, (used, ends_ms) in self._used.items()}
 
     async def _take(self, bounds: tuple[Bound, ...], spent: Spent, publish: Publish) -> Hold | Over:
-        hold = Hold((), spent)
+        now_ms = self._now_ms()
+        hold = Hold((), spent, now_ms)
         try:
             for bound in bounds:
-                wanted = getattr(spent, bound.what)
-                taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period_s=DAY_S)
-                ends_s = asyncio.get_running_loop().time() + taken.resets_in_s
-                self._used[bound] = taken.used, ends_s
-                if len(self._used) > TENANTS_COUNTED:
-                    self._used.popitem(last=False)
-                is_full = not taken.granted and wanted <= bound.limit
-                await self._report(bound, taken.used, is_full=is_full, ends_s=ends_s, publish=publish)
+                wanted, period = getattr(spent, bound.what), bound.period(now_ms)
+                taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period=period)
                 if not taken.granted:
-                    await self._correct(hold, Spent())
-                    return Over(bound=bound, wanted=wanted, used=taken.used, resets_in_s=taken.resets_in_s)
-                hold = Hold((*hold.bounds, bound), spent, ends_s)
+                    await self._correct(hold, Spent(), publish)
+                    return await self._over(bound, wanted, period, publish)
+                hold = Hold((*hold.bounds, bound), spent, now_ms)
         except StoreUnavailable:
-            await self._correct(hold, Spent())
+            await self._correct(hold, Spent(), publish)
             raise
         return hold
 
-    async def _correct(self, hold: Hold, used: Spent) -> None:
+    async def _over(self, bound: Bound, wanted: float, period: Period, publish: Publish) -> Over:
+        used = (await self._allowances.take(f"spent {bound.name}", 0, limit=inf, period=period)).used
+        ends_soon = used + wanted <= bound.limit
+        if not ends_soon and wanted <= bound.limit:
+            await self._report(bound, used, is_full=True, period=period, publish=publish)
+        resets_in_s = (period.ends_ms - self._now_ms()) / 1000
+        return Over(bound=bound, wanted=wanted, used=used, resets_in_s=resets_in_s, ends_soon=ends_soon)
+
+    async def _correct(self, hold: Hold, used: Spent, publish: Publish) -> None:
+        now_ms = self._now_ms()
         for bound in hold.bounds:
-            unused = getattr(hold.spent, bound.what) - getattr(used, bound.what)
-            if not unused or asyncio.get_running_loop().time() >= hold.ends_s:
+            held, spent, period = getattr(hold.spent, bound.what), getattr(used, bound.what), bound.period(now_ms)
+            if bound.period(hold.at_ms) != period:  # what was held ended with its period
                 continue
             try:
-                await self._allowances.give_back(bound.name, unused, period_s=DAY_S)
+                if held != spent:
+                    await self._allowances.give_back(bound.name, held - spent, period=period)
+                if spent:
+                    taken = await self._allowances.take(f"spent {bound.name}", spent, limit=inf, period=period)
+                    await self._report(bound, taken.used, is_full=False, period=period, publish=publish)
             except StoreUnavailable as error:
                 log.warning(signals.CAP_UNCORRECTED, cap=bound.name, error=str(error))
                 return
@@ -196,25 +256,32 @@ class Spending:
         if not taking.cancelled() and taking.exception() is None and isinstance(hold := taking.result(), Hold):
             self.correct(hold, Spent())
 
-    async def _report(self, bound: Bound, used: float, *, is_full: bool, ends_s: float, publish: Publish) -> None:
+    async def _report(self, bound: Bound, used: float, *, is_full: bool, period: Period, publish: Publish) -> None:
+        self._used[bound] = used, period.ends_ms
+        if len(self._used) > TENANTS_COUNTED:
+            self._used.popitem(last=False)
         reached = next((level for level in reversed(LEVELS) if is_full or used >= bound.limit * level / 100), 0)
-        before, until_s = self._reported.get(bound.name, (0, inf))
-        if asyncio.get_running_loop().time() >= until_s:  # a new day has begun
+        before, in_period = self._reported.get(bound.name, (0, period.number))
+        if in_period != period.number:
             before = 0
         if reached <= before:
             return
-        self._reported[bound.name] = reached, ends_s
+        self._reported[bound.name] = reached, period.number
         for level in LEVELS:
-            if before < level <= reached and await self._is_first_report(bound, level):
+            if before < level <= reached and await self._is_first_report(bound, level, period):
                 figures = {"cap": bound.name, "percent": level, "used": round(used, 4), "limit": bound.limit}
                 log.warning(signals.CAP_REACHED, cap=bound.name, percent=level, used=figures["used"], limit=bound.limit)
                 publish("cap", **figures)
 
-    async def _is_first_report(self, bound: Bound, level: int) -> bool:
+    async def _is_first_report(self, bound: Bound, level: int, period: Period) -> bool:
         try:
-            return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period_s=DAY_S)).granted
+            return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period=period)).granted
         except StoreUnavailable:
             return True
+
+
+def _of(caps: Mapping[str, Caps], name: str) -> Caps | None:
+    return caps.get(name) or caps.get(EVERY_TENANT)
 
 
 def _figure(amount: float, bound: Bound) -> str:

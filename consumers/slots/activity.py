@@ -13,6 +13,7 @@ from typing import Any, Final
 from ddsketch import DDSketch
 from ddsketch.ddsketch import BaseDDSketch
 
+from consumers.clock import NowMs, now_ms
 from consumers.outcomes import (
     Answered,
     Batched,
@@ -25,7 +26,7 @@ from consumers.outcomes import (
     Retried,
     Stepped,
 )
-from consumers.state.base import Allowances, StoreUnavailable
+from consumers.state.base import Allowances, StoreUnavailable, period_of
 from lanekeeper.telemetry.figures import Histogram, timings
 
 HOUR: Final = 60
@@ -218,7 +219,7 @@ class Recent:
         return sum(minute.since_delivery for minute in self._minutes if minute.at > after)
 
 
-async def note_ends(store: Allowances, activities: Sequence[LaneActivity]) -> None:
+async def note_ends(store: Allowances, activities: Sequence[LaneActivity], *, now_ms: NowMs = now_ms) -> None:
     """Add the requests that end in this process to the count in the store, until cancelled."""
     noted = {activity.lane: activity.ended for activity in activities}
     while True:
@@ -226,13 +227,15 @@ async def note_ends(store: Allowances, activities: Sequence[LaneActivity]) -> No
         for activity in activities:
             if ended := activity.ended - noted[activity.lane]:
                 with suppress(StoreUnavailable):
-                    await store.take(f"ended:{activity.lane}", ended, limit=UNLIMITED, period_s=PERIOD_S)
+                    period = period_of(PERIOD_S, now_ms())
+                    await store.take(f"ended:{activity.lane}", ended, limit=UNLIMITED, period=period)
                     noted[activity.lane] += ended
 
 
-async def ended_per_s(store: Allowances, lane: str) -> float | None:
+async def ended_per_s(store: Allowances, lane: str, *, now_ms: NowMs = now_ms) -> float | None:
     """How many requests of a lane end each second, in all workers together. None if the period has just begun, or if no
     request has ended in it. Raises StoreUnavailable."""
-    taken = await store.take(f"ended:{lane}", 0, limit=UNLIMITED, period_s=PERIOD_S)
-    seen_s = PERIOD_S - taken.resets_in_s
+    period = period_of(PERIOD_S, at_ms := now_ms())
+    taken = await store.take(f"ended:{lane}", 0, limit=UNLIMITED, period=period)
+    seen_s = PERIOD_S - (period.ends_ms - at_ms) / 1000
     return taken.used / seen_s if taken.used and seen_s >= SEEN_AT_LEAST_S else None

@@ -227,7 +227,20 @@ class Taken:
 
     granted: bool
     used: float
-    resets_in_s: float
+
+
+class Period(NamedTuple):
+    """A span of calendar time (UTC) in which an allowance counts. `length_s` tells kinds of periods apart."""
+
+    length_s: int
+    number: int
+    ends_ms: int
+
+
+def period_of(length_s: int, now_ms: int) -> Period:
+    """The current one of the periods of this length, counted from 1970."""
+    number = now_ms // (1000 * length_s)
+    return Period(length_s, number, (number + 1) * 1000 * length_s)
 
 
 # ---- progress of requests that clients follow ------------------------------------------------------------------------
@@ -391,12 +404,12 @@ def pauses_in(rows: Iterable[bytes | str]) -> list[Pause]:
 
 class Allowances(Protocol):
     """Counts how much of something (such as a tenant's dollars) was used in a period (such as a day), and refuses more
-    than a limit. Periods are counted from 1970, so that days are UTC days."""
+    than a limit."""
 
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
         """Count `amount` as used if the sum in this period stays within `limit`; otherwise count nothing."""
 
-    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+    async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         """Subtract an amount that was not used. A negative amount is added, even beyond the limit."""
 
 

@@ -130,6 +130,7 @@ BODY_SHA256 = "x-lane-body-sha256"
 TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 PARK_INVALID = "x-lane-park-invalid"
+KEY = "x-lane-key"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC = "anthropic-"
 """Headers that begin with it are the provider's: they are passed on as they came."""
@@ -137,7 +138,7 @@ ANTHROPIC_BETA = "anthropic-beta"
 ANTHROPIC_VERSION = "anthropic-version"
 PUBLIC = frozenset({
     DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, PARK_INVALID, SENT_MS,
-    BODY, BODY_SHA256,
+    BODY, BODY_SHA256, KEY,
 })  # fmt: skip
 
 STATUS = "x-lane-status"

@@ -19,8 +19,9 @@ from service.cli.process import run_with_telemetry, stop_signals
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from service.config.loading import ChangedKeys
-    from service.config.settings import Settings
+    from consumers.spending import CapsSpec
+    from service.config.loading import Changed
+    from service.config.settings import GatewayKey, Settings
 
 Simulate = Annotated[
     bool, typer.Option("--simulate", help="Answer without a provider: this process runs a simulated one.")
@@ -37,11 +38,13 @@ def serve(given: options.Given, simulate: Simulate = False) -> None:
 
       ANTHROPIC_API_KEY=… lanekeeper serve --set lanes.batch.slots=12
     """
-    from service.config.loading import ChangedKeys
+    from service.config.loading import Changed
 
-    new_keys = ChangedKeys(given.config, **given.values)
+    new_keys = Changed(lambda settings: settings.gateway.keys, given.config, **given.values)
+    new_caps = Changed(lambda settings: settings.caps.spec(), given.config, **given.values)
     settings = given.settings(for_calls=not simulate)
-    run_with_telemetry(settings, partial(_serve, settings, lanes=(), new_keys=new_keys, simulate=simulate))
+    serving = partial(_serve, settings, lanes=(), new_keys=new_keys, new_caps=new_caps, simulate=simulate)
+    run_with_telemetry(settings, serving)
 
 
 @options.with_server
@@ -57,9 +60,13 @@ def consume(
 
     Example:  lanekeeper consume --lane critical --lane normal --port 8081
     """
+    from service.config.loading import Changed
+
+    new_caps = Changed(lambda settings: settings.caps.spec(), given.config, **given.values)
     settings = given.settings(for_calls=not simulate)
     consumed = options.lane_names(settings, lanes or ())
-    run_with_telemetry(settings, partial(_serve, settings, lanes=consumed, new_keys=None, simulate=simulate))
+    serving = partial(_serve, settings, lanes=consumed, new_keys=None, new_caps=new_caps, simulate=simulate)
+    run_with_telemetry(settings, serving)
 
 
 async def _serve(
@@ -67,11 +74,12 @@ async def _serve(
     traces: "TracerProvider | None",
     *,
     lanes: Sequence[str],
-    new_keys: "ChangedKeys | None",
+    new_keys: "Changed[Mapping[str, GatewayKey]] | None",
+    new_caps: "Changed[CapsSpec]",
     simulate: bool,
 ) -> None:
     declares = new_keys is not None
-    from consumers.background import end
+    from consumers.background import background_task, end, restarted
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
@@ -86,7 +94,7 @@ async def _serve(
     from service.worker import running as worker
     from service.worker.assembly import assemble
     from service.worker.figures import sources
-    from service.worker.running import tune
+    from service.worker.running import reread_caps, tune
 
     log = logger()
     async with AsyncExitStack() as stack:
@@ -147,8 +155,10 @@ async def _serve(
         tune()
         stop.armed = True
         draining = asyncio.create_task(drain(), name="drain")
+        rereading = restarted(partial(reread_caps, parts.budgeting.spending, new_caps), name="caps")
         try:
-            await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
+            async with background_task(rereading, name="caps"):
+                await worker.run(parts, stop=stop.event, grace_s=settings.grace_s, on_ready=ready)
             await draining  # other workers may still answer calls of this gateway
         finally:
             await end((draining,))
@@ -162,14 +172,16 @@ def gateway(given: options.Given) -> None:
 
     Example:  lanekeeper gateway --port 8081
     """
-    from service.config.loading import ChangedKeys
+    from service.config.loading import Changed
 
-    new_keys = ChangedKeys(given.config, **given.values)
+    new_keys = Changed(lambda settings: settings.gateway.keys, given.config, **given.values)
     settings = given.settings()
     run_with_telemetry(settings, partial(_gateway, settings, new_keys))
 
 
-async def _gateway(settings: "Settings", new_keys: "ChangedKeys", traces: "TracerProvider | None") -> None:
+async def _gateway(
+    settings: "Settings", new_keys: "Changed[Mapping[str, GatewayKey]]", traces: "TracerProvider | None"
+) -> None:
     from consumers.state import open_store
     from lanekeeper.telemetry import signals
     from lanekeeper.telemetry.logs import logger

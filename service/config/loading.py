@@ -9,12 +9,12 @@ names that no setting has are noticed, and all errors are reported at once, as t
 import os
 import stat
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Any, Final, Generic, Literal, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import annotated_types
@@ -32,7 +32,6 @@ from service.config.settings import (
     MOST_RANK,
     PREFIX,
     BatchesSettings,
-    GatewayKey,
     LimitsSettings,
     ProviderSettings,
     Settings,
@@ -481,23 +480,28 @@ def load_with_sources(config: Path | None = None, **options: Any) -> tuple[Setti
     return given.settings(for_calls=False), {place: found.source for place, found in given.found.items()}
 
 
-class ChangedKeys:
-    """Reads the gateway's keys again when a file that settings come from has changed. The arguments are those of
-    `load_settings`. Make it before the settings are loaded, so that it misses no change."""
+T = TypeVar("T")
 
-    def __init__(self, config: Path | None = None, **options: Any) -> None:
+
+class Changed(Generic[T]):
+    """Reads a part of the settings again when a file that settings come from has changed. `part` takes it from all
+    settings; the other arguments are those of `load_settings`. Make it before the settings are loaded, so that no
+    change is missed."""
+
+    def __init__(self, part: Callable[[Settings], T], config: Path | None = None, **options: Any) -> None:
+        self._part = part
         self._config = config
         self._options = options
         self._files = (config or CONFIG_FILE, DOTENV_FILE)
         self._seen = self._state()
 
-    def __call__(self) -> Mapping[str, GatewayKey] | None:
-        """The keys; None if no file has changed since the last call. Raises SettingsError."""
+    def __call__(self) -> T | None:
+        """The part; None if no file has changed since the last call. Raises SettingsError."""
         state = self._state()
         if state == self._seen:
             return None
         self._seen = state
-        return load_settings(self._config, **self._options).gateway.keys
+        return self._part(load_settings(self._config, **self._options))
 
     def _state(self) -> list[tuple[int, ...] | None]:
         return [_state_of(file) for file in self._files]

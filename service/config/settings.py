@@ -27,10 +27,10 @@ from consumers.prices import BATCH_SHARE, Prices
 from consumers.providers.routes import DEFAULT_VERSION, HeaderRules, ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
 from consumers.replies import MAX_WAITING, ReplyRule
-from consumers.spending import Cap, CapsSpec
+from consumers.spending import DAY, EVERY_TENANT, MONTH, WEEK, Cap, Caps, CapsSpec
 from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
-from lanekeeper.contract.identity import urls_of
+from lanekeeper.contract.identity import is_request_id, urls_of
 from lanekeeper.contract.names import Names
 from service.config import value_types as types
 from service.config.flows import HandlerSettings, PipelineSettings
@@ -38,6 +38,7 @@ from service.config.hooks import WebhooksSettings
 from service.config.schedules import ScheduleSettings
 from service.config.value_types import Disagreement, Number, Section, clash, matching, words, wrong
 from topology.codec.bounds import ANSWER_BYTES, VALUES
+from topology.codec.decoding import user_hash
 from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, BatchSpec, LaneSpec, nearest
 
 YEAR_S = 365 * 86_400
@@ -398,13 +399,15 @@ class GatewayKey:
     """The models that calls may name. None: all."""
     expires_at: float | None = None
     """From when on the key is not valid any longer (seconds since 1970). None: it does not expire."""
+    name: str = ""
+    """The key's name: caps and operators' actions name it. By default the first eight digits of its hash."""
     operator: OperatorRight = "no"
     """Whether calls may see ("look"), or also change ("act"), what all tenants' requests do: dead letters, pauses, all
     lanes."""
 
 
 def _key(value: Mapping[str, Any]) -> GatewayKey:
-    if not value.keys() <= {"tenant", "lanes", "models", "expires", "operator"}:
+    if not value.keys() <= {"tenant", "lanes", "models", "expires", "operator", "name"}:
         raise ValueError
     given: dict[str, Any] = {"tenant": types.read_tenant(value["tenant"])}
     if "lanes" in value:
@@ -413,6 +416,10 @@ def _key(value: Mapping[str, Any]) -> GatewayKey:
         given["models"] = types.read_models(value["models"])
     if "expires" in value:
         given["expires_at"] = _moment(value["expires"]).timestamp()
+    if "name" in value:
+        if not isinstance(value["name"], str) or not is_request_id(value["name"]):
+            raise ValueError
+        given["name"] = value["name"]
     if "operator" in value:
         if value["operator"] not in OPERATOR_RIGHTS:
             raise ValueError
@@ -427,17 +434,22 @@ def _moment(value: Any) -> datetime:
     return found
 
 
+def _named(keys: Mapping[str, GatewayKey]) -> Mapping[str, GatewayKey]:
+    return {hashed: key if key.name else replace(key, name=hashed[:8]) for hashed, key in keys.items()}
+
+
 KeyTable = Annotated[
     Mapping[str, GatewayKey],
     types.each_of(
         matching(_HASH, "the SHA-256 of a key"),
         _key,
         "for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (the first is the "
-        "default; without a list all), models, expires (a time with its zone, such as 2027-01-31T18:00:00Z), and "
+        "default; without a list all), models, name, expires (a time with its zone, such as 2027-01-31T18:00:00Z), and "
         "operator (no, look or act: whether it may see or change what all tenants' requests do); in the environment "
         "as JSON",
     ),
     Field(max_length=KEYS_AT_MOST),
+    AfterValidator(_named),
 ]
 
 
@@ -592,7 +604,7 @@ class PricesSettings(Section):
 
 
 class CapSettings(Section):
-    """Limits for what a lane may use in one day (UTC)."""
+    """Limits for what a lane may use in one day, week or month (UTC)."""
 
     requests: Number[float] | None = Field(default=None, gt=0)
     """The most requests of this lane in a day (UTC). Example: 10000"""
@@ -600,6 +612,15 @@ class CapSettings(Section):
     """The most input and output tokens of this lane in a day (UTC). Example: 5000000"""
     usd: Number[float] | None = Field(default=None, gt=0)
     """The most US dollars of this lane in a day (UTC). Example: 25"""
+    week: types.CapOfOne | None = None
+    """The same for a week from Monday on (UTC). Example: {"usd": 100}"""
+    month: types.CapOfOne | None = None
+    """The same for a calendar month (UTC). Example: {"usd": 300}"""
+
+    def caps(self) -> Caps:
+        day = Cap(requests=self.requests, tokens=self.tokens, usd=self.usd)
+        found = {DAY: day, WEEK: self.week, MONTH: self.month}
+        return {per: cap for per, cap in found.items() if cap is not None and cap != Cap()}
 
 
 class LaneBudgetSettings(Section):
@@ -634,15 +655,27 @@ class FairSettings(Section):
 
 
 class CapsSettings(Section):
-    """Limits for what lanes and tenants may use in one day (UTC)."""
+    """Limits for what lanes, tenants, API keys and users may use in a day, a week or a month (UTC). A running worker
+    reads them again when `lanekeeper.toml` changes."""
 
     lanes: dict[str, CapSettings] = Field(default_factory=dict)
-    tenants: types.CapTable = Field(default_factory=dict)
-    """What each tenant may use in a day (UTC). `*`: each tenant that is not listed. Example: {"*": {"usd": 5}, "crm":
-    {"requests": 10000}}"""
+    tenants: types.TenantCaps = Field(default_factory=dict)
+    """What each tenant may use in a day (UTC), and in a `week` or a `month`. `*`: each tenant that is not listed.
+    Example: {"*": {"usd": 5, "month": {"usd": 50}}, "crm": {"requests": 10000}}"""
+    keys: types.NameCaps = Field(default_factory=dict)
+    """The same for the gateway's API keys, by the key's `name`. `*`: each key that is not listed. Example:
+    {"*": {"usd": 2}}"""
+    users: types.NameCaps = Field(default_factory=dict)
+    """The same for the users that requests name in `metadata.user_id`. `*`: each user that is not listed. Example:
+    {"*": {"tokens": 200000}}"""
 
     def spec(self) -> CapsSpec:
-        return CapsSpec(lanes={name: Cap(**dict(cap)) for name, cap in self.lanes.items()}, tenants=self.tenants)
+        return CapsSpec(
+            lanes={name: cap.caps() for name, cap in self.lanes.items()},
+            tenants=self.tenants,
+            keys=self.keys,
+            users={user if user == EVERY_TENANT else user_hash(user): caps for user, caps in self.users.items()},
+        )
 
 
 _PORTS = {"amqp": 5672, "amqps": 5671}

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from consumers.prices import Price
 from consumers.settle import FAILPOINTS
 from consumers.slots.admission import TenantShare
-from consumers.spending import EVERY_TENANT, Cap, Spent
+from consumers.spending import DAY, EVERY_TENANT, MONTH, PERIODS, WEEK, Cap, Spent
 from lanekeeper.contract.identity import urls_of
 from service.telemetry import redaction
 from topology.codec.headers import is_version
@@ -377,10 +377,30 @@ def _price(value: Any) -> Price:
 
 
 def _cap(value: Any) -> Cap:
+    if isinstance(value, str):
+        value = jiter.from_json(value.encode())
     found = _figures(value, Spent._fields)
     if not all(found.values()):
         raise ValueError
     return Cap(**found)
+
+
+def _caps(value: Mapping[str, Any]) -> Mapping[str, Cap]:
+    """Figures that stand alone are the day's."""
+    of_day = {name: figure for name, figure in value.items() if name not in PERIODS}
+    given = {DAY: of_day or value.get(DAY), WEEK: value.get(WEEK), MONTH: value.get(MONTH)}
+    if of_day and DAY in value:
+        raise ValueError
+    found = {per: _cap(figures) for per, figures in given.items() if figures is not None}
+    if not found:
+        raise ValueError
+    return found
+
+
+def _name_or_every(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 256:
+        raise ValueError
+    return value
 
 
 def _share(value: Any) -> TenantShare:
@@ -428,12 +448,16 @@ ShareTable = Annotated[
         "in the environment as JSON",
     ),
 ]
-CapTable = Annotated[
-    Mapping[str, Cap],
-    each_of(
-        _tenant_or_every,
-        _cap,
-        "for each tenant (* alone: for every other) a table of numbers above 0: requests, tokens, usd, what is "
-        "used in a day; in the environment as JSON",
-    ),
+_CAPS = (
+    "a table of numbers above 0: requests, tokens, usd, what may be used in a day, and the same in tables week and "
+    "month; in the environment as JSON"
+)
+CapOfOne = Annotated[Cap, PlainValidator(_cap)]
+TenantCaps = Annotated[
+    Mapping[str, Mapping[str, Cap]],
+    each_of(_tenant_or_every, _caps, f"for each tenant (* alone: for every other) {_CAPS}"),
+]
+NameCaps = Annotated[
+    Mapping[str, Mapping[str, Cap]],
+    each_of(_name_or_every, _caps, f"for each name (* alone: for every other) {_CAPS}"),
 ]

@@ -93,6 +93,7 @@ class Gateway:
             app=user if _ROUTING_KEY_WORD.fullmatch(user) else ANYBODY,
             max_values=settings.json_values,
             cancel_abandoned=spec.cancel_abandoned,
+            names_keys=bool(settings.caps.keys),
             handlers=settings.handlers.keys(),
             pipelines=settings.pipelines.keys(),
         )

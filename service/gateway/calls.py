@@ -54,6 +54,7 @@ REFUSED_HEADERS = {
     n.STREAM: "the body's `stream` says it",
     n.LONG_CALL: "calls of /v1/messages are long ones by themselves",
     n.TENANT: "the tenant follows from the key",
+    n.KEY: "it follows from the key",
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
 }
@@ -121,6 +122,8 @@ class CallReader:
     app: str
     max_values: int
     cancel_abandoned: bool
+    names_keys: bool = False
+    """Whether requests name the caller's key, because there are caps for keys."""
     handlers: Collection[str] = ()
     pipelines: Collection[str] = ()
 
@@ -147,6 +150,8 @@ class CallReader:
             headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
             headers[n.LONG_CALL] = True
             headers.setdefault(n.PARK_INVALID, False)  # the caller gets the error, and sends what is right
+        if self.names_keys and caller.name:
+            headers[n.KEY] = caller.name
         key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)

@@ -536,7 +536,7 @@ with one fsync. Refused control messages take up the prefetch too until the brok
 for each of which it needs an fsync."""
 FINISH_WITHIN_S = 2.0
 """When the worker stops, writes to its stores that have begun may go on for this many seconds. Each kind of write
-(results, daily caps, large bodies, large answers) has this time for itself."""
+(results, caps, large bodies, large answers) has this time for itself."""
 
 
 @asynccontextmanager

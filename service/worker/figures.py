@@ -13,7 +13,7 @@ from consumers.flows.webhooks import STATES
 from consumers.providers.registry import Calls
 from consumers.slots.activity import WINDOWS, LaneActivity
 from consumers.slots.admission import LaneSlots
-from consumers.spending import LANE, TENANT
+from consumers.spending import DAY, LANE, TENANT
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
@@ -319,8 +319,12 @@ def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
         for what, value in zip(("requests", "tokens", "cost_usd", "saved_usd"), totals[TENANT][tenant], strict=True):
             yield f"lanekeeper.tenant.{what}", {"tenant": tenant}, value
     for bound, used in spending.used().items():
-        if bound.reason == LANE or bound.who in tenants:
-            labels = {"kind": bound.reason, "name": bound.who, "what": bound.what}
+        if bound.reason == LANE or (bound.reason == TENANT and bound.who in tenants):
+            labels = {
+                "kind": bound.reason,
+                "name": bound.who,
+                "what": bound.what if bound.per == DAY else f"{bound.what}_{bound.per}",
+            }
             yield "lanekeeper.cap.limit", labels, bound.limit
             yield "lanekeeper.cap.used", labels, used
 

@@ -13,8 +13,9 @@ from typing import Final
 from consumers.background import background_task, end
 from consumers.housekeeping import probing, sweeping
 from consumers.slots.activity import WINDOWS, note_ends
+from consumers.spending import CapsSpec, Spending
 from lanekeeper.contract.names import STATUS_KEY
-from lanekeeper.contract.problems import BrokerError
+from lanekeeper.contract.problems import BrokerError, SettingsError
 from lanekeeper.telemetry import logs, signals
 from service.status import quantiles
 from service.worker.assembly import Worker
@@ -24,6 +25,7 @@ from topology.broker.consume import Inbox
 SUMMARY_EVERY_S = 60
 READY_CHECK_EVERY_S = 0.02
 BIND_EVERY_S = 30
+CAPS_EVERY_S = 2.0
 log = logs.logger()
 
 
@@ -155,3 +157,17 @@ def tune() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(THRESHOLD)
+
+
+async def reread_caps(spending: Spending, new_caps: Callable[[], CapsSpec | None]) -> None:
+    """Use the caps of the settings' file whenever that changes. `new_caps` returns them; None: nothing has changed."""
+    while True:
+        await asyncio.sleep(CAPS_EVERY_S)
+        try:
+            spec = await asyncio.to_thread(new_caps)
+        except (SettingsError, OSError) as error:
+            log.error(signals.CAPS_UNREAD, reason=str(error))
+            continue
+        if spec is not None and spec != spending.spec:
+            spending.spec = spec
+            log.info(signals.CAPS_READ)

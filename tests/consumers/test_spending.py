@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from consumers.outcomes import (
 from consumers.prices import Prices
 from consumers.providers.breakers import Breakers
 from consumers.spending import (
+    PERIODS,
     TENANTS_COUNTED,
     Bound,
     Cap,
@@ -42,8 +44,9 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
-from tests.support.memory_store import MemoryAllowances
+from tests.support.memory_store import MemoryAllowances, daily
 from tests.support.virtual_time import virtually
+from topology.codec.decoding import user_hash
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
 
 MODEL = "claude-sonnet-5-5"
@@ -61,21 +64,105 @@ def counted(store: MemoryAllowances) -> dict[str, float]:
     return {name: used for name, used in store.used.items() if name.startswith("cap ")}
 
 
+class Clock:
+    """Stands until it is put on."""
+
+    def __init__(self, ms: int = NOW_MS) -> None:
+        self.ms = ms
+
+    def __call__(self) -> int:
+        return self.ms
+
+
+async def spend(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> None:
+    hold = await take(spending, bounds, spent)
+    assert isinstance(hold, Hold)
+    spending.correct(hold, spent)
+    await spending.finish(within_s=30)
+
+
 async def test_a_cap_grants_a_whole_request_or_nothing() -> None:
     store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}, tenants={"shop": Cap(usd=1)}))
+    caps = CapsSpec(lanes={"batch": daily(requests=10, tokens=100)}, tenants={"shop": daily(usd=1)})
+    spending = Spending(store, caps)
     bounds = spending.bounds("batch", "shop")
 
-    assert isinstance(await take(spending, bounds, Spent(1, 60, 0.4)), Hold)
+    await spend(spending, bounds, Spent(1, 60, 0.4))
     over = await take(spending, bounds, Spent(1, 60, 0.4))
 
     assert isinstance(over, Over)
-    assert "lane 'batch' has used 60 tokens of 100 tokens today (UTC), and this takes 60 tokens" in str(over)
+    assert not over.ends_soon
+    assert "lane 'batch' has used 60 tokens of 100 tokens today (UTC), and this takes up to 60 tokens" in str(over)
     assert counted(store) == {"cap lane batch requests": 1, "cap lane batch tokens": 60, "cap tenant shop usd": 0.4}
 
 
+async def test_a_cap_holds_for_many_callers_at_once_and_those_over_it_only_wait_for_what_runs() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(tenants={"*": daily(usd=1)}))
+    bounds = spending.bounds("batch", "shop")
+
+    found = await asyncio.gather(*(take(spending, bounds, Spent(usd=0.03)) for _ in range(64)))
+
+    assert [isinstance(each, Hold) for each in found].count(True) == 33
+    assert all(each.ends_soon for each in found if isinstance(each, Over))
+    for each in found:
+        if isinstance(each, Hold):
+            spending.correct(each, Spent(usd=0.01))
+    await spending.finish(within_s=30)
+    assert store.used["spent cap tenant shop usd"] == pytest.approx(0.33)
+    assert isinstance(await take(spending, bounds, Spent(usd=0.67)), Hold), "what they did not use is free again"
+
+
+async def test_caps_are_of_lane_tenant_key_and_user_and_of_a_day_a_week_and_a_month() -> None:
+    caps = CapsSpec(
+        lanes={"batch": {"day": Cap(requests=1), "month": Cap(usd=2)}},
+        tenants={"*": {"week": Cap(tokens=3)}},
+        keys={"ci": daily(requests=4)},
+        users={"*": {"month": Cap(requests=5)}},
+    )
+    spending = Spending(MemoryAllowances(), caps)
+
+    assert {each.name: each.limit for each in spending.bounds("batch", "shop", key="ci", user="ab12")} == {
+        "cap lane batch requests": 1,
+        "cap lane batch usd month": 2,
+        "cap tenant shop tokens week": 3,
+        "cap key shop/ci requests": 4,
+        "cap user shop/ab12 requests month": 5,
+    }
+    assert [each.name for each in spending.bounds("critical", "shop", key="other")] == ["cap tenant shop tokens week"]
+
+
+@pytest.mark.parametrize(
+    ("per", "last", "first"),
+    [
+        ("day", "2026-11-28T23:59:59.999", "2026-11-29T00:00:00"),
+        ("week", "2026-11-29T23:59:59.999", "2026-11-30T00:00:00"),
+        ("month", "2026-12-31T23:59:59.999", "2027-01-01T00:00:00"),
+        ("month", "2024-02-29T23:59:59.999", "2024-03-01T00:00:00"),
+    ],
+)
+def test_a_week_begins_on_monday_and_a_month_on_its_first_day(per: str, last: str, first: str) -> None:
+    last_ms, first_ms = (round(1000 * datetime.fromisoformat(f"{each}+00:00").timestamp()) for each in (last, first))
+
+    before, after = PERIODS[per](last_ms), PERIODS[per](first_ms)
+
+    assert (before.ends_ms, after.number) == (first_ms, before.number + 1)
+    assert PERIODS[per](after.ends_ms - 1) == after
+
+
+async def test_caps_that_are_changed_while_it_runs_hold_at_once_over_what_was_counted() -> None:
+    spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": daily(requests=1)}))
+    await spend(spending, spending.bounds("batch", ""), Spent(1))
+    assert isinstance(await take(spending, spending.bounds("batch", ""), Spent(1)), Over)
+
+    spending.spec = CapsSpec(lanes={"batch": daily(requests=2)})
+
+    await spend(spending, spending.bounds("batch", ""), Spent(1))
+    assert isinstance(await take(spending, spending.bounds("batch", ""), Spent(1)), Over)
+
+
 async def test_a_tenant_without_its_own_cap_has_the_cap_for_all_others() -> None:
-    spending = Spending(MemoryAllowances(), CapsSpec(tenants={"shop": Cap(requests=5), "*": Cap(requests=1)}))
+    spending = Spending(MemoryAllowances(), CapsSpec(tenants={"shop": daily(requests=5), "*": daily(requests=1)}))
 
     assert [each.limit for each in spending.bounds("normal", "shop")] == [5]
     assert [(each.limit, each.who) for each in spending.bounds("normal", "other")] == [(1, "other")]
@@ -85,39 +172,32 @@ def told(logs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     return [(each["percent"], each["used"]) for each in logs if each["event"] == signals.CAP_REACHED]
 
 
-def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> None:
-    async def story() -> None:
-        store = MemoryAllowances()
-        store.resets_in_s = 100
-        spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
-        bounds = spending.bounds("batch", "")
+async def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> None:
+    store, clock = MemoryAllowances(), Clock()
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10)}), now_ms=clock)
+    bounds = spending.bounds("batch", "")
 
-        with capture_logs() as logs:
-            for _ in range(13):
-                await take(spending, bounds, Spent(1))
-            await asyncio.sleep(100)
-            store.used.clear()
-            for _ in range(2):  # the next day begins with more than half of the cap used
-                await take(spending, bounds, Spent(8))
+    with capture_logs() as logs:
+        for _ in range(10):
+            await spend(spending, bounds, Spent(1))
+        for _ in range(3):
+            assert isinstance(await take(spending, bounds, Spent(1)), Over)
+        clock.ms += 86_400_000
+        await spend(spending, bounds, Spent(8))  # the next day begins with more than half of the cap used
+        assert isinstance(await take(spending, bounds, Spent(8)), Over)
 
-        assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
-
-    virtually(story())
+    assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
 
 
-def test_how_much_of_each_cap_is_used_is_known_until_the_next_day_of_those_asked_for_last() -> None:
-    async def story() -> None:
-        store = MemoryAllowances()
-        store.resets_in_s = 100
-        spending = Spending(store, CapsSpec(tenants={"*": Cap(requests=10)}))
-        for number in range(10_001):
-            await take(spending, spending.bounds("batch", f"t-{number}"), Spent(3))
-        used = {bound.who: amount for bound, amount in spending.used().items()}
-        assert (len(used), used["t-10000"], "t-0" in used) == (10_000, 3, False)
-        await asyncio.sleep(100)
-        assert set(spending.used().values()) == {0}
-
-    virtually(story())
+async def test_how_much_of_each_cap_is_used_is_known_until_the_next_day_of_those_used_last() -> None:
+    store, clock = MemoryAllowances(), Clock()
+    spending = Spending(store, CapsSpec(tenants={"*": daily(requests=10)}), now_ms=clock)
+    for number in range(10_001):
+        await spend(spending, spending.bounds("batch", f"t-{number}"), Spent(3))
+    used = {bound.who: amount for bound, amount in spending.used().items()}
+    assert (len(used), used["t-10000"], "t-0" in used) == (10_000, 3, False)
+    clock.ms += 86_400_000
+    assert set(spending.used().values()) == {0}
 
 
 async def test_of_several_processes_one_tells_of_a_level_and_no_larger_request_makes_a_cap_seem_full() -> None:
@@ -127,9 +207,12 @@ async def test_of_several_processes_one_tells_of_a_level_and_no_larger_request_m
         reports.append({"event": event, **figures})
 
     for amount, is_granted in ((11.0, False), (5.00004, True), (1.0, True), (10.0, False)):
-        spending = Spending(store, CapsSpec(lanes={"batch": Cap(usd=10)}))
+        spending = Spending(store, CapsSpec(lanes={"batch": daily(usd=10)}))
         found = await spending.take(spending.bounds("batch", ""), Spent(usd=amount), publish=publish)
         assert isinstance(found, Hold) is is_granted
+        if isinstance(found, Hold):
+            spending.correct(found, Spent(usd=amount), publish=publish)
+            await spending.finish(within_s=30)
 
     told = {"event": "cap", "cap": "cap lane batch usd", "limit": 10}
     assert reports == [
@@ -138,13 +221,13 @@ async def test_of_several_processes_one_tells_of_a_level_and_no_larger_request_m
 
 
 def test_only_a_cap_in_dollars_needs_prices() -> None:
-    assert CapsSpec(tenants={"*": Cap(requests=1), "shop": Cap(usd=1)}).in_money
-    assert not CapsSpec(lanes={"batch": Cap(tokens=1)}).in_money
+    assert CapsSpec(tenants={"*": daily(requests=1), "shop": daily(usd=1)}).in_money
+    assert not CapsSpec(lanes={"batch": daily(tokens=1)}).in_money
 
 
 async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> None:
     store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10, tokens=100)}))
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10, tokens=100)}))
     store.fails_at = 2
 
     with pytest.raises(StoreUnavailable):
@@ -153,22 +236,19 @@ async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> 
     assert counted(store) == {"cap lane batch requests": 0}
 
 
-def test_an_amount_taken_yesterday_is_not_given_back_today() -> None:
-    async def story() -> None:
-        store = MemoryAllowances()
-        store.resets_in_s = 100
-        spending = Spending(store, CapsSpec(lanes={"batch": Cap(tokens=100)}))
-        hold = await take(spending, spending.bounds("batch", ""), Spent(1, 60))
-        assert isinstance(hold, Hold)
-        await asyncio.sleep(100)
-        store.used["cap lane batch tokens"] = 50
+async def test_an_amount_taken_yesterday_is_corrected_for_the_month_and_not_for_today() -> None:
+    store, clock = MemoryAllowances(), Clock()
+    caps = CapsSpec(lanes={"batch": {"day": Cap(tokens=100), "month": Cap(tokens=1000)}})
+    spending = Spending(store, caps, now_ms=clock)
+    hold = await take(spending, spending.bounds("batch", ""), Spent(1, 60))
+    assert isinstance(hold, Hold)
+    clock.ms += 86_400_000
 
-        spending.correct(hold, Spent(1, 10))
-        await spending.finish(within_s=30)
+    spending.correct(hold, Spent(1, 10))
+    await spending.finish(within_s=30)
 
-        assert store.used["cap lane batch tokens"] == 50
-
-    virtually(story())
+    assert store.used["cap lane batch tokens month"] == 10
+    assert isinstance(await take(spending, spending.bounds("batch", ""), Spent(1, 100)), Hold)
 
 
 @pytest.mark.parametrize(("limit", "used"), [(10, 3.0), (4, 3.0)])
@@ -182,7 +262,7 @@ async def test_what_was_granted_to_a_request_that_no_longer_waits_is_given_back(
 
     store = Slow()
     store.used["cap lane batch requests"] = 3
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=limit)}))
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=limit)}))
     taking = asyncio.create_task(take(spending, spending.bounds("batch", ""), Spent(2)))
     await asyncio.sleep(0)
     taking.cancel()
@@ -197,7 +277,7 @@ async def test_what_was_granted_to_a_request_that_no_longer_waits_is_given_back(
 
 async def test_if_the_store_is_unavailable_at_the_end_the_estimate_stays_counted() -> None:
     store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=10)}))
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10)}))
     hold = await take(spending, spending.bounds("batch", ""), Spent(1))
     store.is_away = True
 
@@ -216,23 +296,28 @@ class Ground:
 
     def __init__(self, **caps: Any) -> None:
         self.store = MemoryAllowances()
-        self.spending = Spending(self.store, CapsSpec(**caps))
+        self.clock = Clock()
+        self.spending = Spending(self.store, CapsSpec(**caps), now_ms=self.clock)
         rng = random.Random(1)
         self.gate = CapsGate(
             self.spending,
             Breakers(),
             prices=Prices(),
             estimate=lambda _, __, ___: ESTIMATE,
-            now_ms=lambda: NOW_MS,
+            now_ms=self.clock,
             rng=rng,
             publish=lambda job, event, **figures: self.told.append((job.id, event, figures)),
         )
         self.told: list[tuple[str, str, dict[str, Any]]] = []
 
-    def job(self, model: str = MODEL, **properties: Any) -> Job:
-        body = b'{"model":"%s","max_tokens":5,"messages":[{"role":"user","content":"hi"}]}' % model.encode()
-        job = Bench().job(body=body, **properties)
-        return read(job)
+    def job(
+        self, model: str = MODEL, *, max_tokens: int = 5, metadata: str = "{}", now_ms: int = NOW_MS, **properties: Any
+    ) -> Job:
+        body = (
+            f'{{"model":"{model}","max_tokens":{max_tokens},"metadata":{metadata},'
+            '"messages":[{"role":"user","content":"hi"}]}'
+        )
+        return read(Bench().job(body=body.encode(), **properties), now_ms=now_ms)
 
     async def enter(self, job: Job) -> Outcome | None:
         return await self.gate.enter(job, decoded(job))
@@ -247,7 +332,7 @@ class Ground:
 
 
 async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
+    ground = Ground(lanes={"critical": daily(requests=10, tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.02)
 
@@ -258,7 +343,7 @@ async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
 
 
 async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
-    ground = Ground(lanes={"critical": Cap(usd=1)})
+    ground = Ground(lanes={"critical": daily(usd=1)})
     job = ground.job(user_id="shop")
     await ground.enter(job)
     job.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE, cost_usd=0.02, saved_usd=0.03)
@@ -272,7 +357,7 @@ async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against
 
 
 async def test_a_step_of_a_pipeline_is_counted_like_an_answer() -> None:
-    ground = Ground(lanes={"critical": Cap(usd=1)})
+    ground = Ground(lanes={"critical": daily(usd=1)})
     flow = FlowHop(step="second", deadline_ms=NOW_MS)
     stepped = Stepped(flow=flow, state=b"", lane="critical", step="first", answer=ANSWERED)
 
@@ -283,7 +368,7 @@ async def test_a_step_of_a_pipeline_is_counted_like_an_answer() -> None:
 
 
 async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
-    ground = Ground(lanes={"critical": Cap(tokens=10_000, usd=1)})
+    ground = Ground(lanes={"critical": daily(tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), RETRIED, usage=Amounts(1, 0, 0))
     assert set(ground.store.used.values()) == {0}
@@ -296,7 +381,7 @@ async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
     "outcome", [None, Refused(RequestProblem("deadline_exceeded", "")), Dropped(RequestProblem("cancelled", ""))]
 )
 async def test_a_call_that_was_interrupted_may_have_been_paid(outcome: Outcome) -> None:
-    ground = Ground(lanes={"critical": Cap(usd=1)})
+    ground = Ground(lanes={"critical": daily(usd=1)})
 
     await ground.through(ground.job(), outcome, usage=None)
 
@@ -304,7 +389,7 @@ async def test_a_call_that_was_interrupted_may_have_been_paid(outcome: Outcome) 
 
 
 async def test_a_call_that_was_interrupted_is_counted_although_another_provider_answered() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
+    ground = Ground(lanes={"critical": daily(requests=10, tokens=10_000, usd=1)})
     job = ground.job()
 
     await ground.through(job, ANSWERED, usage=Amounts(1, 100, 50), cost_usd=0.01, lost=((MODEL, ESTIMATE),))
@@ -315,7 +400,7 @@ async def test_a_call_that_was_interrupted_is_counted_although_another_provider_
 
 
 async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_tokens() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=10, tokens=10_000, usd=1)})
+    ground = Ground(lanes={"critical": daily(requests=10, tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), ANSWERED, usage=None)
 
@@ -328,8 +413,7 @@ async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_to
 
 
 async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_for_the_next_day() -> None:
-    ground = Ground(lanes={"critical": Cap(tokens=100)})
-    ground.store.resets_in_s = 1
+    ground = Ground(lanes={"critical": daily(tokens=100)})
 
     assert isinstance(await ground.enter(ground.job()), Refused)
 
@@ -338,22 +422,60 @@ async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_f
 async def test_over_a_cap_a_request_waits_for_the_next_day_or_nearly_to_its_deadline(
     left_ms: int, most_ms: int
 ) -> None:
-    ground, delays_ms = Ground(lanes={"critical": Cap(requests=1)}), []
-    ground.store.resets_in_s = 30
-    await ground.enter(ground.job())
+    ground, delays_ms = Ground(lanes={"critical": daily(requests=1)}), []
+    ground.clock.ms = midnight_ms = NOW_MS // 86_400_000 * 86_400_000 + 86_400_000
+    ground.clock.ms -= 30_000
+    await ground.through(ground.job(), ANSWERED, usage=ESTIMATE)
     for _ in range(200):
-        outcome = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS, n.DEADLINE_MS: left_ms}))
+        headers = {n.SENT_MS: ground.clock.ms, n.DEADLINE_MS: left_ms}
+        outcome = await ground.enter(ground.job(headers=headers, now_ms=ground.clock.ms))
         assert isinstance(outcome, Deferred)
         assert outcome.reason == "lane"
         delays_ms.append(outcome.delay_ms)
     assert 30_000 <= min(delays_ms) < 35_000
     assert most_ms - 2000 < max(delays_ms) <= most_ms
-    late = ground.job(headers={n.SENT_MS: NOW_MS, n.DEADLINE_MS: 30_000})
-    assert isinstance(await ground.enter(late), Refused)
+    assert ground.clock.ms + max(delays_ms) > midnight_ms
+    headers = {n.SENT_MS: ground.clock.ms, n.DEADLINE_MS: 30_000}
+    assert isinstance(await ground.enter(ground.job(headers=headers, now_ms=ground.clock.ms)), Refused)
+
+
+async def test_if_running_calls_hold_the_rest_of_a_cap_a_request_waits_for_them_and_not_for_the_next_day() -> None:
+    ground = Ground(lanes={"critical": daily(requests=1)})
+    await ground.enter(ground.job())
+
+    soon = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS}))
+    later = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS - 100_000, n.DEADLINE_MS: 3_600_000}))
+
+    assert isinstance(soon, Deferred)
+    assert isinstance(later, Deferred)
+    assert 1000 <= soon.delay_ms <= 2000
+    assert 12_500 <= later.delay_ms <= 25_000
+
+
+async def test_all_that_a_call_may_use_is_held_and_of_a_failure_only_what_was_likely_stays_counted() -> None:
+    ground = Ground(lanes={"critical": daily(tokens=100_000)})
+    job = ground.job(max_tokens=8000)
+
+    await ground.enter(job)
+    assert ground.store.used["cap lane critical tokens"] == 9000
+    job.attempted = Attempted(started_ms=NOW_MS, usage=None)
+    await ground.gate.leave(job, decoded(job), RETRIED)
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical tokens"] == 1500
+
+
+async def test_a_request_counts_for_its_key_and_for_a_hash_of_its_user() -> None:
+    ground = Ground(keys={"*": daily(requests=9)}, users={"*": daily(requests=9)})
+
+    await ground.through(ground.job(headers={n.KEY: "ci"}, metadata='{"user_id":"ann"}'), ANSWERED, usage=ESTIMATE)
+    await ground.through(ground.job(metadata="[]"), ANSWERED, usage=ESTIMATE)
+
+    assert counted(ground.store) == {"cap key /ci requests": 1, f"cap user /{user_hash('ann')} requests": 1}
 
 
 async def test_a_request_that_was_cancelled_is_not_counted() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job()
     job.stop(Stop.CANCELLED)
     assert await ground.enter(job) is None
@@ -367,23 +489,23 @@ async def test_without_a_cap_a_failure_that_may_have_been_paid_counts_nowhere() 
 
 
 async def test_a_lost_call_of_a_model_without_a_price_counts_its_tokens_alone() -> None:
-    ground = Ground(lanes={"critical": Cap(tokens=10_000, usd=1)})
+    ground = Ground(lanes={"critical": daily(tokens=10_000, usd=1)})
     await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 100, 50), lost=(("unpriced-1", ESTIMATE),))
     assert counted(ground.store) == {"cap lane critical tokens": 1650, "cap lane critical usd": 0}
 
 
 async def test_a_model_without_a_price_is_refused_under_a_cap_in_dollars() -> None:
-    ground = Ground(lanes={"critical": Cap(usd=1)})
+    ground = Ground(lanes={"critical": daily(usd=1)})
 
     outcome = await ground.enter(ground.job(model="unpriced-1"))
 
     assert outcome is not None
     assert outcome.problem.code == "forbidden_model"  # type: ignore[union-attr]
-    assert await Ground(lanes={"critical": Cap(tokens=5000)}).enter(ground.job(model="unpriced-1")) is None
+    assert await Ground(lanes={"critical": daily(tokens=5000)}).enter(ground.job(model="unpriced-1")) is None
 
 
 async def test_while_a_cap_cannot_be_checked_the_request_waits() -> None:
-    ground = Ground(lanes={"critical": Cap(usd=1)})
+    ground = Ground(lanes={"critical": daily(usd=1)})
     ground.store.is_away = True
 
     outcome = await ground.enter(ground.job())
@@ -394,7 +516,7 @@ async def test_while_a_cap_cannot_be_checked_the_request_waits() -> None:
 
 def test_a_store_that_hangs_is_waited_for_ten_seconds() -> None:
     async def story() -> None:
-        ground = Ground(lanes={"critical": Cap(usd=1)})
+        ground = Ground(lanes={"critical": daily(usd=1)})
         ground.store.hangs = True
         assert await ground.enter(ground.job()) == Deferred(delay_ms=1000, reason="store")
         assert asyncio.get_running_loop().time() == pytest.approx(1010)
@@ -403,7 +525,7 @@ def test_a_store_that_hangs_is_waited_for_ten_seconds() -> None:
 
 
 async def test_what_was_counted_is_given_back_if_no_call_was_made() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job()
     assert await ground.enter(job) is None
     await ground.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
@@ -430,11 +552,11 @@ async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> No
 
 async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_the_reporter() -> None:
     store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": Cap(requests=2)}))
-    store.fails_at = 2
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=2)}))
+    store.fails_at = 3
 
     with capture_logs() as logs:
-        await take(spending, spending.bounds("batch", ""), Spent(1))
+        await spend(spending, spending.bounds("batch", ""), Spent(1))
 
     assert told(logs) == [(50, 1)]
 
@@ -465,12 +587,12 @@ async def gathered(ground: Ground) -> dict[str, Any]:
     await ground.spending.finish(within_s=30)
     carried: Any = job.batch
     assert carried.held == (1, 1500, COST)
-    assert carried.held_until_ms == pytest.approx(NOW_MS + 3_600_000, abs=60_000)
+    assert carried.held_until_ms == NOW_MS // 86_400_000 * 86_400_000 + 86_400_000
     return batched(held=carried.held, held_until_ms=carried.held_until_ms)
 
 
 async def test_what_waits_in_batches_counts_against_the_cap() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=2)})
+    ground = Ground(lanes={"critical": daily(requests=2)})
     await gathered(ground)
     await gathered(ground)
 
@@ -479,7 +601,7 @@ async def test_what_waits_in_batches_counts_against_the_cap() -> None:
 
 
 async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1, usd=1)})
+    ground = Ground(lanes={"critical": daily(requests=1, usd=1)})
     headers = await gathered(ground)
 
     job = ground.job(exchange="lane.due", headers=headers)
@@ -491,7 +613,7 @@ async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() ->
 
 
 async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(exchange="lane.due", headers=await gathered(ground))
 
     before = job.batch
@@ -508,10 +630,12 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
     assert ground.store.used["cap lane critical requests"] == 1
 
 
-@pytest.mark.parametrize(("left_ms", "used"), [(2000, 0), (-2000, 1)])
-async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(left_ms: int, used: int) -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
-    headers = await gathered(ground) | batched(held=(1, 1500, COST), held_until_ms=NOW_MS + left_ms)
+@pytest.mark.parametrize(("day", "used"), [(1, 0), (0, 1)])
+async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: int, used: int) -> None:
+    ground = Ground(lanes={"critical": daily(requests=1)})
+    headers = await gathered(ground) | batched(
+        held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000
+    )
     job = ground.job(exchange="lane.due", headers=headers)
     await ground.gate.end(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
     await ground.spending.finish(within_s=30)
@@ -520,7 +644,7 @@ async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(left_m
 
 
 async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_lost() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(exchange="lane.due", headers=await gathered(ground))
     assert await ground.enter(job) is None
     await ground.gate.leave(job, decoded(job), None)
@@ -529,14 +653,14 @@ async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_
 
 
 async def test_a_request_that_was_in_no_batch_has_nothing_to_give_back_when_it_ends() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job()
     await ground.gate.end(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
     assert ground.store.used == {}
 
 
 async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     bench, job = Bench(), ground.job()
     assert await ground.enter(job) is None
     job.batch = BatchHop()
@@ -549,7 +673,7 @@ async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> No
 
 
 async def test_what_was_counted_for_a_delivery_alone_does_not_stay_if_it_is_lost() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(exchange="lane.due", headers=batched(live=True))
     assert await ground.enter(job) is None
     await ground.gate.leave(job, decoded(job), None)
@@ -559,7 +683,7 @@ async def test_what_was_counted_for_a_delivery_alone_does_not_stay_if_it_is_lost
 
 
 async def test_an_answer_that_is_paid_for_passes_a_cap_that_is_newer_and_counts() -> None:
-    ground = Ground(lanes={"critical": Cap(requests=0)})
+    ground = Ground(lanes={"critical": daily(requests=0)})
     job = ground.job(exchange="lane.due", headers=batched(result_bytes=0))
     job.batch_result = b"{}"
     job.decoded = replace(decoded(job), chain=Chain(forbidden="meanwhile"))
@@ -581,7 +705,7 @@ async def test_an_answer_that_is_paid_for_passes_a_cap_that_is_newer_and_counts(
     ],
 )
 async def test_what_ends_before_the_gate_gives_back_what_was_counted(outcome: Outcome | None, used: int) -> None:
-    ground = Ground(lanes={"critical": Cap(requests=1)})
+    ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(exchange="lane.due", headers=await gathered(ground))
 
     assert await ground.gate.come_back(job, decoded(job)) is None

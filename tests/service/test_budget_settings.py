@@ -11,6 +11,7 @@ from consumers.spending import Cap
 from service.checks import of_models
 from service.config.loading import plain
 from tests.support.settings import load, wrong
+from topology.codec.decoding import user_hash
 from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"
@@ -131,17 +132,35 @@ def test_prices_may_be_of_today_wherever_that_begins_first_and_not_of_a_later_da
     assert "at the latest" in wrong(env={"LANEKEEPER_PRICES__AS_OF": f"{today + timedelta(days=2)}"})
 
 
-def test_caps_are_set_for_lanes_and_for_tenants() -> None:
+def test_caps_are_set_for_lanes_tenants_keys_and_users_by_day_week_and_month() -> None:
     settings = load(
-        '[caps.tenants.shop]\nusd = 5\nrequests = 100\ntokens = 0.5\n[caps.tenants."*"]\ntokens = 1000',
+        """
+        [caps.lanes.batch.week]
+        usd = 200
+        [caps.tenants.shop]
+        usd = 5
+        requests = 100
+        tokens = 0.5
+        month = { usd = 50 }
+        [caps.tenants."*"]
+        tokens = 1000
+        [caps.keys.ci.day]
+        usd = 1
+        [caps.users."ann@shop.example"]
+        month = { tokens = 9 }
+        """,
         env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
     )
 
     spec = settings.caps.spec()
-    assert spec.lanes["batch"] == Cap(usd=50)
-    assert "critical" not in spec.lanes
-    assert plain(settings.caps.tenants) == {"shop": {"usd": 5, "requests": 100, "tokens": 0.5}, "*": {"tokens": 1000}}
-    assert spec.tenants == {"shop": Cap(usd=5, requests=100, tokens=0.5), "*": Cap(tokens=1000)}
+    assert spec.lanes == {"batch": {"day": Cap(usd=50), "week": Cap(usd=200)}}
+    assert spec.tenants == {
+        "shop": {"day": Cap(usd=5, requests=100, tokens=0.5), "month": Cap(usd=50)},
+        "*": {"day": Cap(tokens=1000)},
+    }
+    assert spec.keys == {"ci": {"day": Cap(usd=1)}}
+    assert spec.users == {user_hash("ann@shop.example"): {"month": Cap(tokens=9)}}
+    assert plain(settings.caps.tenants)["*"] == {"day": {"tokens": 1000}}
     assert spec.in_money
     assert not load().caps.spec().in_money
 
@@ -156,6 +175,11 @@ def test_caps_are_set_for_lanes_and_for_tenants() -> None:
         ("LANEKEEPER_PRICES__AS_OF", "yesterday"),
         ("LANEKEEPER_CAPS__LANES__BATCH__USD", "0"),
         ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"euro": 1}}'),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {}}'),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": 1, "day": {"usd": 2}}}'),
+        ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"year": {"usd": 2}}}'),
+        ("LANEKEEPER_CAPS__USERS", '{"": {"usd": 2}}'),
+        ("LANEKEEPER_CAPS__LANES__BATCH__WEEK", '{"usd": -2}'),
         ("LANEKEEPER_CAPS__TENANTS", '{"shop": {"usd": "nan"}}'),
         ("LANEKEEPER_MODELS__FALLBACKS", "a"),
         ("LANEKEEPER_MODELS__TENANTS", '{"shop": []}'),

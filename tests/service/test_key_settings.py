@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.loading import ChangedKeys, load_settings
+from service.config.loading import Changed, load_settings
 from service.config.settings import GatewayKey
 from service.config.value_types import read_tenant
 from service.gateway.access import hash_of
@@ -29,6 +29,7 @@ HASH = hash_of("lane-a")
         {HASH: {"tenant": "crm", "expires": 1}},
         {HASH: {"tenant": "crm", "operator": "root"}},
         {HASH: {"tenant": "crm", "operator": ["act"]}},
+        {HASH: {"tenant": "crm", "name": "two words"}},
     ],
 )
 def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
@@ -39,14 +40,15 @@ def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
 def test_a_key_may_say_all_that_there_is_and_there_are_1000_at_most() -> None:
     full = {
         "tenant": "guest", "lanes": ["normal", "batch"], "models": ["claude-haiku-5-5"], "operator": "act",
-        "expires": "2027-01-31T18:00:00Z",
+        "expires": "2027-01-31T18:00:00Z", "name": "ci",
     }  # fmt: skip
     keys: dict[str, object] = {f"{number:064x}": {"tenant": "guest"} for number in range(999)}
     read = load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full})}).gateway.keys
     assert read[HASH] == GatewayKey(
         tenant="guest", lanes=("normal", "batch"), models=("claude-haiku-5-5",), operator="act",
-        expires_at=1_801_418_400.0,
+        expires_at=1_801_418_400.0, name="ci",
     )  # fmt: skip
+    assert read["0" * 64].name == "0" * 8
     with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
         load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full, "f" * 64: full})})
 
@@ -78,7 +80,7 @@ def test_keys_are_read_again_when_their_file_has_changed_and_not_before(
     file = tmp_path / "lanekeeper.toml"
     head, entry = 'speakers = ["guest"]\n', '[gateway.keys.%s]\ntenant = "crm"\nexpires = 2027-01-31T18:00:00Z\n'
     file.write_text(head + entry % HASH)
-    changed = ChangedKeys(environ={})
+    changed = Changed(lambda settings: settings.gateway.keys, environ={})
     assert changed() is None
 
     file.write_text(head + entry % hash_of("lane-bb"))

@@ -30,11 +30,11 @@ from consumers.providers.registry import Answer, OnEvent, Registry
 from consumers.slots import admission
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, TenantShare
-from consumers.spending import Bound, Cap, CapsSpec, Hold, Spending, Spent
-from consumers.state.base import Ended, Granted, Identity, Part, Refused, Stop, StoreUnavailable
+from consumers.spending import Bound, CapsSpec, Hold, Spending, Spent
+from consumers.state.base import Ended, Granted, Identity, Part, Period, Refused, Stop, StoreUnavailable
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of
-from tests.support.memory_store import MemoryAllowances, MemoryStore
+from tests.support.memory_store import MemoryAllowances, MemoryStore, daily
 from topology.codec.decoding import Request
 
 Holding = Callable[[], Awaitable[None]]
@@ -276,16 +276,16 @@ class Caps(Counted):
 
 class _SlowAllowances(MemoryAllowances):
     @override
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Any:
+    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Any:
         await turns(1)
-        taken = await super().take(name, amount, limit=limit, period_s=period_s)
+        taken = await super().take(name, amount, limit=limit, period=period)
         await turns(1)
         return taken
 
     @override
-    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+    async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         await turns(1)
-        await super().give_back(name, amount, period_s=period_s)
+        await super().give_back(name, amount, period=period)
         await turns(1)
 
 
@@ -438,7 +438,7 @@ class Ground:
         self.budgets = own_budgets(spec)
         self.breakers = Breakers(rng=random.Random(1))
         self.store = _SlowAllowances()
-        self.spending = Spending(self.store, CapsSpec(lanes={"critical": Cap(requests=capped, usd=1)}))
+        self.spending = Spending(self.store, CapsSpec(lanes={"critical": daily(requests=capped, usd=1)}))
         rng = random.Random(1)
         self.gate = budget = BudgetGate(
             self.budgets,

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from consumers.state.base import Ending, Identity, StoreSpec, StoreUnavailable, Taken
+from consumers.clock import now_ms
+from consumers.spending import DAY, Cap
+from consumers.state.base import DAY_S as DAY_S
+from consumers.state.base import Ending, Identity, Period, StoreSpec, StoreUnavailable, Taken, period_of
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
 from consumers.state.sqlite.tables import Tables, Times
@@ -67,29 +70,45 @@ class MemoryStore(SqliteStore):
         return Times(now=self.now_ms, today=1_790_000_000_000 + self.now_ms)
 
 
+def current(length_s: int) -> Period:
+    """The period of this length in which we are."""
+    return period_of(length_s, now_ms())
+
+
+def daily(**cap: float) -> dict[str, Cap]:
+    """The caps of a lane or tenant that has one for the day alone."""
+    return {DAY: Cap(**cap)}
+
+
 class MemoryAllowances:
     def __init__(self) -> None:
         self.used: dict[str, float] = {}
-        self.resets_in_s = 3600.0
+        self._numbers: dict[str, int] = {}
         self.is_away = False
         self.fails_at = 0
         """The number of the only call that raises StoreUnavailable; 0: none."""
         self.hangs = False
         self._calls = 0
 
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
         self._look()
         if self.hangs:
             await asyncio.Event().wait()
-        used = self.used.get(name, 0.0)
+        used = self._used_in(name, period)
         granted = used + amount <= limit
         if granted:
             used = self.used[name] = used + amount
-        return Taken(granted=granted, used=used, resets_in_s=self.resets_in_s)
+        return Taken(granted=granted, used=used)
 
-    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+    async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         self._look()
-        self.used[name] = max(0.0, self.used.get(name, 0.0) - amount)
+        self.used[name] = max(0.0, self._used_in(name, period) - amount)
+
+    def _used_in(self, name: str, period: Period) -> float:
+        if self._numbers.setdefault(name, period.number) != period.number:
+            self.used.pop(name, None)
+        self._numbers[name] = period.number
+        return self.used.get(name, 0.0)
 
     def _look(self) -> None:
         self._calls += 1

@@ -1,5 +1,6 @@
 """Turns a delivered message into a `Request`. Anything that is wrong or unknown raises an error that names it."""
 
+import hashlib
 import json
 import re
 import uuid
@@ -22,6 +23,7 @@ from lanekeeper.contract.names import (
     DEAD_AT,
     DEADLINE_MS,
     DEATH,
+    KEY,
     PIPELINE,
     SENT_MS,
     STREAM,
@@ -82,6 +84,10 @@ class Request:
     """The handler that is called in place of a model; `body` is then any JSON."""
     pipeline: str = ""
     """The pipeline whose steps are run; `body` is then its input, or its state (`state_of`)."""
+    key: str = ""
+    """The name of the API key with which a gateway was called."""
+    user: str = ""
+    """Which of the tenant's users asks: a hash of the body's `metadata.user_id`."""
 
     @property
     def text_bytes(self) -> int:
@@ -216,6 +222,8 @@ def decode(
         media=content.media,
         handler=handler,
         pipeline=pipeline,
+        key=message.headers.get(KEY, ""),
+        user=content.user,
     )
 
 
@@ -243,6 +251,7 @@ class _Content(NamedTuple):
     max_tokens: int
     states_stream: bool = False
     media: Media = NO_MEDIA
+    user: str = ""
 
 
 def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
@@ -269,7 +278,19 @@ def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
         max_tokens,
         states_stream="stream" in checked.model_fields_set,
         media=media,
+        user=_user_of(found),
     )
+
+
+def user_hash(user_id: str) -> str:
+    """A `metadata.user_id` as it is counted: applications may put names or addresses there."""
+    return hashlib.sha256(user_id.encode(errors="replace")).hexdigest()[:16]
+
+
+def _user_of(body: Mapping[str, Any]) -> str:
+    metadata = body.get("metadata")
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    return user_hash(user_id) if isinstance(user_id, str) and user_id else ""
 
 
 def unpacked(message: Message) -> bytes:

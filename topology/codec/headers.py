@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from lanekeeper.contract import names
+from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
@@ -205,6 +206,9 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     _check_webhook(headers)  # settling reads it
     _ms(headers, names.SENT_MS)  # `published` reads it
     _bool(headers, names.PARK_INVALID)  # `Job.parks` reads it
+    called_with = headers.get(names.KEY)
+    if called_with is not None and not (isinstance(called_with, str) and is_request_id(called_with)):
+        raise _wrong(names.KEY, called_with, "the name of an API key: 1 to 128 of A-Z a-z 0-9 . _ : -")
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")

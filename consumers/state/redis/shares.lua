@@ -1,14 +1,16 @@
 -- The functions of the Redis store for limits of waiting requests, allowances by period, and leases.
 
--- The number of the allowance's current period (such as today), and the amount used in it.
-local function current(period_ms)
-  local period = math.floor(now / period_ms)
+-- The number of the period that counts, and the amount used in it. A later one than the caller's holds: another
+-- process, whose clock is ahead, is in it already.
+local function current(period)
   local found = redis.call('HMGET', KEYS[1], 'period', 'used')
-  return period, tonumber(found[1]) == period and tonumber(found[2]) or 0
+  local stored = tonumber(found[1])
+  if stored and stored >= tonumber(period) then return stored, tonumber(found[2]) end
+  return period, 0
 end
-local function set_used(period, used, period_ms)
+local function set_used(period, used, length_ms)
   redis.call('HSET', KEYS[1], 'period', period, 'used', used)
-  redis.call('PEXPIRE', KEYS[1], 2 * period_ms)
+  redis.call('PEXPIRE', KEYS[1], 2 * length_ms)
 end
 
 function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_tenant, in_all)
@@ -44,19 +46,19 @@ function run.debounce(at_ms, id, until_ms)
   return 1
 end
 
-function run.take(period_ms, amount, limit)
-  local period, used = current(period_ms)
+function run.take(number, length_ms, amount, limit)
+  local period, used = current(number)
   local granted = used + amount <= tonumber(limit)
   if granted then
     used = used + amount
-    set_used(period, used, period_ms)
+    set_used(period, used, length_ms)
   end
-  return {granted and 1 or 0, string.format('%.17g', used), (period + 1) * period_ms - now}
+  return {granted and 1 or 0, string.format('%.17g', used)}
 end
 
-function run.give_back(period_ms, amount)
-  local period, used = current(period_ms)
-  set_used(period, math.max(0, used - amount), period_ms)  -- it may have been taken in the period before
+function run.give_back(number, length_ms, amount)
+  local period, used = current(number)
+  set_used(period, math.max(0, used - amount), length_ms)  -- it may have been taken in the period before
 end
 
 function run.hold(owner, for_ms)

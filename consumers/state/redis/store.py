@@ -324,13 +324,14 @@ class RedisStore:
                 found[begin + at] = base.Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
         return found
 
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> base.Taken:
-        keys = [self._allowance(name, period_s)]
-        granted, used, resets_in_ms = await self._run("take", keys, period_s * 1000, amount, limit)
-        return base.Taken(granted=granted == 1, used=float(used), resets_in_s=resets_in_ms / 1000)
+    async def take(self, name: str, amount: float, *, limit: float, period: base.Period) -> base.Taken:
+        keys = [self._allowance(name, period)]
+        granted, used = await self._run("take", keys, period.number, period.length_s * 1000, amount, limit)
+        return base.Taken(granted=granted == 1, used=float(used))
 
-    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
-        await self._run("give_back", [self._allowance(name, period_s)], period_s * 1000, amount)
+    async def give_back(self, name: str, amount: float, *, period: base.Period) -> None:
+        keys = [self._allowance(name, period)]
+        await self._run("give_back", keys, period.number, period.length_s * 1000, amount)
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         return bool(await self._run("hold", [self._lease(name)], owner, round(for_s * 1000)))
@@ -373,8 +374,8 @@ class RedisStore:
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._namespace}:{kind}:{quote(tenant, safe='')}"
 
-    def _allowance(self, name: str, period_s: int) -> str:
-        return f"{self._namespace}:allowance:{period_s}:{name}"
+    def _allowance(self, name: str, period: base.Period) -> str:
+        return f"{self._namespace}:allowance:{period.length_s}:{name}"
 
     @property
     def _pauses(self) -> list[str]:

@@ -567,17 +567,17 @@ class Tables:
 
     # ---- counters and pauses -----------------------------------------------------------------------------------------
 
-    def take(self, at: Times, name: str, amount: float, *, limit: float, period_s: int) -> base.Taken:
-        period, ends_ms, used = self._used_now(at, name, period_s)
+    def take(self, at: Times, name: str, amount: float, *, limit: float, period: base.Period) -> base.Taken:
+        used = self._used_in(name, period)
         if granted := used + amount <= limit:
             used += amount
-            self._execute(_SET_USED, (name, period_s, period, ends_ms, used))
-        return base.Taken(granted=granted, used=used, resets_in_s=(ends_ms - at.today) / 1000)
+            self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
+        return base.Taken(granted=granted, used=used)
 
-    def give_back(self, at: Times, name: str, amount: float, *, period_s: int) -> None:
-        period, ends_ms, used = self._used_now(at, name, period_s)
+    def give_back(self, at: Times, name: str, amount: float, *, period: base.Period) -> None:
         # not below 0: the amount may have been taken in the period before
-        self._execute(_SET_USED, (name, period_s, period, ends_ms, max(0.0, used - amount)))
+        used = max(0.0, self._used_in(name, period) - amount)
+        self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
 
     def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> bool:
         held = self._execute(
@@ -591,10 +591,9 @@ class Tables:
     def let_go(self, _: Times, name: str, owner: str) -> None:
         self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
 
-    def _used_now(self, at: Times, name: str, period_s: int) -> tuple[int, int, float]:
-        period = at.today // (period_s * 1000)
-        found = self._execute(_USED_IN, (name, period_s, period)).fetchone()
-        return period, (period + 1) * period_s * 1000, 0.0 if found is None else float(found[0])
+    def _used_in(self, name: str, period: base.Period) -> float:
+        found = self._execute(_USED_IN, (name, period.length_s, period.number)).fetchone()
+        return 0.0 if found is None else float(found[0])
 
     def reserve(
         self, at: Times, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int

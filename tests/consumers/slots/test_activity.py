@@ -19,7 +19,7 @@ from consumers.outcomes import (
     Stepped,
 )
 from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
-from consumers.state.base import StoreUnavailable, Taken
+from consumers.state.base import Period, StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.completions import answered
 from tests.support.virtual_time import virtually
@@ -181,15 +181,18 @@ class Counted:
         self.asked = 0
         self.periods_s: set[int] = set()
 
-    async def take(self, name: str, amount: float, *, limit: float, period_s: int) -> Taken:
+    def now_ms(self) -> int:
+        return round(1000 * self.seen_s)
+
+    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
         self.asked += 1
-        self.periods_s.add(period_s)
+        self.periods_s.add(period.length_s)
         if self.is_away:
             raise StoreUnavailable("away")
         self.used += amount
-        return Taken(granted=True, used=self.used, resets_in_s=period_s - self.seen_s)
+        return Taken(granted=True, used=self.used)
 
-    async def give_back(self, name: str, amount: float, *, period_s: int) -> None:
+    async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         raise NotImplementedError
 
 
@@ -218,8 +221,8 @@ def test_what_ends_in_all_workers_is_noted_every_five_seconds_and_is_the_pace() 
         store, workers, used = Counted(), [activity(), activity()], []
         workers[0].ended = 1000  # before it notes anything
         async with (
-            background_task(note_ends(store, workers[:1]), name="1"),
-            background_task(note_ends(store, workers[1:]), name="2"),
+            background_task(note_ends(store, workers[:1], now_ms=store.now_ms), name="1"),
+            background_task(note_ends(store, workers[1:], now_ms=store.now_ms), name="2"),
         ):
             await asyncio.sleep(0.1)
             workers[0].ended, workers[1].ended = 1030, 10
@@ -229,7 +232,7 @@ def test_what_ends_in_all_workers_is_noted_every_five_seconds_and_is_the_pace() 
             workers[0].ended = 1050
             await asyncio.sleep(15)
         assert (store.asked, store.periods_s) == (3, {60})
-        return [*used, store.used], await ended_per_s(store, "batch")
+        return [*used, store.used], await ended_per_s(store, "batch", now_ms=store.now_ms)
 
     assert virtually(story()) == ([0, 40, 60], 3)
 
@@ -238,7 +241,7 @@ def test_what_a_store_that_was_away_did_not_take_is_counted_later() -> None:
     async def story() -> float:
         store, worker = Counted(), activity()
         store.is_away = True
-        async with background_task(note_ends(store, [worker]), name="pace"):
+        async with background_task(note_ends(store, [worker], now_ms=store.now_ms), name="pace"):
             await asyncio.sleep(0)
             worker.ended = 7
             await asyncio.sleep(12)
@@ -255,4 +258,4 @@ async def test_it_is_unknown_where_nothing_ends_or_too_little_was_seen(used: int
     store = Counted()
     store.used, store.seen_s = used, seen_s
 
-    assert await ended_per_s(store, "batch") is None
+    assert await ended_per_s(store, "batch", now_ms=store.now_ms) is None

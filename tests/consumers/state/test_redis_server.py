@@ -14,6 +14,7 @@ from consumers.state.base import Ended, Granted, Held, Running, StoreUnavailable
 from consumers.state.redis.store import RedisStore
 from service.private_broker import LOOPBACK
 from tests.support.completions import ME, answered, fingerprint
+from tests.support.memory_store import current
 from tests.support.redis import RedisServer
 from tests.support.waiting import until
 
@@ -145,7 +146,7 @@ async def test_a_claim_that_was_abandoned_does_not_get_the_answer_of_another(red
     async with RedisStore(redis.url, namespace=f"test-{secrets.token_hex(4)}") as store:
         await store.complete(ME, fingerprint(), answered(), token=None)
         for _ in range(20):
-            given_up = [asyncio.create_task(store.take("x", 1, limit=1, period_s=60)) for _ in range(5)]
+            given_up = [asyncio.create_task(store.take("x", 1, limit=1, period=current(60))) for _ in range(5)]
             await asyncio.sleep(0)
             for each in given_up:
                 each.cancel()

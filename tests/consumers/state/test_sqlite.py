@@ -34,6 +34,7 @@ from consumers.state.base import (
     Submission,
     Taken,
     WaitingLimit,
+    period_of,
 )
 from consumers.state.sqlite.file import Clock
 from consumers.state.sqlite.store import Reader, SqliteStore, Writer
@@ -315,7 +316,7 @@ def waits_for_the_disk(tables: Tables, _: Times) -> bool:
         (lambda store: store.note_webhook(ME, b"", until_ms=1), False),
         (lambda store: store.release(Held(ME, 1)), True),
         (lambda store: store.complete(ME, fingerprint(), answered(), token=None), True),
-        (lambda store: store.take("tokens", 1, limit=1, period_s=1), True),
+        (lambda store: store.take("tokens", 1, limit=1, period=period_of(1, 0)), True),
     ],
 )
 async def test_an_operation_waits_for_the_disk_only_if_a_power_cut_may_not_lose_it(
@@ -358,12 +359,11 @@ async def test_what_is_written_when_the_store_is_closed_is_in_the_file_alone(tmp
 async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path) -> None:
     clock = Standing()
     async with a_store(tmp_path, clock) as store:
-        taken = await store.take("tokens", 3, limit=5, period_s=3600)
-        assert taken == Taken(granted=True, used=3, resets_in_s=2600)
-        clock.ms = 3_599_999
-        assert await store.take("tokens", 3, limit=5, period_s=3600) == Taken(granted=False, used=3, resets_in_s=0.001)
+        first, second = period_of(3600, 3_599_999), period_of(3600, 3_600_000)
+        assert await store.take("tokens", 3, limit=5, period=first) == Taken(granted=True, used=3)
+        assert await store.take("tokens", 3, limit=5, period=first) == Taken(granted=False, used=3)
+        assert await store.take("tokens", 5, limit=5, period=second) == Taken(granted=True, used=5)
         clock.ms = 3_600_000
-        assert await store.take("tokens", 5, limit=5, period_s=3600) == Taken(granted=True, used=5, resets_in_s=3600)
         clock.ms += 86_400_000
         assert await store.sweep() == 0, "the calendar may be set back by a day"
         clock.ms += 1
