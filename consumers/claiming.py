@@ -261,6 +261,17 @@ class Claiming:
         keep_until_ms = deadline_ms + KEPT_AFTER_MS
         await _answered(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
 
+    async def keep_state(self, identity: Identity, state: bytes, *, deadline_ms: int) -> None:
+        """Store the state of a pipeline, under the identity of the step at which it stands."""
+        completion = Completion(status="ok", body=state, ended_ms=now_ms())
+        keep_until_ms = deadline_ms + KEPT_AFTER_MS
+        await _answered(lambda: self._store.note(identity, completion, keep_until_ms=keep_until_ms))
+
+    async def state(self, identity: Identity) -> bytes:
+        """The state of a pipeline; empty if the store has lost it, until the message that keeps it brings it back."""
+        found = await self.find(identity)
+        return b"" if found is None or found.completion is None else found.completion.body
+
     async def note(self, job: Job, completion: Completion) -> None:
         await _until_stored(lambda: self._store.note(job.identity, completion))
 

@@ -37,7 +37,7 @@ from consumers.state.base import (
     StoreUnavailable,
 )
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.identity import REQUEST_ID, TENANT, is_request_id, is_tenant
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -152,6 +152,8 @@ def _tenant(message: Message, stated: object, speakers: Collection[str]) -> str:
             f"{who} may not speak for tenant {stated[:SHOWN]!r}: publish with user_id, "
             "as that tenant or as one of the setting `speakers`"
         )
+    if tenant and not is_tenant(tenant):
+        raise invalid_request(f"{'user_id' if stated is None else 'tenant'}: {TENANT}")
     return tenant
 
 

@@ -39,6 +39,8 @@ from consumers.spending import Bound, Hold, Over, Spending, Spent
 from consumers.state.base import (
     DAY_S,
     IN_BATCH,
+    UNIT_BYTES,
+    WHICH_LIMIT,
     Conflict,
     Ended,
     Granted,
@@ -82,12 +84,6 @@ UNCOUNTED_MS = 60_000
 """A request that waits for at most this time does not count towards the limits of how many requests may wait, because
 no tenant can publish very many requests in that time."""
 DEBOUNCED_KEPT_MS = 3_600_000
-UNIT_BYTES = 16 * 1024
-WHICH_LIMIT = {
-    WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
-    WaitingLimit.TOTAL: "as many requests wait as may in all",
-    WaitingLimit.REPEATED: "as many requests wait as may, this one among them",
-}
 
 
 async def refuse_if_late(job: Job, decoded: Decoded, *, breakers: Breakers, now_ms: NowMs) -> Outcome | None:

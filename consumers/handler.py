@@ -14,6 +14,8 @@ from consumers.outcomes import Deferred, Outcome, Refused, ended, ended_by
 from consumers.replies import Replies
 from consumers.settle import Failpoints
 from lanekeeper import __version__
+from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import TENANT, is_tenant
 from lanekeeper.contract.problems import RequestProblem
 from topology.lanes import LaneSpec
 
@@ -79,6 +81,9 @@ class Handler:
                 "invalid_request",
                 f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.exchange!r}",
             )
+        if (tenant := job.identity.tenant) and job.hop.is_fresh and not is_tenant(tenant):
+            which = "user_id" if tenant == job.hop.user_id else n.TENANT
+            return ended("invalid_request", f"{which}: {TENANT}; found {tenant[:80]!r}")
         if self.needs_user_id and not job.hop.user_id:
             return ended_by(user_id_missing())
         if (forbidden := self.replies.refusal(job) or self.webhooks.refusal(job)) is not None:

@@ -97,6 +97,9 @@ class Stepped:
     done: int = 0
     of: int = 0
     """So many of the step's items have ended, of so many; 0 of 0 if it has none."""
+    keeper_ms: int = 0
+    """Above 0: the state is in the store now. A message with it (`KEEPS`) goes round, for so long at first, and a
+    message without it (`LOOKS`)."""
 
     @property
     def told(self) -> str:

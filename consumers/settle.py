@@ -19,7 +19,7 @@ from typing import Any, assert_never
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
-from consumers.job import SETTLE_WITHIN_S, Job, side_priority
+from consumers.job import SETTLE_WITHIN_S, Job, side_priority, step_identity
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import (
@@ -48,7 +48,16 @@ from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery, Session
 from topology.codec.decoding import PACKED_BYTES, input_of
-from topology.codec.headers import ERRORS_KEPT, BatchHop, HopHeaders, batch_header, carried, hop_headers
+from topology.codec.headers import (
+    ERRORS_KEPT,
+    KEEPS,
+    LOOKS,
+    BatchHop,
+    HopHeaders,
+    batch_header,
+    carried,
+    hop_headers,
+)
 from topology.delays import MAX_DELAY_MS, Hop, hop
 
 NEVER_KEPT = frozenset({"idempotency_conflict"})
@@ -351,6 +360,12 @@ class Settler:
     async def _go_on(self, job: Job, outcome: Stepped) -> Outcome:
         """Publish a pipeline's message to the lane in which it goes on, through the delay exchanges, because nobody may
         publish to the due queues directly."""
+        if outcome.keeper_ms:
+            flow = replace(outcome.flow, role=KEEPS)
+            keeper = replace(outcome, flow=flow, keeper_ms=0, delay_ms=outcome.keeper_ms)
+            if (ended := await self._go_on(job, keeper)) is not keeper:
+                return ended
+            outcome = replace(outcome, flow=replace(outcome.flow, role=LOOKS), keeper_ms=0, state=b"")
         at_ms, first_hop = self.now_ms(), hop(outcome.delay_ms, self.names)
         past = HopHeaders(
             attempts=0 if outcome.of == 0 else 1,  # what a fan-out's items answer is the first attempt
@@ -379,6 +394,12 @@ class Settler:
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
         if job.is_item:
             return  # the request of its pipeline is kept
+        if (flow := job.hop.flow) is not None and flow.role == LOOKS and not job.message.body:
+            if not (state := await self.claiming.state(step_identity(job.identity, flow))):
+                raise StoreUnavailable(
+                    "the store has lost the state of a pipeline, which the message that keeps it has"
+                )
+            job.message.body = state
         letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
         key = letter.headers[n.ROUTING_KEY]
         self.failpoints.reach_soon("after_publish")

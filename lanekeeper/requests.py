@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, BinaryIO, TypedDict
 
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import REQUEST_ID, encodable, is_request_id
+from lanekeeper.contract.identity import REQUEST_ID, TENANT, encodable, is_request_id, is_tenant
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, BodyAddress, Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, InvalidArgument, TopologyMismatch
 from lanekeeper.replies import ControlRefused, Final, NoReply, NotEnded, Problem
@@ -89,6 +89,8 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
             check_argument(name, value, *_KINDS[name])
     if (id := options.get("message_id")) is not None and not is_request_id(id):
         raise InvalidArgument(f"message_id: {REQUEST_ID}")
+    if (tenant := options.get("tenant")) is not None and not is_tenant(tenant):
+        raise InvalidArgument(f"tenant: {TENANT}")
     for name in options.get("headers") or {}:
         check_argument("the name of a header", name, str)
         if len(name.encode()) > HEADER_NAME_BYTES:
@@ -114,7 +116,7 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
     ):
         if text is not None:
             headers[header] = text
-    if (tenant := options.get("tenant")) is not None and tenant != user:
+    if tenant is not None and tenant != user:
         headers[n.TENANT] = tenant
     return Message(
         body=body if isinstance(body, bytes) else _json(body),

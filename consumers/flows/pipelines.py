@@ -7,12 +7,13 @@ is stored: a step that ran before is answered from the store.
 
 A step with `each` publishes a message for each item of a list to a side queue of its lane, so that the items use the
 slots of the lane's intake. The request's own message then goes round the delay cascade, and each time looks in the
-store for the items' outcomes, until it has all.
+store for the items' outcomes, until it has all. If its state is large, it goes round without it (`LOOKS`): the state is
+in the store, and in a second message (`KEEPS`), which goes round seldom and stores it again if the store has lost it.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -24,18 +25,19 @@ from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_ms, moment_text, now_ms
 from consumers.decoding import Parsing
 from consumers.flows.handlers import PROVIDER as HANDLER
-from consumers.job import Chain, Decoded, Job, Standing, content_hash
-from consumers.outcomes import Answered, Buried, Outcome, Refused, Stepped, ended, ended_by, stopped_by
-from consumers.state.base import Completion, Found, Identity
+from consumers.job import Chain, Decoded, Job, Standing, content_hash, step_identity
+from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Stepped, ended, ended_by, stopped_by
+from consumers.spending import EVERY_TENANT
+from consumers.state.base import UNIT_BYTES, WHICH_LIMIT, Completion, Ending, Found, Identity, WaitingLimit
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, MessageTooLarge, PublishRefused, RequestProblem
 from topology.codec.decoding import UNPACKED_BYTES, Request, state_of
-from topology.codec.headers import FlowHop, HopHeaders, hop_headers
+from topology.codec.headers import KEEPS, LOOKS, FlowHop, HopHeaders, hop_headers
 from topology.delays import hop
-from topology.lanes import LaneSpec
+from topology.lanes import MIB, LaneSpec
 
 if TYPE_CHECKING:  # Jinja takes 4 MiB of memory, which a worker without pipelines can save
     from consumers.flows.templates import Expression, Template
@@ -47,12 +49,23 @@ ITEMS_AT_MOST: Final = 10_000
 AT_ONCE: Final = 64
 """How many items are published, or looked for, at the same time; and after how many that have no outcome yet the others
 are not looked for, because the items of a list begin in order."""
+BYTES_AT_ONCE: Final = 4 * MIB
+"""So much of what items are asked, or have answered, is in memory at a time, unless one is larger."""
 LEAST_WAIT_MS: Final = 100
-LONGEST_WAIT_MS: Final = 3000
+LONGEST_WAIT_MS: Final = 30_000
+SPLIT_BYTES: Final = 32 * 1024
+"""A larger state does not go round with each look."""
+ADMITTED_MS: Final = 10_000
+"""For so long a pipeline counts among those that wait, from its first delivery on."""
+KEEPER_MS: Final = 51_200
+LONGEST_KEEPER_MS: Final = 8 * KEEPER_MS
+AGAIN_TIMES: Final = 2
+"""How often the items of a fan-out may be published again because the store has lost them, on average."""
 PUBLISH_WITHIN_S: Final = 60.0
 """For so long one delivery publishes items; the next one goes on."""
 FULL_MS: Final = 1000
-"""After how long the items that found their queue full are published."""
+LONGEST_FULL_MS: Final = 10_000
+"""After how long at least and at most the items that found their queue full are published."""
 PROVIDER: Final = "pipeline"
 """The header `x-lane-provider` if the last step is a list of answers."""
 
@@ -82,6 +95,14 @@ class PipelineSpec:
 
     name: str
     steps: tuple[StepSpec, ...]
+    tenants: tuple[str, ...] = ()
+    """The tenants that may run it although it uses lanes other than that of their request; EVERY_TENANT: all."""
+
+    def uses(self, lane: LaneSpec, lanes: Mapping[str, LaneSpec]) -> Iterator[tuple[LaneSpec, str]]:
+        """The lane of each step for a request of this `lane`, and its model; empty: it has a handler."""
+        for step in self.steps:
+            of = lanes[step.lane] if step.lane else lane
+            yield of, "" if step.handler else step.model or of.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +124,8 @@ class _Look(NamedTuple):
     """So many have one in all, as far as it was looked."""
     again: list[int]
     """Those that must be published again."""
-    failed: tuple[int, Completion] | None
+    failed: int | None
+    """The first that failed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,11 +143,76 @@ class Pipelines:
     seen: Callable[[str, int], None]
     reach_soon: Callable[[str], None]
     """`Failpoints.reach_soon`"""
+    needs_rights: bool = False
+    """Whether a request's user needs a right for the lanes of its pipeline's steps. For its own lane the broker has
+    checked it."""
+    trusted: Collection[str] = ()
+    """Users that need none: they speak for others, whose rights they have checked, or are the workers' own."""
     now_ms: NowMs = now_ms
     _steps: dict[str, dict[str, _Step]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._steps = {spec.name: steps_of(spec) for spec in self.specs}
+
+    async def arrive(self, job: Job, decoded: Decoded) -> Outcome | None:
+        """The first gate, before the claim: checks what a request that begins may, and how many wait; and ends here the
+        deliveries of the message that keeps a pipeline's state. Raises StoreUnavailable."""
+        flow = job.hop.flow
+        if flow is None:
+            return await self._begin(job, decoded) if decoded.request.pipeline and job.hop.is_fresh else None
+        return await self._keep(job, flow) if flow.role == KEEPS else None
+
+    async def _begin(self, job: Job, decoded: Decoded) -> Outcome | None:
+        spec = next(spec for spec in self.specs if spec.name == decoded.request.pipeline)
+        if (refused := self._refused(job, spec, decoded.lane)) is not None:
+            return refused
+        if not any(step.each for step in spec.steps):
+            return None
+        limit = await self._count(job, len(decoded.request.body), ADMITTED_MS)
+        if limit is WaitingLimit.WITHIN or await self.claiming.has_ended(job):
+            return None
+        detail = f"{WHICH_LIMIT[limit]}: wait until some of its pipelines or delayed requests have ended"
+        return Refused(RequestProblem("too_many_waiting", detail), is_repeat=limit is WaitingLimit.REPEATED)
+
+    def _refused(self, job: Job, spec: PipelineSpec, lane: LaneSpec) -> Outcome | None:
+        user, tenant = job.hop.user_id, job.identity.tenant
+        needs_right = self.needs_rights and user not in self.trusted
+        is_granted = tenant in spec.tenants or EVERY_TENANT in spec.tenants
+        for of, model in spec.uses(lane, self.lanes):
+            if needs_right and not is_granted and of.name != lane.name:
+                return ended(
+                    "invalid_request",
+                    f"header {n.PIPELINE}: {spec.name} has a step in lane {of.name}, so tenant {tenant[:80]!r} may run "
+                    f"it only if pipelines.{spec.name}.tenants lists it",
+                )
+            if model and of.models is not None and model not in of.models:
+                return ended(
+                    "forbidden_model", f"pipeline {spec.name}: model {model!r} is not allowed in lane {of.name}"
+                )
+        return None
+
+    async def _count(self, job: Job, size: int, for_ms: int) -> WaitingLimit:
+        """Count what waits in the broker for so long."""
+        weight, until_ms = 1 + size // UNIT_BYTES, self.now_ms() + for_ms
+        return await self.claiming.reserve(job, weight=weight, until_ms=until_ms)
+
+    async def _keep(self, job: Job, flow: FlowHop) -> Outcome:
+        kept = step_identity(job.identity, flow)
+        request, state = await self.claiming.endings([job.identity, kept])
+        is_there = state is not None and state.size > 0
+        left_ms = flow.deadline_ms - self.now_ms()
+        if left_ms <= 0 or (request is not None and request.is_over):
+            # what it came to may have still to be put into `lane.dead`, for which the state is needed
+            is_parked = request is not None and request.code != "" and PROBLEMS[request.code].parked
+            if is_there != is_parked:
+                body = job.message.body if is_parked else b""
+                await self.claiming.keep_state(kept, body, deadline_ms=flow.deadline_ms)
+            return Refused(RequestProblem("superseded", "its pipeline has ended"), is_repeat=True)
+        if not is_there:
+            await self.claiming.keep_state(kept, job.message.body, deadline_ms=flow.deadline_ms)
+        delay_ms = min(left_ms, _keeper_ms(self.now_ms() - flow.since_ms))
+        await self._count(job, len(job.message.body), delay_ms)
+        return Deferred(delay_ms=delay_ms, reason="keeps the state")
 
     async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
         """The gate of pipelines: makes the request of the step at which a pipeline stands; or, without an attempt, goes
@@ -153,6 +240,8 @@ class Pipelines:
 
     async def _enter_step(self, job: Job, decoded: Decoded, steps: Mapping[str, _Step], step: _Step) -> Outcome | None:
         flow, body = job.hop.flow, decoded.request.body
+        if flow is not None and flow.role == LOOKS:
+            body = job.message.body  # empty until it is needed
         state = state_of(body) if flow is None or not flow.input_bytes else body
         first = flow or FlowHop(
             step=step.spec.name,
@@ -166,7 +255,9 @@ class Pipelines:
         lane = step.spec.lane or first.routing_key.partition(".")[0]
         if lane != job.lane_name and step.each is None:
             return self._moved(job, lane)
-        if (before := await self._before(job)) is not None:
+        if step.each is not None and flow is not None and 0 < flow.of <= flow.items:
+            return await self._wait(job, decoded, step, lane)
+        if step.each is None and (before := await self._before(job)) is not None:
             if job.standing.following is not None:
                 return self._stepped(job, output_of(before.body, step.spec), None)
             return Answered(
@@ -174,6 +265,28 @@ class Pipelines:
                 model=str(before.headers.get(n.MODEL, "")),
                 provider=str(before.headers.get(n.PROVIDER, "")),
             )
+        if not await self._has_state(job):
+            return await self._round(job, job.standing.flow, KEEPER_MS)
+        values = await self._values(job, decoded)
+        if step.each is not None:
+            return await self._fan_out(job, step, lane, values)
+        request = self._request(decoded.request, step, decoded.lane, values)
+        chain = Chain() if request.handler else self.chain_of(lane, job.identity.tenant, request.model)
+        job.decoded = Decoded(request, decoded.lane, chain)
+        return None
+
+    async def _has_state(self, job: Job) -> bool:
+        """Whether the state is here; of a message that goes round without it, whether the store has it."""
+        assert job.standing is not None
+        if not job.standing.state:
+            job.message.body = await self.claiming.state(job.standing.identity(job.identity))
+            job.standing = replace(job.standing, state=job.message.body)
+        return job.standing.state != b""
+
+    async def _values(self, job: Job, decoded: Decoded) -> dict[str, Any]:
+        """The input and the outputs so far. Raises RequestProblem."""
+        assert job.standing is not None
+        state = job.standing.state
         read = partial(jiter.from_json, state, cache_mode="none")
         try:
             found = await self.parsing.run(read, rank=(decoded.lane.rank, len(state)))
@@ -181,13 +294,7 @@ class Pipelines:
             raise RequestProblem(
                 "invalid_request", "its input or an output is nested too deeply to be given to a step"
             ) from None
-        values = {INPUT: found["input"], **found["outputs"]}
-        if step.each is not None:
-            return await self._fan_out(job, step, lane, values)
-        request = self._request(decoded.request, step, decoded.lane, values)
-        chain = Chain() if request.handler else self.chain_of(lane, job.identity.tenant, request.model)
-        job.decoded = Decoded(request, decoded.lane, chain)
-        return None
+        return {INPUT: found["input"], **found["outputs"]}
 
     async def _before(self, job: Job) -> Completion | None:
         """The stored outcome of the step, if it ran before."""
@@ -245,15 +352,36 @@ class Pipelines:
         assert standing.following is not None
         state = with_output(standing.state, standing.step, output)
         following = self._lane_of(job, standing.following)
-        flow = replace(standing.flow, step=standing.following, items=0, done=0, since_ms=0)
+        flow = replace(standing.flow, step=standing.following, items=0, done=0, since_ms=0, of=0, again=0, role="")
         return Stepped(flow=flow, state=state, lane=following, step=standing.step, answer=answer)
 
-    def _moved(self, job: Job, lane: str, *, flow: FlowHop | None = None, delay_ms: int = 0, of: int = 0) -> Stepped:
+    def _moved(self, job: Job, lane: str) -> Stepped:
         standing = job.standing
         assert standing is not None
-        flow = flow or standing.flow
+        return Stepped(flow=standing.flow, state=standing.state, lane=lane, step=standing.step)
+
+    async def _round(self, job: Job, flow: FlowHop, delay_ms: int, *, ended: int | None = None) -> Stepped:
+        """The message of a fan-out goes round, for so long. `ended`: how many of its items have, if others than those
+        of `FlowHop.done`. Raises StoreUnavailable."""
+        standing = job.standing
+        assert standing is not None
+        state, keeper_ms = standing.state, 0
+        if flow.role == LOOKS:
+            state = b""
+        elif len(state) > SPLIT_BYTES:
+            await self.claiming.keep_state(standing.identity(job.identity), state, deadline_ms=flow.deadline_ms)
+            keeper_ms = KEEPER_MS
+        if delay_ms >= FULL_MS:
+            await self._count(job, flow.of // AT_ONCE * UNIT_BYTES + len(state), max(delay_ms, keeper_ms))
         return Stepped(
-            flow=flow, state=standing.state, lane=lane, step=standing.step, delay_ms=delay_ms, done=flow.done, of=of
+            flow=flow,
+            state=state,
+            lane=job.lane_name,
+            step=standing.step,
+            delay_ms=delay_ms,
+            done=flow.done if ended is None else ended,
+            of=flow.of,
+            keeper_ms=keeper_ms,
         )
 
     def _lane_of(self, job: Job, step: str) -> str:
@@ -277,38 +405,71 @@ class Pipelines:
             raise RequestProblem("too_large", f"each: {len(items)} items, allowed are {ITEMS_AT_MOST}")
         flow = job.standing.flow
         goes_on = flow.since_ms != 0
-        flow = replace(flow, since_ms=flow.since_ms or self.now_ms())
+        flow = replace(flow, since_ms=flow.since_ms or self.now_ms(), of=len(items))
+        if not items:
+            return await self._join(job, step, 0)
+        if goes_on:
+            await self._fail_with_its_items(job, step, await self._look(job, step, flow))
         number = _side_of(job.identity.tenant, self.lanes[lane])
         item_of = partial(self._item, job, step, lane, values, items)
-        if flow.items < len(items):
-            clock = asyncio.get_running_loop().time
-            until_s = clock() + PUBLISH_WITHIN_S
-            asks = job.redelivered or job.hop.dead_at is not None
-            while flow.items < len(items):
-                if job.stopped is not None:
-                    return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
-                some = range(flow.items, min(flow.items + AT_ONCE, len(items)))
-                found = await self._find(job, step, some) if asks or goes_on else [None] * len(some)
-                new = [(k, was) for k, was in zip(some, found, strict=True) if self._is_missing(job, was)]
-                for part in (new[:1], new[1:]) if goes_on else (new,):  # one shows whether the queue is still full
-                    if not await self._publish(job, lane, number, [item_of(k, was) for k, was in part]):
-                        return self._moved(job, job.lane_name, flow=flow, delay_ms=FULL_MS, of=len(items))
-                flow, goes_on = replace(flow, items=some.stop), False
-                if clock() >= until_s:
-                    break
-            return self._moved(job, job.lane_name, flow=flow, delay_ms=LEAST_WAIT_MS, of=len(items))
-        look = await self._look(job, step, flow, len(items))
-        if look.failed is not None and step.spec.on_failure == "fail":
-            raise _item_failed(*look.failed)
-        if look.done == len(items):
-            return await self._join(job, step, items)
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + PUBLISH_WITHIN_S
+        asks = job.redelivered or job.hop.dead_at is not None
+        while flow.items < flow.of:
+            if job.stopped is not None:
+                return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
+            some = range(flow.items, min(flow.items + AT_ONCE, flow.of))
+            found = await self._endings(job, some) if asks or goes_on else [None] * len(some)
+            new = [(k, was) for k, was in zip(some, found, strict=True) if self._is_missing(job, was)]
+            for part in (new[:1], new[1:]) if goes_on else (new,):  # one shows whether the queue is still full
+                if not await self._publish(job, lane, number, (item_of(k, was) for k, was in part)):
+                    since_ms = self.now_ms() - flow.since_ms
+                    return await self._round(job, flow, max(FULL_MS, min(LONGEST_FULL_MS, since_ms // 4)))
+            flow, goes_on = replace(flow, items=some.stop), False
+            if clock() >= until_s:
+                break
+        return await self._round(job, flow, LEAST_WAIT_MS)
+
+    async def _wait(self, job: Job, decoded: Decoded, step: _Step, lane: str) -> Outcome:
+        """All items were published: join what they have come to, or look again later."""
+        assert job.standing is not None
+        flow = job.standing.flow
+        look = await self._look(job, step, flow)
+        needs_state = look.again or look.done == flow.of or (look.failed is not None and step.spec.on_failure == "fail")
+        if needs_state and not await self._has_state(job):
+            return await self._round(job, flow, KEEPER_MS)
+        await self._fail_with_its_items(job, step, look)
+        if look.done == flow.of:
+            return await self._join(job, step, flow.of)
         if look.again:
-            found = await self._find(job, step, look.again)
-            again = [item_of(k, one) for k, one in zip(look.again, found, strict=True)]
+            flow = replace(flow, again=flow.again + len(look.again))
+            if flow.again > AGAIN_TIMES * flow.of:
+                raise RequestProblem(
+                    "internal", "the store loses what its items have come to: was it emptied, or is it too small?"
+                )
+            items = await self._items(job, decoded, step)
+            item_of = partial(self._item, job, step, lane, *items)
+            number = _side_of(job.identity.tenant, self.lanes[lane])
+            found = await self._endings(job, look.again)
+            known = len(items[1])  # the settings may have changed
+            again = (item_of(k, was) for k, was in zip(look.again, found, strict=True) if k < known)
             await self._publish(job, lane, number, again)
-        delay_ms = _pause_ms(self.now_ms() - flow.since_ms, look.ended, len(items))
-        moved = self._moved(job, job.lane_name, flow=replace(flow, done=look.done), delay_ms=delay_ms, of=len(items))
-        return replace(moved, done=look.ended)
+        delay_ms = FULL_MS if look.again else _pause_ms(self.now_ms() - flow.since_ms, look.ended, flow.of)
+        return await self._round(job, replace(flow, done=look.done), delay_ms, ended=look.ended)
+
+    async def _items(self, job: Job, decoded: Decoded, step: _Step) -> tuple[Mapping[str, Any], Sequence[Any]]:
+        """The values of a step's templates, and its list. Raises RequestProblem."""
+        assert step.each is not None
+        values = await self._values(job, decoded)
+        return values, _filled_in(partial(step.each.value, values))
+
+    async def _fail_with_its_items(self, job: Job, step: _Step, look: _Look) -> None:
+        """Raises RequestProblem if an item has failed, and the step fails with it."""
+        if look.failed is None or step.spec.on_failure != "fail":
+            return
+        (found,) = await self._find(job, [look.failed])
+        if found is not None and found.completion is not None and found.completion.status == "error":
+            raise _item_failed(look.failed, found.completion)
 
     def _item(
         self,
@@ -318,14 +479,14 @@ class Pipelines:
         values: Mapping[str, Any],
         items: Sequence[Any],
         k: int,
-        was: Found | None,
+        was: Ending | None,
     ) -> Message:
         """The message of one item. Raises RequestProblem."""
         assert job.decoded is not None
         assert job.standing is not None
         request = self._request(job.decoded.request, step, self.lanes[lane], {**values, ITEM: items[k], NUMBER: k + 1})
         at_ms = self.now_ms()
-        past = None if was is None or was.completion is None else moment_text(was.completion.ended_ms)
+        past = None if was is None or was.status is None else moment_text(was.ended_ms)
         here = HopHeaders(
             first_seen_ms=at_ms,
             user_id=job.hop.user_id,
@@ -352,9 +513,20 @@ class Pipelines:
             app_id=job.message.app_id,
         )
 
-    async def _publish(self, job: Job, lane: str, number: int | None, items: Sequence[Message]) -> bool:
+    async def _publish(self, job: Job, lane: str, number: int | None, items: Iterable[Message]) -> bool:
         """Publish these items, and note each in the store: what the store does not know was not published, or the store
         has lost it. Returns whether their queue had room for all."""
+        some, size = list[Message](), 0
+        for item in items:
+            some.append(item)
+            size += len(item.body)
+            if size >= BYTES_AT_ONCE:
+                if not await self._publish_together(job, lane, number, some):
+                    return False
+                some, size = [], 0
+        return await self._publish_together(job, lane, number, some)
+
+    async def _publish_together(self, job: Job, lane: str, number: int | None, items: Sequence[Message]) -> bool:
         key = ".".join((lane, *job.routing_key.split(".")[1:]))
         assert job.standing is not None
         deadline_ms = job.standing.flow.deadline_ms
@@ -382,64 +554,72 @@ class Pipelines:
                 raise error
         return not errors
 
-    async def _find(self, job: Job, step: _Step, numbers: Sequence[int]) -> list[Found | None]:
+    def _identities(self, job: Job, numbers: Sequence[int]) -> list[Identity]:
         assert job.standing is not None
         prefix = job.standing.identity(job.identity)
-        identities = [Identity(prefix.tenant, f"{prefix.id}.{k + 1}") for k in numbers]
-        return list(await asyncio.gather(*map(self.claiming.find, identities)))
+        return [Identity(prefix.tenant, f"{prefix.id}.{k + 1}") for k in numbers]
 
-    def _is_missing(self, job: Job, found: Found | None) -> bool:
+    async def _find(self, job: Job, numbers: Sequence[int]) -> list[Found | None]:
+        return list(await asyncio.gather(*map(self.claiming.find, self._identities(job, numbers))))
+
+    async def _endings(self, job: Job, numbers: Sequence[int]) -> Sequence[Ending | None]:
+        return await self.claiming.endings(self._identities(job, numbers))
+
+    def _is_missing(self, job: Job, end: Ending | None) -> bool:
         """Whether an item must be published (again): the store does not know it (any more); or it ended with an error
         in a run of the pipeline before this one, or because that one had ended."""
-        if found is None:
+        if end is None:
             return True
-        end = found.completion
-        if end is None or end.status == "ok":
+        if end.status != "error":
             return False
         dead_ms = moment_ms(job.hop.dead_at)
         return end.code == "cancelled" or (dead_ms is not None and end.ended_ms <= dead_ms)
 
-    async def _look(self, job: Job, step: _Step, flow: FlowHop, count: int) -> _Look:
-        done = min(flow.done, count)  # the settings may have changed, and the list be shorter now
+    async def _look(self, job: Job, step: _Step, flow: FlowHop) -> _Look:
+        count = min(flow.of, flow.items)
+        done = min(flow.done, count)
         ended_count, again, failed = done, list[int](), None
         waiting = 0
         for begin in range(done, count, AT_ONCE):
             some = range(begin, min(begin + AT_ONCE, count))
-            for k, found in zip(some, await self._find(job, step, some), strict=True):
-                if found is None or (found.completion and _is_left(found.completion, flow)):
+            for k, end in zip(some, await self._endings(job, some), strict=True):
+                if end is None or _is_left(end, flow):
                     again.append(k)
                     waiting += 1
-                elif found.completion is None or self._is_missing(job, found):
+                elif end.status is None or self._is_missing(job, end):
                     waiting += 1
                 else:
                     done += done == k
                     ended_count += 1
-                    if found.completion.status == "error" and failed is None:
-                        failed = k, found.completion
+                    if end.status == "error" and failed is None:
+                        failed = k
             if waiting >= AT_ONCE:
                 break
         return _Look(done, ended_count, again, failed)
 
-    async def _join(self, job: Job, step: _Step, items: Sequence[Any]) -> Outcome:
-        """All items have ended: their outputs, in order, are the step's."""
+    async def _join(self, job: Job, step: _Step, count: int) -> Outcome:
+        """All items have ended: their outputs, in order, are the step's. Their outcomes are fetched a few at a time."""
         pieces, size = list[bytes](), 0
-        last = job.standing is not None and job.standing.following is None
-        for begin in range(0, len(items), AT_ONCE):
-            some = range(begin, min(begin + AT_ONCE, len(items)))
-            for found in await self._find(job, step, some):
-                if found is None or found.completion is None:  # the store has lost it since
-                    assert job.standing is not None
-                    flow = replace(job.standing.flow, done=0)
-                    return self._moved(job, job.lane_name, flow=flow, delay_ms=LEAST_WAIT_MS, of=len(items))
-                end = found.completion
-                if end.status == "error" and step.spec.on_failure == "skip":
-                    continue
-                pieces.append(end.body if end.status == "error" else output_of(end.body, step.spec))
-                size += len(pieces[-1]) + 1
-                if size > UNPACKED_BYTES:
-                    raise _too_large(size)
+        assert job.standing is not None
+        for begin in range(0, count, AT_ONCE):
+            some = range(begin, min(begin + AT_ONCE, count))
+            ends = await self._endings(job, some)
+            wanted: list[tuple[int, int]] = []
+            for k, end in zip(some, ends, strict=True):
+                if end is None or end.status is None:  # the store has lost it since
+                    return await self._round(job, replace(job.standing.flow, done=0), LEAST_WAIT_MS)
+                if end.status == "ok" or step.spec.on_failure != "skip":
+                    wanted.append((k, end.size))
+            for numbers in _together(wanted):
+                for found in await self._find(job, numbers):
+                    if found is None or (came := found.completion) is None:
+                        return await self._round(job, replace(job.standing.flow, done=0), LEAST_WAIT_MS)
+                    pieces.append(came.body if came.status == "error" else output_of(came.body, step.spec))
+                    size += len(pieces[-1]) + 1
+                    if size > UNPACKED_BYTES:
+                        raise _too_large(size)
         output = b"[" + b",".join(pieces) + b"]"
-        if last:
+        if job.standing.following is None:
             model = step.spec.handler or step.spec.model or self.lanes[self._lane_of(job, step.spec.name)].model
             return Answered(body=output, model=model, provider=PROVIDER)
         return self._stepped(job, output, None)
@@ -486,7 +666,20 @@ def output_of(body: bytes, spec: StepSpec | None, *, is_handler: bool = False) -
     return json.dumps(text, ensure_ascii=False).encode(errors="replace")
 
 
-def _is_left(end: Completion, flow: FlowHop) -> bool:
+def _together(sizes: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Divide numbers, each given with its bytes, so that if possible they have no more than `BYTES_AT_ONCE`."""
+    some, sum_bytes = list[int](), 0
+    for number, size in sizes:
+        if some and (sum_bytes + size > BYTES_AT_ONCE or len(some) >= AT_ONCE):
+            yield some
+            some, sum_bytes = [], 0
+        some.append(number)
+        sum_bytes += size
+    if some:
+        yield some
+
+
+def _is_left(end: Ending, flow: FlowHop) -> bool:
     """Whether an item of an earlier run of the pipeline was left because that run had ended, although this one has
     begun."""
     return end.code == "cancelled" and end.ended_ms >= flow.since_ms
@@ -523,6 +716,14 @@ def _side_of(tenant: str, lane: LaneSpec) -> int | None:
     """The side queue in which workers look for room for this tenant first; None if the lane has none."""
     numbers = range(lane.side_queues)
     return min(numbers, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest(), default=None)
+
+
+def _keeper_ms(since_ms: int) -> int:
+    """A power of two, so that the message passes one queue of the delay cascade."""
+    delay_ms = KEEPER_MS
+    while delay_ms < min(LONGEST_KEEPER_MS, since_ms // 4):
+        delay_ms *= 2
+    return delay_ms
 
 
 def _pause_ms(since_ms: int, done: int, count: int) -> int:

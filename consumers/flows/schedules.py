@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from itertools import takewhile
 from typing import Any, Final, Literal
 from zoneinfo import ZoneInfo
@@ -56,9 +56,14 @@ class ScheduleSpec:
     def after(self, at_ms: int) -> Iterator[int]:
         """The times after `at_ms` at which it fires, in ms since 1970. Around a change of summer time it does as
         Debian's cron: what falls into the skipped hour runs after it, what falls into the repeated one runs once."""
-        since = datetime.fromtimestamp(at_ms / 1000, ZoneInfo(self.timezone))
-        for at in CronSim(self.cron, since.replace(fold=0)):  # from inside the repeated hour it goes back to the first
-            if (found_ms := round(1000 * at.timestamp())) > at_ms:
+        zone = ZoneInfo(self.timezone)
+        since = datetime.fromtimestamp(at_ms / 1000, zone).replace(fold=0)
+        # cronsim does so itself only for five fields: it is given local times without a zone
+        is_at_hours = not any(field.startswith("*") for field in self.cron.split()[-5:-3])
+        for at in CronSim(self.cron, since.replace(tzinfo=None) if is_at_hours else since):
+            found_ms = round(1000 * (_after_skipped(at, zone) if is_at_hours else at).timestamp())
+            if found_ms > at_ms:
+                at_ms = found_ms
                 yield found_ms
 
     def due(self, last_ms: int, now_ms: int) -> list[int]:
@@ -100,6 +105,13 @@ class ScheduleSpec:
             "paused": None if pause is None else pause.told,
             **told,
         }
+
+
+def _after_skipped(at: datetime, zone: ZoneInfo) -> datetime:
+    """A local time in its zone: the first of two, or the next one if it is in a skipped hour."""
+    while (found := at.replace(tzinfo=zone)).astimezone(UTC).astimezone(zone).replace(tzinfo=None) != at:
+        at += timedelta(minutes=1)
+    return found
 
 
 class Schedules:

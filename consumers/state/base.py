@@ -221,6 +221,14 @@ class WaitingLimit(StrEnum):
     """A limit is reached, but this same message is counted already: it was published twice."""
 
 
+UNIT_BYTES = 16 * 1024
+WHICH_LIMIT = {
+    WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
+    WaitingLimit.TOTAL: "as many requests wait as may in all",
+    WaitingLimit.REPEATED: "as many requests wait as may, this one among them",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
     """Whether an amount was counted as used of an allowance, and how much of it is used in this period now."""
@@ -552,8 +560,9 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         only this message, not the request that owns the id.
         """
 
-    async def note(self, identity: Identity, completion: Completion) -> None:
-        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read.
+    async def note(self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
+        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read; in
+        place of what was noted before.
 
         A valid message with the same id is still granted a claim. Nothing is stored if the request was claimed or
         deferred, or has ended.

@@ -1,10 +1,12 @@
-"""Text from outside: ids of requests (`message_id`), words of providers, URLs of brokers."""
+"""Text from outside: ids of requests (`message_id`), tenants, words of providers, URLs of brokers."""
 
 import re
 
 REQUEST_ID = "allowed are 1 to 128 of A-Z a-z 0-9 . _ : -"
 ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 _ID = re.compile(ID_PATTERN)
+TENANT = "allowed are 1 to 128 letters, digits and . _ : @ / -"
+_TENANT = re.compile(r"[\w.:@/-]{1,128}")
 _WORD = re.compile(r"[A-Za-z0-9._:/@-]{1,100}")
 _BETWEEN_URLS = re.compile(r"\s*,\s*(?=amqps?://)")
 
@@ -12,6 +14,11 @@ _BETWEEN_URLS = re.compile(r"\s*,\s*(?=amqps?://)")
 def is_request_id(text: str) -> bool:
     """Whether a `message_id` is allowed."""
     return _ID.fullmatch(text) is not None
+
+
+def is_tenant(text: str) -> bool:
+    """Whether a tenant (`user_id`, `x-lane-tenant`, the tenant of a key) may have this name."""
+    return _TENANT.fullmatch(text) is not None
 
 
 def is_word(text: str) -> bool:

@@ -238,6 +238,13 @@ def new_key(
     models: Annotated[
         Texts, typer.Option("--model", help="A model that calls may name; can be repeated. Default: all.")
     ] = None,
+    pipelines: Annotated[
+        Texts,
+        typer.Option(
+            "--pipeline",
+            help="A pipeline that calls may run although it uses other lanes or models; can be repeated.",
+        ),
+    ] = None,
     expires: Annotated[
         datetime | None, instant("--expires", "When the key expires, such as 2027-01-31T18:00:00Z.")
     ] = None,
@@ -256,20 +263,25 @@ def new_key(
 
     Example:  lanekeeper key new crm --lane normal --lane batch
     """
+    from lanekeeper.contract.identity import TENANT
     from service.config.value_types import read_tenant
     from service.gateway import access
 
     try:
         read_tenant(tenant)
     except ValueError:
-        raise typer.BadParameter(
-            "a name of 1 to 255 characters that can be printed, without * and without spaces around it",
-            param_hint="TENANT",
-        ) from None
+        raise typer.BadParameter(TENANT, param_hint="TENANT") from None
     key = access.new_key()
     hashed = access.hash_of(key)
     until = None if expires is None else expires.isoformat()
-    given = {"tenant": tenant, "lanes": lanes, "models": models, "expires": until, "operator": operator}
+    given = {
+        "tenant": tenant,
+        "lanes": lanes,
+        "models": models,
+        "pipelines": pipelines,
+        "expires": until,
+        "operator": operator,
+    }
     allowed = {name: value for name, value in given.items() if value}
     if json:
         print(json_text.dumps({"key": key, "keys": {hashed: allowed}}))

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from consumers.flows.handlers import HandlerSpec
 from consumers.flows.pipelines import INPUT, ITEM, NUMBER, OnFailure, PipelineSpec, StepSpec
-from service.config.value_types import NAME, Disagreement, Section, clash, mask, matching, wrong
+from service.config.value_types import NAME, Disagreement, Section, UserNames, clash, mask, matching, wrong
+from topology.lanes import LaneSpec
 
 _RUN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
 THE_MODEL = "messages"
@@ -88,6 +89,9 @@ class PipelineSettings(Section):
     steps: Steps = ()
     """The steps, in order: in TOML a `[[pipelines.NAME.steps]]` each. Example: [{"name": "summary", "prompt": "Sum up:
     {{ input.text }}"}]"""
+    tenants: UserNames = ()
+    """The tenants that may run it although it has steps in other lanes than that of their request, where requests need
+    `user_id`; `*`: all. Example: crm"""
 
     def disagreements(self) -> Iterator[Disagreement]:
         if not self.steps:
@@ -101,7 +105,7 @@ class PipelineSettings(Section):
             known.append(step.name)
 
     def spec(self, name: str) -> PipelineSpec:
-        return PipelineSpec(name, self.steps)
+        return PipelineSpec(name, self.steps, self.tenants)
 
 
 def _wrong_in(step: StepSpec, known: Sequence[str], later: Sequence[str]) -> Iterator[str]:
@@ -135,11 +139,15 @@ def _wrong_in(step: StepSpec, known: Sequence[str], later: Sequence[str]) -> Ite
 
 
 def wrong_references(
-    pipelines: Mapping[str, PipelineSettings], *, handlers: Collection[str], lanes: Collection[str]
+    pipelines: Mapping[str, PipelineSettings], *, handlers: Collection[str], lanes: Mapping[str, LaneSpec]
 ) -> Iterator[Disagreement]:
-    """Find handlers and lanes that steps name, and that are not declared."""
+    """Find handlers and lanes that steps name, and that are not declared, and models that their lane does not allow."""
     for name, pipeline in pipelines.items():
         for step in pipeline.steps:
+            lane = lanes.get(step.lane)
+            if lane is not None and lane.models is not None and step.model and step.model not in lane.models:
+                text = f"step {step.name[:40]!r}: model {step.model[:80]!r} is not allowed in lane {lane.name}"
+                yield Disagreement(text, at=(("pipelines", name, "steps"),), by=(("lanes", lane.name, "models"),))
             for kind, word, known in (("handler", step.handler, handlers), ("lane", step.lane, lanes)):
                 if word and word not in known:
                     text = f"step {step.name[:40]!r}: {kind} {word[:40]!r} is not declared"

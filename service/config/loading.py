@@ -310,6 +310,10 @@ def _lanes(settings: Settings) -> Iterator[Disagreement]:
             if name not in at:
                 text = f"the key of {key.tenant} names the lane {name[:80]!r}; {there}"
                 yield Disagreement(text, at=(("gateway", "keys"),), by=(("lanes", name),))
+        for name in key.pipelines:
+            if name not in settings.pipelines:
+                text = f"the key of {key.tenant} names the pipeline {name[:80]!r}, which is not declared"
+                yield Disagreement(text, at=(("gateway", "keys"),), by=(("pipelines", name),))
     shares = settings.budget_spec().shares
     if (total := sum(shares.values())) > 1 + 1e-9:
         listed = ", ".join(f"{lane} {share * 100:.4g} %" for lane, share in shares.items())

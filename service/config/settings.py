@@ -397,6 +397,8 @@ class GatewayKey:
     """The lanes that calls may name; the first is that of calls that name none. None: all."""
     models: tuple[str, ...] | None = None
     """The models that calls may name. None: all."""
+    pipelines: tuple[str, ...] = ()
+    """The pipelines that calls may run also if the key does not allow the lanes and models of their steps."""
     expires_at: float | None = None
     """From when on the key is not valid any longer (seconds since 1970). None: it does not expire."""
     name: str = ""
@@ -407,13 +409,15 @@ class GatewayKey:
 
 
 def _key(value: Mapping[str, Any]) -> GatewayKey:
-    if not value.keys() <= {"tenant", "lanes", "models", "expires", "operator", "name"}:
+    if not value.keys() <= {"tenant", "lanes", "models", "pipelines", "expires", "operator", "name"}:
         raise ValueError
     given: dict[str, Any] = {"tenant": types.read_tenant(value["tenant"])}
     if "lanes" in value:
         given["lanes"] = types.not_empty(tuple(words(value["lanes"])))
     if "models" in value:
         given["models"] = types.read_models(value["models"])
+    if "pipelines" in value:
+        given["pipelines"] = types.not_empty(tuple(words(value["pipelines"])))
     if "expires" in value:
         given["expires_at"] = _moment(value["expires"]).timestamp()
     if "name" in value:
@@ -444,8 +448,9 @@ KeyTable = Annotated[
         matching(_HASH, "the SHA-256 of a key"),
         _key,
         "for each key's SHA-256 (`lanekeeper key new` prints it) a table: tenant, and perhaps lanes (the first is the "
-        "default; without a list all), models, name, expires (a time with its zone, such as 2027-01-31T18:00:00Z), and "
-        "operator (no, look or act: whether it may see or change what all tenants' requests do); in the environment "
+        "default; without a list all), models, pipelines (those that may use other lanes and models), name, "
+        "expires (a time with its zone, such as 2027-01-31T18:00:00Z), and operator (no, look or act: whether it may "
+        "see or change what all tenants' requests do); in the environment "
         "as JSON",
     ),
     Field(max_length=KEYS_AT_MOST),
@@ -461,7 +466,8 @@ class GatewaySettings(Section):
     port: Number[int] = Field(default=8080, ge=0, le=65_535)
     """The port on which the server listens; 0: any free port."""
     keys: KeyTable = Field(default={})
-    """For the SHA-256 of each API key: tenant, lanes, models, when it expires, and whether it is an operator's. None:
+    """For the SHA-256 of each API key: tenant, lanes, models, pipelines, when it expires, and whether it is an
+    operator's. None:
     all programs on this machine may call. A changed file is read again. Example:
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     origins: types.Origins = ()

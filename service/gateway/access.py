@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from multidict import MultiMapping
 
+from consumers.flows.pipelines import PipelineSpec
+from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
@@ -205,4 +207,24 @@ def require_allowed_model(models: Collection[str] | None, model: str) -> None:
         allowed = ", ".join(models)
         raise RequestProblem(
             "forbidden_model", f"model {model[:80]!r} is not allowed for this caller; allowed: {allowed}"
+        )
+
+
+def require_allowed_pipeline(
+    caller: GatewayKey, pipeline: PipelineSpec, lane: LaneSpec, lanes: Mapping[str, LaneSpec]
+) -> None:
+    """Raise ApiError 403 unless the key allows the lane and the model of every step, or the pipeline by its name."""
+    if pipeline.name in caller.pipelines:
+        return
+    for of, model in pipeline.uses(lane, lanes):
+        if caller.lanes is not None and of.name not in caller.lanes:
+            wrong = f"lane {of.name}"
+        elif model and caller.models is not None and model not in caller.models:
+            wrong = f"model {model!r}"
+        else:
+            continue
+        raise ApiError(
+            403,
+            f"header {n.PIPELINE}: {pipeline.name} uses {wrong}, which this key does not allow; the key may name the "
+            "pipeline itself (pipelines)",
         )

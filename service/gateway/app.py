@@ -95,7 +95,7 @@ class Gateway:
             cancel_abandoned=spec.cancel_abandoned,
             names_keys=bool(settings.caps.keys),
             handlers=settings.handlers.keys(),
-            pipelines=settings.pipelines.keys(),
+            pipelines={spec.name: spec for spec in settings.pipeline_specs()},
         )
         bodies = Bodies(
             call_reader,

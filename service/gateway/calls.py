@@ -18,13 +18,14 @@ import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO, Final
 
 import jiter
 from aiohttp import web
 from multidict import MultiMapping
 
+from consumers.flows.pipelines import PipelineSpec
 from consumers.job import content_hash
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
@@ -32,7 +33,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import invalid_request
 from lanekeeper.requests import ANSWER_LATE_S, Options
 from service.config.settings import GatewayKey
-from service.gateway.access import lane_of, only_value, require_allowed_model
+from service.gateway.access import lane_of, only_value, require_allowed_model, require_allowed_pipeline
 from service.gateway.problems import ApiError
 from service.gateway.server import Connection
 from service.gateway.shares import SharedLimit, Shares, Taken
@@ -125,7 +126,7 @@ class CallReader:
     names_keys: bool = False
     """Whether requests name the caller's key, because there are caps for keys."""
     handlers: Collection[str] = ()
-    pipelines: Collection[str] = ()
+    pipelines: Mapping[str, PipelineSpec] = field(default_factory=dict)
 
     def read(
         self,
@@ -167,12 +168,14 @@ class CallReader:
             now_ms=now_ms,
             raw=body,
             handlers=self.handlers,
-            pipelines=self.pipelines,
+            pipelines=self.pipelines.keys(),
         )
         options = Options(message_id=request_id, headers=headers)
         if handler is not None:
             options["handler"] = handler
-        elif pipeline is None:
+        elif request.pipeline:
+            require_allowed_pipeline(caller, self.pipelines[request.pipeline], lane, self.lanes)
+        else:
             require_allowed_model(caller.models, request.model)
         if caller.tenant is not None:
             options["tenant"] = caller.tenant

@@ -766,6 +766,8 @@ def _pipelines(
         chain_of=Routes(settings.routes_spec(), priced=settings.prices.table().models).of,
         seen=seen,
         reach_soon=settler.failpoints.reach_soon,
+        needs_rights=settings.needs_user_id,
+        trusted={*settings.speakers, settings.credentials[0]},
     )
 
 
@@ -798,6 +800,7 @@ def _handler(
     batch_gate = gates.BatchGate(breakers, estimate=budgeting.budget_gate.amounts, has_batches=has_batches)
     return Handler(
         gates=(
+            Gate(pipelines.arrive),
             Gate(caps_gate.come_back, caps_gate.end, is_for_models=True),
             Gate(partial(gates.refuse_if_late, breakers=breakers, now_ms=now_ms)),
             Gate(partial(gates.defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),

@@ -214,6 +214,14 @@ async def test_who_may_not_speak_for_a_tenant_is_told_so(bench: Bench, user: str
     assert told(bench)["detail"].startswith(f"{who} may not speak for tenant '{'b' * 80}':")
 
 
+@pytest.mark.parametrize("user", ["a\x00b", "a b", "b" * 129])
+async def test_a_tenant_is_checked_like_an_id(bench: Bench, user: str) -> None:
+    for body, which in (({"cancel": "m-1"}, "user_id"), ({"cancel": "m-1", "tenant": user}, "tenant")):
+        await read(bench, body, user_id=user)
+        assert told(bench)["detail"].startswith(f"{which}: allowed are 1 to 128 letters")
+        bench.publisher.sent.clear()
+
+
 async def test_refusals_are_logged_by_user_and_cause(bench: Bench) -> None:
     with structlog.testing.capture_logs() as logs:
         for user in ("shop", "shop", None):

@@ -17,6 +17,7 @@ from consumers.outcomes import Buried, Deferred, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Answer, OnEvent, Registry
 from consumers.slots.pausing import Pausing
+from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import BODY, NOW_MS, Bench, attempts, handler
@@ -111,6 +112,18 @@ async def test_internal_headers_are_not_believed_on_other_messages(bench: Bench,
     await handle(bench, job)
     assert job.attempts <= 1
     assert job.identity.tenant == "shop"
+
+
+@pytest.mark.parametrize("tenant", ["a\x00b", "a b", "a" * 129, "\ud83d", "a\u202eb"])
+@pytest.mark.parametrize("is_user", [False, True])
+async def test_a_tenant_is_checked_like_an_id(bench: Bench, tenant: str, is_user: bool) -> None:
+    provider = FakeProvider()
+    job = bench.job(user_id=tenant if is_user else None)
+    job.identity = Identity(tenant, "m-1")
+    outcome = await handle(bench, job, provider)
+    assert isinstance(outcome, Buried)
+    assert outcome.problem.detail.startswith(f"{'user_id' if is_user else n.TENANT}: allowed are 1 to 128 letters")
+    assert provider.asked == []
 
 
 async def test_a_redelivery_from_a_queue_without_a_counter_is_moved_to_the_due_queue(bench: Bench) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -99,9 +100,43 @@ def test_what_falls_into_the_skipped_hour_runs_after_it_and_what_falls_into_the_
     assert texts(NIGHTLY, "2026-10-25T01:10Z", 2) == ["10-26 01:30", "10-27 01:30"], "it is the second 2:10"
 
 
+@pytest.mark.parametrize("cron", ["30 2 * * *", "0,30 1-3 * * *", "15 */2 * * *", "5 2 * * 0", "*/20 2 * * *"])
+@pytest.mark.parametrize(
+    ("zone", "day"),
+    [
+        ("Europe/Berlin", "2026-03-28"),
+        ("Europe/Berlin", "2026-10-24"),
+        ("Australia/Lord_Howe", "2026-10-03"),  # half an hour is skipped
+        ("Australia/Lord_Howe", "2026-04-04"),
+        ("Pacific/Apia", "2011-12-29"),  # a day is skipped
+        ("UTC", "2026-03-28"),
+    ],
+)
+def test_six_fields_fire_at_the_times_of_five(cron: str, zone: str, day: str) -> None:
+    five = replace(NIGHTLY, cron=cron, timezone=zone)
+    begin = ms(f"{day}T00:00Z")
+
+    for since_ms in range(begin, begin + 72 * 3_600_000, 1_500_000):
+        expected = list(islice(five.after(since_ms), 5))
+        assert list(islice(replace(five, cron=f"0 {cron}").after(since_ms), 5)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cron", "expected"),
+    [
+        ("0 30 2 * * *", ["03-29 01:00", "03-30 00:30"]),
+        ("0 0,30 2 * * *", ["03-29 01:00", "03-30 00:00"]),
+        ("15 30 2 * * 0", ["03-29 01:00", "04-05 00:30"]),
+    ],
+)
+def test_with_seconds_too_what_falls_into_the_skipped_hour_runs_once_after_it(cron: str, expected: list[str]) -> None:
+    assert texts(replace(NIGHTLY, cron=cron), "2026-03-28T12:00Z", 2) == expected
+
+
+@pytest.mark.parametrize("cron", ["30 2 * * *", "0 30 2 * * *"])
 @pytest.mark.parametrize("missed", ["skip", "once"])
-async def test_it_fires_once_a_time_across_a_change_of_summer_time(missed: Any) -> None:
-    world = World(replace(NIGHTLY, missed=missed), "2026-10-24T20:00Z")
+async def test_it_fires_once_a_time_across_a_change_of_summer_time(missed: Any, cron: str) -> None:
+    world = World(replace(NIGHTLY, cron=cron, missed=missed), "2026-10-24T20:00Z")
     process = world.process()
     assert await world.at("2026-10-24T20:00Z", process) == []
     found = [

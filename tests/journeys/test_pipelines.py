@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from consumers.flows.pipelines import StepSpec
 from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.config.flows import PipelineSettings
@@ -262,7 +263,14 @@ async def test_progress_is_told_by_status_events_and_result(vhost: Vhost, tmp_pa
         assert any((each.get("done"), each.get("of")) == (2, 6) for each in told())
 
 
-async def test_items_that_the_store_has_lost_are_asked_again(vhost: Vhost, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+async def test_items_that_the_store_has_lost_are_asked_again(
+    vhost: Vhost, tmp_path: Path, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large state is in the store too, and in a message that goes round seldom."""
+    monkeypatch.setattr("consumers.flows.pipelines.KEEPER_MS", 800)
+    if is_large:
+        monkeypatch.setattr("consumers.flows.pipelines.SPLIT_BYTES", 1)
     words = " ".join(["w0", "w1", *(f"w{n}[[held]]" for n in range(2, 6))])
     with redis_server(tmp_path) as redis:
         ours = serving(
@@ -288,6 +296,33 @@ async def test_items_that_the_store_has_lost_are_asked_again(vhost: Vhost, tmp_p
             assert reply.status == "ok", reply.json
             found = [each for each in reply.text.removeprefix("echo: ").split("\n") if each]
             assert found == [f'"echo: about {word}"' for word in words.split()]
+
+
+async def test_a_waiting_fan_out_does_not_publish_its_state_again_and_again(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its request fails: it is kept as it was published."""
+    large = "w" * 200_000
+    words = " ".join(["w0[[held]]", "[[fault:nope]]", large])
+    published, publish = Counter[str](), Publisher.publish_surely
+
+    async def counted(publisher: Publisher, message: Message, **how: Any) -> None:
+        published[message.message_id or ""] += len(message.body)
+        await publish(publisher, message, **how)
+
+    monkeypatch.setattr(Publisher, "publish_surely", counted)
+    lanes = {"batch": {"slots": 1}}
+    ours = serving(vhost.amqp_url, lanes=lanes, pipelines={"ingest": ingest()}, handlers={"words": CHUNK})
+    async with ours as worker, requester(vhost.amqp_url) as app:
+        await app.read_dead()
+        asked = await run(app, "ingest", words, message_id="doc-1")
+        await until(lambda: worker.api.running == 1)
+        await asyncio.sleep(3)  # while it looks
+        worker.api.release()
+        reply = await app.final(asked)
+        assert reply.code == "provider_rejected"
+        assert (await app.buried("doc-1")).json == words
+    assert published["doc-1"] < 6 * len(large), "input and list twice: between steps, and to be kept; and the letter"
 
 
 async def test_the_example_ingests_a_document(vhost: Vhost) -> None:

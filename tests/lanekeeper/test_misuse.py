@@ -60,7 +60,8 @@ def test_a_setting_of_another_type_is_refused(settings: Any) -> None:
         {"at": "2026-01-01"}, {"priority": "4"}, {"priority": True}, {"message_id": 5}, {"tenant": HALF},
         {"headers": [("a", 1)]}, {"beta": 1}, {"full_within_s": "1"}, {"id": "k"}, {"key": None}, {"key": HALF},
         {"body": {"prompt": HALF}}, {"body": {"prompt": datetime.now(UTC)}}, {"body": {1j: 2}}, {"body": None},
-        {"body": io.StringIO("{}")}, {"body": []}, {"message_id": ""}, {"message_id": "bad id"}, {"headers": {5: 1}},
+        {"body": io.StringIO("{}")}, {"body": []}, {"message_id": ""}, {"message_id": "bad id"},
+        {"tenant": "a\x00b"}, {"tenant": ""}, {"headers": {5: 1}},
         {"headers": {"x" * 256: 1}}, {"headers": {HALF: 1}},
     ],
 )  # fmt: skip

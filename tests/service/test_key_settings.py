@@ -53,9 +53,15 @@ def test_a_key_may_say_all_that_there_is_and_there_are_1000_at_most() -> None:
         load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full, "f" * 64: full})})
 
 
-def test_a_tenants_name_has_at_most_255_characters() -> None:
-    assert read_tenant("x" * 255) == "x" * 255
-    assert read_tenant("x") == "x"
+@pytest.mark.parametrize("name", ["x", "x" * 128, "Straße/7", "crm.eu_1:a@b-c"])
+def test_a_tenants_name_has_letters_digits_and_a_few_signs(name: str) -> None:
+    assert read_tenant(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a b", "a\x00b", "a\n", "*", "a*", "\ud83d", "a\u202eb", 7, None])
+def test_no_other_name_is_a_tenants(name: object) -> None:
+    with pytest.raises(ValueError, match=r"^$"):
+        read_tenant(name)
 
 
 def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:

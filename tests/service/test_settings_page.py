@@ -39,6 +39,7 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
         "LANEKEEPER_SCHEDULES__OTHER__BODY": '{"prompt": "x"}',
         "LANEKEEPER_HANDLERS__CHUNK__RUN": "documents.parts:chunk",
     }
+    pipeline = {"LANEKEEPER_PIPELINES__OTHER__STEPS": '[{"name": "all", "prompt": "Sum up"}]'}
     if name.endswith("_FILE"):
         told = wrong(env={name: entry.example})
         assert "allowed is a file that is there" in told, "the example's file is not here, and that alone is wrong"
@@ -49,6 +50,7 @@ def test_each_setting_has_a_text_and_a_valid_example(entry: Entry) -> None:
                 **GIVEN,
                 **(others if "PROVIDERS__OTHER" in name else {}),
                 **(schedule if "SCHEDULES__OTHER" in name else {}),
+                **(pipeline if "PIPELINES__OTHER" in name else {}),
                 **(tenant if "TENANTS__OTHER" in name else {}),
                 name: entry.example,
             }

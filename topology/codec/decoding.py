@@ -344,6 +344,8 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
             raise invalid_request(
                 f"routing key {message.routing_key[:120]!r}: allowed is {lane.name}.<app>.<task> in lane {lane.name}"
             )
+        if not message.routing_key.isprintable():
+            raise invalid_request(f"routing key {message.routing_key[:120]!r}: it has control characters")
         if DEATH in message.headers:
             raise invalid_request(f"header {DEATH}: not allowed on a fresh request")
     if fresh and message.message_id and not is_request_id(message.message_id):

@@ -87,6 +87,17 @@ class FlowHop:
     """How many of them, from the first on, are known to have ended."""
     since_ms: int = 0
     """When the first of them was published."""
+    of: int = 0
+    """How many items the fan-out has; 0: that is not known yet."""
+    again: int = 0
+    """How many items were published again because the store had lost them."""
+    role: str = ""
+    """`LOOKS`: the message goes round without its body, which is in the store. `KEEPS`: the message has that body, goes
+    round seldom, and does nothing but see that the store has it. Empty: it is one message."""
+
+
+LOOKS = "looks"
+KEEPS = "keeps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,11 +161,11 @@ function run.defer(due, keep_until)
   return 1
 end
 
-function run.note(keep_ms, ...)
+function run.note(keep_ms, keep_until, ...)
   local row = read(request)
   if row and (not row.noted or (row.deferred and row.due ~= '')) then return end
   write_new(row, 'noted', '1', ...)
-  redis.call('PEXPIRE', request, keep_ms)
+  redis.call('PEXPIRE', request, math.max(tonumber(keep_ms), keep_until - now))
 end
 
 function run.cancel(cancelled_ms, keep_ms, id, prefix, at_most, ...)

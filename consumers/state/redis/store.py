@@ -119,8 +119,8 @@ class RedisStore:
             case _:
                 return None
 
-    async def note(self, identity: Identity, completion: Completion) -> None:
-        await self._run("note", self._keys(identity), self._keep_ms, *_of_completion(completion))
+    async def note(self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
+        await self._run("note", self._keys(identity), self._keep_ms, keep_until_ms, *_of_completion(completion))
 
     async def cancel(self, identity: Identity, completion: Completion) -> base.Cancelling:
         unseen = (identity.id, self._keys(Identity(identity.tenant, ""))[0], self._spec.unseen_per_tenant)

@@ -422,11 +422,12 @@ class Tables:
         self._write(identity, ours.ended_by(completion))
         return completion
 
-    def note(self, at: Times, identity: Identity, completion: Completion) -> None:
+    def note(self, at: Times, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
         row = self.read(at, identity)
         if row is not None and (not row.noted or (row.is_deferred and row.due_ms is not None)):
             return
-        noted = Row(token=_next_token(at, row), keep_ms=at.today + self._keep_ms, noted=True)
+        keep_ms = max(keep_until_ms, at.today + self._keep_ms)
+        noted = Row(token=_next_token(at, row), keep_ms=keep_ms, noted=True)
         self._write(identity, noted.ended_by(completion))
 
     def cancel(self, at: Times, identity: Identity, completion: Completion) -> base.Cancelling:

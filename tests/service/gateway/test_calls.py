@@ -4,15 +4,18 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 from multidict import CIMultiDict
 
+from consumers.flows.pipelines import PipelineSpec, StepSpec
 from service.config.settings import GatewayKey
 from service.gateway import calls, server
 from service.gateway.calls import MESSAGES, CallReader
+from service.gateway.problems import ApiError
 from tests.support.gate import Alone
 from tests.support.waiting import until
 from topology.lanes import DEFAULT_LANES
@@ -98,6 +101,40 @@ def test_a_call_is_cancelled_with_its_client_unless_its_id_was_chosen(
     headers = CIMultiDict({"idempotency-key": "k"} if chose_id else {})
     options = reader.read(headers, body(), GatewayKey(tenant=None), request_id="k").options
     assert options.get("cancel_abandoned", True) is is_cancelled
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [
+        ({}, None),
+        ({"lanes": ("normal", "batch"), "models": ("small", "large")}, None),
+        ({"lanes": ("normal",)}, "lane batch"),
+        ({"lanes": ("batch", "normal"), "models": ("small",)}, "model 'large'"),
+        ({"lanes": ("normal",), "models": ("small",), "pipelines": ("other", "p")}, None),
+        ({"lanes": ("normal",), "pipelines": ("other",)}, "lane batch"),
+    ],
+)
+def test_a_key_needs_the_lanes_and_models_of_all_steps_or_the_pipelines_name(
+    key: dict[str, Any], wrong: str | None
+) -> None:
+    steps = (
+        StepSpec(name="first", handler="h"),
+        StepSpec(name="each", prompt="{{ item }}", each="input", model="large", lane="batch"),
+    )
+    lanes = {each.name: replace(each, model="small") for each in DEFAULT_LANES}
+    spec = PipelineSpec("p", steps)
+    reader = CallReader(lanes=lanes, app="a", max_values=1000, cancel_abandoned=True, pipelines={"p": spec})
+    headers = CIMultiDict({"x-lane-pipeline": "p", "x-lane-name": "normal"})
+
+    def read() -> None:
+        reader.read(headers, b"[1]", GatewayKey(tenant="crm", **key), request_id="k", task="requests")
+
+    if wrong is None:
+        read()
+        return
+    with pytest.raises(ApiError, match=f"p uses {wrong}, which this key does not allow") as refused:
+        read()
+    assert refused.value.status == 403
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(opened: Alone) -> None:
