@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.replies import DirectReplies
-from lanekeeper.amqp.wire import HEADERS_BYTES, write_table
+from lanekeeper.amqp.tolerant import HEADERS_BYTES, write_table
 from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import urls_of

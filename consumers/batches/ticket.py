@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from consumers.state.base import Identity
-from lanekeeper.amqp.wire import encoded, message_from
+from lanekeeper.amqp.tolerant import encoded, message_from
 from lanekeeper.contract.messages import Headers, Message
 from lanekeeper.contract.names import ANTHROPIC_BETA
 from topology.codec.headers import provider_headers_json

@@ -13,7 +13,16 @@ from aiormq.channel import Channel
 from aiormq.exceptions import AuthenticationError, InvalidFrameError, ProbableAuthenticationError
 from yarl import URL
 
-from lanekeeper.amqp.driver import CLOSE_TIMEOUT_S, RPC_TIMEOUT_S, BrokerConnection, border, close, is_bare, text_of
+from lanekeeper.amqp.driver import (
+    CLOSE_TIMEOUT_S,
+    RPC_TIMEOUT_S,
+    BrokerConnection,
+    border,
+    close,
+    is_bare,
+    open_channel,
+    text_of,
+)
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.messages import Depth
@@ -107,7 +116,8 @@ class Connection:
             await asyncio.wait([supervisor])
         if self._current is not None:
             with suppress(BrokerUnreachable), border("closing"):
-                await self._current.underlay.close(timeout=CLOSE_TIMEOUT_S)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._current.close()
 
     async def underlying(self, *, timeout_s: float = 30) -> BrokerConnection:
         """Wait until the connection is open. Raises BrokerUnreachable after `timeout_s`, and ClientMisused."""
@@ -130,7 +140,7 @@ class Connection:
         connection = await self.underlying(timeout_s=timeout_s)
         with border(f"no channel on {self.address}"):
             async with asyncio.timeout(timeout_s):
-                return await connection.underlay.channel(publisher_confirms=confirms, on_return_raises=True)
+                return await open_channel(connection, confirms=confirms)
 
     async def flowing(self, *, timeout_s: float) -> None:
         end = asyncio.get_running_loop().time() + timeout_s
@@ -187,9 +197,8 @@ class Connection:
                         raise
                     why = f"the broker at {self.address} closed the connection as it was opened"
                     raise BrokerUnreachable(why) from error
-        except asyncio.CancelledError:  # aiormq may have opened the connection all the same
-            with suppress(Exception):
-                await connection.underlay.close(timeout=CLOSE_TIMEOUT_S)
+        except BaseException:  # aiormq may have opened the connection, although this was cancelled
+            connection.abort()
             raise
         self._current = connection
         if self.loss.done():

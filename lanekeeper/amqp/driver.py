@@ -1,205 +1,141 @@
-"""aiormq's connection and aio-pika's over it, as we use them: fast, silent, and with a report of alarms.
+"""aio-pika's connection and aiormq's channels, as we use them: through their public interface, over a socket of ours.
 
-Decision 0017: the frequent frames (deliveries, confirms, returned messages) are read from the socket before aiormq, by
-the `Tap` of their channel; aiormq reads the rest. It takes ten times as long.
-
-What aiormq lacks is not patched into it, because an application may use it as well: `_own_copy` executes two of its
-modules a second time, for our connections alone.
+aiormq lets its user open the socket (`transport_factory`). Ours passes every frame on, and corrects in between what
+would harm others (docs/decisions/0017): what aiormq's codec cannot read is made readable (tolerant.py), an alarm of the
+broker is reported, and after a channel was closed nothing more is written to it.
 """
 
 import asyncio
-import importlib.util
 import logging
 import ssl
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final
 
 import aio_pika
-import pamqp.frame
+import aiormq
 from aio_pika.abc import TimeoutType, UnderlayConnection
 from aio_pika.tools import OneShotCallback
-from aiormq.abc import ChannelFrame
-from aiormq.channel import Channel as UnderlyingChannel
+from aiormq.abc import AbstractConnection, DeliveredMessage
+from aiormq.channel import Channel
 from aiormq.connection import TransportFactory
 from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelAccessRefused, ChannelNotFoundEntity
 from pamqp.commands import Basic
-from pamqp.commands import Channel as ChannelFrames
-from pamqp.commands import Connection as Frames
-from pamqp.header import ContentHeader
 from yarl import URL
 
-from lanekeeper.amqp.wire import message_from, message_of, properties_in, read_short_str
+from lanekeeper.amqp.tolerant import QUOTING, message_of, readable_header, readable_method
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
 
 _METHOD, _HEADER, _BODY, _HEARTBEAT = 1, 2, 3, 8
 _KINDS: Final = frozenset({_METHOD, _HEADER, _BODY, _HEARTBEAT})
 _FRAME: Final = struct.Struct(">BHI")
-_FRAME_END: Final = 0xCE
-_OF_BASIC: Final = b"\0<\0\0"
-_HEARTBEAT_FRAME: Final = b"\x08\0\0\0\0\0\0\xce"
-"""aiormq closes a connection on which it reads nothing for a while, and the broker sends no heartbeats while it sends
-other frames. So `FrameReader` gives aiormq this frame while it passes all others to a `Tap`."""
-_HEARTBEAT_EVERY_S: Final = 1.0
+_FRAME_END: Final = b"\xce"
+_BLOCKED, _UNBLOCKED = b"\0\x0a\0\x3c", b"\0\x0a\0\x3d"
+_OPEN, _CLOSE, _CLOSE_OK = b"\0\x14\0\x0a", b"\0\x14\0\x28", b"\0\x14\0\x29"
+_RETURN: Final = b"\0\x3c\0\x32"
+_WATCHED: Final = frozenset({*QUOTING, _BLOCKED, _UNBLOCKED})
 RPC_TIMEOUT_S: Final = 30
 CLOSE_TIMEOUT_S: Final = 3
 """So short that a broker that does not answer delays a stopping worker only briefly."""
-_DELIVER, _RETURN, _ACK, _NACK = b"\0\x3c\0\x3c", b"\0\x3c\0\x32", b"\0\x3c\0\x50", b"\0\x3c\0\x78"
-_TAG: Final = struct.Struct(">QB")
-_SIZE: Final = struct.Struct(">Q")
+MOST_CHANNELS: Final = 65535
 OnAlarm = Callable[[str | None], None]
 
 
-# ---- frames ----------------------------------------------------------------------------------------------------------
+# ---- the socket ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """A message that the broker has delivered to a consumer."""
-
-    message: Message
-    tag: int
-    redelivered: bool
+def _frame(kind: int, channel: int, payload: bytes) -> bytes:
+    return _FRAME.pack(kind, channel, len(payload)) + payload + _FRAME_END
 
 
-class Tap:
-    """Reads the frames of one channel before aiormq does. Frames for which the callback is None, and all others, go to
-    aiormq."""
+class Incoming:
+    """The broker's frames on their way to aiormq. `on_alarm` is called with the broker's reason ("low on memory") when
+    it blocks the connection, and with None when it unblocks it; `on_close` with the number of a channel that the broker
+    closes."""
 
-    def __init__(self) -> None:
-        self.on_delivery: Callable[[Delivered], None] | None = None
-        self.on_confirm: Callable[[int, bool, bool], None] | None = None
-        self.on_return: Callable[[Message], None] | None = None
-        self._method = b""
-        self._header = b""
-        self._body_bytes_left = 0
-        self._body: list[bytes] = []
-
-    def takes(self, kind: int, payload: bytes) -> bool:
-        if kind == _METHOD:
-            return self._takes_method(payload)
-        if not self._method:
-            return False
-        if kind == _HEADER:
-            if payload[:4] != _OF_BASIC:
-                raise ValueError("a header of another class")
-            self._header, self._body_bytes_left = payload, _SIZE.unpack_from(payload, 4)[0]
-        else:
-            self._body.append(payload)
-            self._body_bytes_left -= len(payload)
-            if self._body_bytes_left < 0:
-                raise ValueError("a body is longer than its header tells")
-        if self._body_bytes_left <= 0:
-            self._complete()
-        return True
-
-    def _takes_method(self, payload: bytes) -> bool:
-        method = payload[:4]
-        self._method = b""
-        if (method == _DELIVER and self.on_delivery) or (method == _RETURN and self.on_return):
-            self._method = payload
-            return True
-        if method in (_ACK, _NACK) and self.on_confirm:
-            tag, bits = _TAG.unpack_from(payload, 4)
-            self.on_confirm(tag, bool(bits & 1), method == _ACK)
-            return True
-        return False
-
-    def _complete(self) -> None:
-        method, body = self._method, self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._method, self._body = b"", []
-        at = 5 + method[4] if method[:4] == _DELIVER else 7 + method[6]
-        tag = bits = 0
-        if method[:4] == _DELIVER:
-            tag, bits = _TAG.unpack_from(method, at)
-            at += _TAG.size
-        past, exchange = read_short_str(method[at:])
-        _, routing_key = read_short_str(method[at + past :])
-        message = message_from(self._header, body, exchange=exchange, routing_key=routing_key)
-        if method[:4] == _RETURN:
-            if self.on_return is not None:
-                self.on_return(message)
-        elif self.on_delivery is not None:
-            self.on_delivery(Delivered(message, tag, bool(bits & 1)))
-
-
-async def left_to_the_tap(_: object) -> None:
-    """Does nothing: `basic_consume` requires a callback, but the tap receives the deliveries."""
-
-
-class FrameReader(asyncio.StreamReader):
-    """The reader from which aiormq reads a connection: it offers each frame to its channel's `Tap` first."""
-
-    def __init__(self, taps: dict[int, Tap], loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self._taps = taps
-        self._clock = loop.time
+    def __init__(self, *, on_alarm: OnAlarm, on_close: Callable[[int], None]) -> None:
+        self._on_alarm = on_alarm
+        self._on_close = on_close
         self._rest = b""
-        self._is_not_amqp = False
-        self._is_broken = False
-        self._next_beat_s = 0.0
+        self._method: dict[int, bytes] = {}
+        self._is_amqp = True
 
-    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # what sockets give is bytes
-        if self._is_broken:
-            return None
-        if self._is_not_amqp:  # a server that does not speak AMQP 0-9-1 answers with something else
-            return super().feed_data(data)
+    def passed(self, data: bytes) -> bytes:
+        if not self._is_amqp:  # a server that does not speak AMQP 0-9-1 answers with something else
+            return data
         data = self._rest + data if self._rest else data
-        at, end, any_taken, left = 0, len(data), False, []
-        while at + _FRAME.size < end:
+        at = unchanged = 0
+        parts = []
+        while at + _FRAME.size < len(data):
             kind, channel, size = _FRAME.unpack_from(data, at)
             if kind not in _KINDS:
-                self._is_not_amqp = True
-                left.append(data[at:])
-                at = end
+                self._is_amqp = False
+                at = len(data)
                 break
-            past = at + _FRAME.size + size + 1
-            if past > end:
+            begin, end = at + _FRAME.size, at + _FRAME.size + size
+            if end >= len(data):
                 break
-            if data[past - 1] != _FRAME_END:
-                return self._break("a frame has not the length that it tells")
-            tap = self._taps.get(channel)
-            try:
-                is_taken = tap is not None and tap.takes(kind, data[at + _FRAME.size : past - 1])
-            except (ValueError, IndexError, struct.error) as error:
-                return self._break(f"a frame that cannot be read: {error}")
-            if is_taken:
-                any_taken = True
-            else:
-                left.append(data[at:past])
-            at = past
+            if kind == _HEADER or (kind == _METHOD and data[begin : begin + 4] in _WATCHED):
+                parts += [data[unchanged:at], self._readable(kind, channel, data[begin:end])]
+                unchanged = end + 1
+            at = end + 1
         self._rest = data[at:]
-        if any_taken and (now_s := self._clock()) >= self._next_beat_s:
-            self._next_beat_s = now_s + _HEARTBEAT_EVERY_S
-            left.append(_HEARTBEAT_FRAME)
-        if left:
-            super().feed_data(b"".join(left))
-        return None
+        parts.append(data[unchanged:at])
+        return b"".join(parts)
 
-    def _break(self, why: str) -> None:
-        self._is_broken, self._rest = True, b""
-        self.set_exception(ConnectionError(why))
+    def _readable(self, kind: int, channel: int, payload: bytes) -> bytes:
+        method = payload[:4] if kind == _METHOD else b""
+        if method in (_BLOCKED, _UNBLOCKED):  # aiormq would only log it
+            self._on_alarm(None if method == _UNBLOCKED else payload[5:].decode(errors="replace") or "alarm")
+            return b""
+        if method == _CLOSE:
+            self._on_close(channel)
+        try:
+            if kind == _METHOD:
+                payload = readable_method(payload)
+            else:
+                payload = readable_header(payload, of_return=self._method.get(channel) == _RETURN)
+        except (IndexError, ValueError, struct.error):
+            pass  # no frame of a broker: aiormq closes the connection
+        if kind == _METHOD:
+            self._method[channel] = method
+        return _frame(kind, channel, payload)
 
-    def feed_eof(self) -> None:
-        if self._rest:
-            super().feed_data(self._rest)
-            self._rest = b""
-        super().feed_eof()
 
+class Outgoing(asyncio.StreamWriter):
+    """Writes what aiormq sends. Frames of one turn of the event loop reach the socket together: a write to a socket
+    takes longer than the encoding of a frame.
 
-class GatheringWriter(asyncio.StreamWriter):
-    """Hands the frames of one turn of the event loop to the socket together: a write to a socket takes longer than the
-    encoding of a frame."""
+    Nothing is written to a channel after its Close or Close-Ok, until it is opened again: the broker would close the
+    connection (504), and with it all other channels. aiormq may still send what waited to be sent, or a second Close.
+    It also omits Close-Ok if it has much to send, so Close-Ok is sent here."""
 
-    _gathered: list[bytes] | None = None
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._gathered: list[bytes] = []
+        self._closed: set[int] = set()
 
-    def write(self, data: bytes) -> None:  # type: ignore[override]  # aiormq writes bytes
-        if self._gathered is None:
-            self._gathered = []
+    def write(self, data: bytes) -> None:  # type: ignore[override]  # aiormq writes bytes, one channel's frames
+        if data[0] == _METHOD:
+            channel, method = int.from_bytes(data[1:3], "big"), data[7:11]
+            if method == _OPEN:
+                self._closed.discard(channel)
+            elif channel in self._closed:
+                return
+            elif method == _CLOSE:
+                self._closed.add(channel)
+        self._gather(data)
+
+    def on_close(self, channel: int) -> None:
+        self._closed.add(channel)
+        self._gather(_frame(_METHOD, channel, _CLOSE_OK))
+
+    def _gather(self, data: bytes) -> None:
+        if not self._gathered:
             asyncio.get_running_loop().call_soon(self._flush)
         self._gathered.append(data)
 
@@ -216,192 +152,180 @@ class GatheringWriter(asyncio.StreamWriter):
         super().close()
 
     def _flush(self) -> None:
-        gathered, self._gathered = self._gathered, None
-        if gathered is not None and not self.is_closing():  # uvloop raises if a closed socket is written to
+        gathered, self._gathered = self._gathered, []
+        if gathered and not self.is_closing():  # uvloop raises if a closed socket is written to
             super().write(b"".join(gathered))
 
 
-class Tapped(TransportFactory):
-    """Opens the socket of an aiormq connection, so that a `FrameReader` reads it."""
+class _Protocol(asyncio.StreamReaderProtocol):
+    def __init__(self, reader: asyncio.StreamReader, incoming: Incoming, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(reader, loop=loop)
+        self._incoming = incoming
 
-    def __init__(self) -> None:
-        self.taps: dict[int, Tap] = {}
+    def data_received(self, data: bytes) -> None:
+        super().data_received(self._incoming.passed(data))
+
+
+class Socket(TransportFactory):
+    """Opens the socket of one connection."""
+
+    def __init__(self, on_alarm: OnAlarm) -> None:
+        self._on_alarm = on_alarm
+        self._writer: Outgoing | None = None
 
     async def create(self, url: URL, **kwargs: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         contexts = kwargs.pop("ssl_context_provider")
         context = await contexts.get_context() if url.scheme == "amqps" else None
         loop = asyncio.get_running_loop()
-        reader = FrameReader(self.taps, loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        reader = asyncio.StreamReader(loop=loop)
+        incoming = Incoming(on_alarm=self._on_alarm, on_close=self._on_close)
+        protocol = _Protocol(reader, incoming, loop)
         try:
             transport, _ = await loop.create_connection(
                 lambda: protocol, str(url.host), int(url.port or 0), ssl=context, **kwargs
             )
         except OSError as error:
             raise AMQPConnectionError(*error.args) from error
-        return reader, GatheringWriter(transport, protocol, reader, loop)
+        self._writer = Outgoing(transport, protocol, reader, loop)
+        return reader, self._writer
+
+    def abort(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    def _on_close(self, channel: int) -> None:
+        if self._writer is not None:
+            self._writer.on_close(channel)
 
 
-# ---- aiormq, for our connections alone -------------------------------------------------------------------------------
+# ---- the connection --------------------------------------------------------------------------------------------------
 
 
-_TEXTS: Final[dict[bytes, tuple[int, ...]]] = {
-    b"\0\x0a\0\x32": (2, 0, 4),
-    b"\0\x14\0\x28": (2, 0, 4),
-    _RETURN: (2, 0, 0, 0),
-    _DELIVER: (0, 9, 0, 0),
-    b"\0\x3c\0\x47": (9, 0, 0, 4),
-}
-"""The methods in which the broker quotes what others chose (close of a connection or channel, return, deliver, get-ok),
-with the layout of their arguments: 0 is a short string, other numbers are bytes of fixed size."""
+class Underlay(aiormq.Connection):
+    """aiormq's connection, with queues of frames that are never full: if a publish waits for room, those behind it wait
+    in line, and take a turn of the event loop each. What is on its way is bounded by who waits for its confirm."""
 
-
-def unmarshal(data: bytes) -> tuple[int, int, Any]:
-    """Like `pamqp.frame.unmarshal`, but no bytes that a client may choose raise an error (wire.py)."""
-    kind, channel, size = _FRAME.unpack_from(data)
-    payload = data[_FRAME.size : _FRAME.size + size]
-    if kind == _HEADER and len(data) > _FRAME.size + size:
-        found = ContentHeader(body_size=_SIZE.unpack_from(payload, 4)[0])
-        for name, value in properties_in(payload).items():
-            setattr(found.properties, name, value)
-        return len(data), channel, found
-    if kind == _METHOD and not payload.isascii() and (layout := _TEXTS.get(payload[:4])) is not None:
-        parts, at = [payload[:4]], 4
-        for fixed in layout:
-            past, text = (fixed, "") if fixed else read_short_str(payload[at:])
-            parts.append(payload[at : at + past] if fixed else payload[at : at + 1] + text.encode())
-            at += past
-        data = data[: _FRAME.size] + b"".join(parts) + data[-1:]
-    return pamqp.frame.unmarshal(data)
-
-
-def _own_copy(name: str) -> ModuleType:
-    """A second copy of a module of aiormq, in which log lines go nowhere, because we log the same events ourselves."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.log = logging.Logger(name, logging.CRITICAL + 1)  # type: ignore[attr-defined]
-    return module
-
-
-own_aiormq: Final[Any] = _own_copy("aiormq.connection")
-own_aiormq.Channel = _own_copy("aiormq.channel").Channel
-own_aiormq.pamqp = SimpleNamespace(
-    frame=SimpleNamespace(unmarshal=unmarshal, marshal=pamqp.frame.marshal, frame_parts=pamqp.frame.frame_parts)
-)
-if TYPE_CHECKING:
-    from aiormq.connection import Connection as Underlying
-else:
-    Underlying = own_aiormq.Connection
-
-
-class UnderlyingConnection(Underlying):
-    """aiormq's connection, with taps, and with a callback for alarms: the broker's reason ("low on memory") when it
-    blocks the connection at its first publish, None when it unblocks it. Until then it reads nothing, not even
-    acknowledgements. aiormq does not report this, so private methods are overridden here;
-    `tests/broker/test_connection.py` fails if they disappear."""
-
-    FRAME_BUFFER_SIZE = 64
-
-    @property
-    def closing(self) -> "asyncio.Future[Any]":
-        """All callers get the same future: wait for it with `asyncio.wait`. (aiormq makes a new one on each access, so
-        that aio-pika could not remove its callback; see `Channel`.)"""
-        return self._closing
-
-    @closing.setter
-    def closing(self, future: "asyncio.Future[Any]") -> None:  # aiormq before 7.2 has an attribute, and sets it
-        self._closing = future
-
-    def __init__(self, url: URL, *, context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
-        reading = Tapped()
-        super().__init__(url, context=context, transport_factory=reading)
-        self.taps = reading.taps
-        self._on_alarm = on_alarm
-
-    async def channel(self, *args: Any, **kwargs: Any) -> UnderlyingChannel:
-        channel: Any = await super().channel(*args, **kwargs)
-        self.taps.pop(channel.number, None)  # an earlier channel may have had the same number
-        return channel  # type: ignore[no-any-return]
-
-    async def _Connection__handle_connection_blocked(self, frame: Frames.Blocked) -> None:
-        self._on_alarm(frame.reason or "alarm")
-
-    async def _Connection__handle_connection_unblocked(self, frame: Frames.Unblocked) -> None:
-        self._on_alarm(None)
-
-
-def tap_of(channel: UnderlyingChannel) -> Tap:
-    """Set its callbacks to receive the channel's deliveries, confirms and returned messages in place of aiormq."""
-    assert isinstance(channel.connection, UnderlyingConnection)
-    return channel.connection.taps.setdefault(channel.number, Tap())
-
-
-class Channel(aio_pika.Channel):
-    """aio-pika's channel, which removes its callback from the connection when it has closed: else each leaks 4 KB, and
-    a worker opens one for each check of the topology."""
-
-    async def _on_close(self, closing: "asyncio.Future[Any]") -> BaseException | None:
-        if self._channel is not None:
-            self._channel.channel.connection.closing.remove_done_callback(self._channel.close_callback)
-        return await super()._on_close(closing)
+    FRAME_BUFFER_SIZE = 0
 
 
 class BrokerConnection(aio_pika.Connection):
-    """aio-pika's connection over an `UnderlyingConnection`. It does not open itself again."""
-
-    CHANNEL_CLASS = Channel
+    """aio-pika's connection over our socket. It does not open itself again."""
 
     def __init__(self, url: URL, *, ssl_context: ssl.SSLContext | None, on_alarm: OnAlarm) -> None:
         super().__init__(url, ssl_context=ssl_context)
-        self.underlay = UnderlyingConnection(url, context=ssl_context, on_alarm=on_alarm)
+        self._socket = Socket(on_alarm)
+        self._opened: AbstractConnection | None = None
 
     async def connect(self, timeout: TimeoutType = None) -> None:
+        opened = Underlay(self.url, transport_factory=self._socket, **self.kwargs)
         async with asyncio.timeout(timeout):
-            await self.underlay.connect()
-        on_close = OneShotCallback(self._on_connection_close)
-        self.underlay.closing.add_done_callback(on_close)
-        self.transport = UnderlayConnection(connection=self.underlay, close_callback=on_close)
+            await opened.connect()
+        on_close = OneShotCallback(self._on_lost)
+        opened.closing.add_done_callback(on_close)
+        self.transport = UnderlayConnection(connection=opened, close_callback=on_close)
+        self._opened = opened
+        self.connected.set()
+
+    async def _on_lost(self, _: "asyncio.Future[Any]") -> None:
+        self.connected.clear()
+
+    def abort(self) -> None:
+        self._socket.abort()
+
+    @property
+    def underlay(self) -> AbstractConnection:
+        if self._opened is None:
+            raise RuntimeError("the connection was not opened")
+        return self._opened
 
     @property
     def is_closed(self) -> bool:
-        return self.transport is None or self.underlay.is_closed
+        return self._opened is None or self._opened.is_closed
 
 
-async def fetch(channel: UnderlyingChannel, queue: str) -> tuple[Delivered, int] | None:
+async def open_channel(connection: aio_pika.abc.AbstractConnection, *, confirms: bool) -> Channel:
+    """Open a channel of aiormq: aio-pika's own keep 4 KB each until the connection closes. A number is used again only
+    after all others: aiormq may still send what was meant for an earlier channel of the same number."""
+    if connection.transport is None:
+        raise RuntimeError("the connection is closed")
+    underlay: Any = connection.transport.connection
+    most, number = underlay.connection_tune.channel_max or MOST_CHANNELS, underlay.last_channel
+    for _ in range(most):
+        number = number % most + 1
+        if number not in underlay.channels:
+            break
+    underlay.last_channel = number
+    channel: Channel = await underlay.channel(
+        number, publisher_confirms=confirms, on_return_raises=True, frame_buffer_size=Underlay.FRAME_BUFFER_SIZE
+    )
+    return channel
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message that the broker has delivered to a consumer."""
+
+    message: Message
+    tag: int
+    redelivered: bool
+
+
+def delivered(found: DeliveredMessage) -> Delivered:
+    """What aiormq gives to a consumer, on a connection of ours, as a value."""
+    return Delivered(message_of(found), found.delivery_tag or 0, bool(found.redelivered))
+
+
+async def fetch(channel: Channel, queue: str) -> tuple[Delivered, int] | None:
     """The head of a queue, and how many messages wait behind it; None if it is empty. Raises aiormq's errors."""
     got = await channel.basic_get(queue, timeout=RPC_TIMEOUT_S)
-    found: Any = got.delivery
-    if not isinstance(found, Basic.GetOk):
-        return None
-    return Delivered(message_of(got), found.delivery_tag or 0, bool(found.redelivered)), found.message_count or 0
+    return (delivered(got), got.message_count or 0) if isinstance(got.delivery, Basic.GetOk) else None
 
 
-async def close(channel: UnderlyingChannel) -> None:
+_closing: Final[set[asyncio.Task[None]]] = set()
+"""asyncio keeps only weak references to tasks."""
+
+
+async def close(channel: Channel) -> None:
     """Without errors: whatever was not settled returns to its queue; later, if the broker does not answer in time."""
-    # Not by aiormq's `close`: when its time is over it sends Channel.Close again, for which RabbitMQ closes the
-    # connection.
-    is_sent: asyncio.Event = cast("Any", channel)._Channel__close_event
-    if channel.is_closed or is_sent.is_set() or not channel.connection.is_opened:
-        return
-    asks = ChannelFrames.Close(reply_code=200, reply_text="", class_id=0, method_id=0)
-    is_sent.set()
-    # in a task of the channel: it is sent also if this is cancelled, or the broker reads nothing for longer
-    channel.create_task(channel.write_queue.put(ChannelFrame.marshall(channel_number=channel.number, frames=[asks])))
-    await asyncio.wait({channel.closing}, timeout=CLOSE_TIMEOUT_S)
+    task = asyncio.create_task(_close(channel), name="close a channel")  # Close is sent also if this is cancelled
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)
+    await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+
+
+async def _close(channel: Channel) -> None:
+    try:
+        with border("closing a channel"):
+            await channel.close()
+    except BrokerError:
+        pass
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
+_is_ours: Final[ContextVar[bool]] = ContextVar("is_ours", default=False)
+
+
+class _OnlyOthers(logging.Filter):
+    """Drops aiormq's log lines about our connections, because we log the same events ourselves. aiormq logs in tasks,
+    and each has the context of the call that began it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not _is_ours.get()
+
+
+for _name in ("aiormq.connection", "aiormq.channel"):
+    logging.getLogger(_name).addFilter(_OnlyOthers())
+
+
 @contextmanager
 def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
-    """Translate aiormq's exceptions for a lost channel or connection, or for a silent broker, into `lost`; unless it is
-    given, a refusal becomes AccessRefused, and a missing exchange or queue TopologyMismatch. If aiormq has swallowed a
-    cancellation of the task, raise CancelledError."""
+    """Around each call of aiormq. Translate its exceptions for a lost channel or connection, or for a silent broker,
+    into `lost`; unless it is given, a refusal becomes AccessRefused, and a missing exchange or queue TopologyMismatch.
+    If aiormq has swallowed a cancellation of the task, raise CancelledError."""
     before = cancellations()
+    was_ours = _is_ours.set(True)
     try:
         yield
     except asyncio.CancelledError:
@@ -418,6 +342,8 @@ def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str 
             if lost is BrokerUnreachable and isinstance(error, ChannelNotFoundEntity):
                 raise TopologyMismatch(f"{what}: {why}; run: lanekeeper topology apply") from error
             raise lost(f"{what}: {why}{hint}") from error
+    finally:
+        _is_ours.reset(was_ours)
     if cancellations() > before:
         raise asyncio.CancelledError
 

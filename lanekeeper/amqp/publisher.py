@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiormq.channel import Channel
@@ -17,12 +18,14 @@ from aiormq.exceptions import (
     ChannelInvalidStateError,
     ChannelNotFoundEntity,
     ChannelPreconditionFailed,
+    DeliveryError,
+    PublishError,
 )
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import close, tap_of
-from lanekeeper.amqp.wire import encoded, frames
-from lanekeeper.contract.messages import Message
+from lanekeeper.amqp.driver import asks_to_stop, close, is_bare
+from lanekeeper.amqp.tolerant import KEY_BYTES, Properties
+from lanekeeper.contract.messages import Encoded, Message
 from lanekeeper.contract.problems import (
     AccessRefused,
     BrokerBlocked,
@@ -47,9 +50,16 @@ SURELY_WITHIN_S = 100.0
 """Long enough for a restart of the broker. After that the worker returns the request to its queue, and its stored
 result is published when it is delivered again."""
 DEFAULT_EXCHANGE = "amq.default"
-"""In RabbitMQ's error texts. An error that closes a channel fails all publishes that wait on it, and only the exchange
-in the text tells which of them caused it."""
+"""In RabbitMQ's error texts."""
+_EXCHANGE_IN_ERROR = re.compile(r"exchange '(.*?)' in vhost")
+"""An error that closes a channel fails all publishes that wait on it, and only the exchange in its text tells which of
+them caused it."""
 _LOST = (AMQPError, RuntimeError, OSError)
+COPIES = ("CC", "BCC")
+"""Headers with which RabbitMQ routes a message to further keys."""
+UNLIMITED = 2**31
+FRAME_BYTES = 64
+"""Room for what a content header has beside the properties."""
 SMALL_BYTES = 1024 * 1024
 PROBE_BYTES = 16 * 1024 * 1024
 PROBE_WITHIN_S = 20.0
@@ -116,7 +126,7 @@ class Publisher:
                         answer = await confirming.write(
                             message, exchange=exchange, routing_key=routing_key, mandatory=mandatory
                         )
-                        refused = await answer
+                        refused = await asyncio.shield(answer)
                 except _LOST as error:
                     raise self._error_of(error, exchange, routing_key, timeout_s) from error
                 if refused is Unroutable:
@@ -217,7 +227,8 @@ class Publisher:
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
         if isinstance(error, ChannelNotFoundEntity | ChannelAccessRefused):
-            if f"'{exchange or DEFAULT_EXCHANGE}'" not in str(error):
+            named = _EXCHANGE_IN_ERROR.search(str(error))
+            if named is None or named[1] != (exchange or DEFAULT_EXCHANGE):
                 return ConfirmUnknown(f"channel lost by another publish: {error}")
             if isinstance(error, ChannelAccessRefused):
                 return AccessRefused(str(error))
@@ -229,71 +240,80 @@ class Publisher:
 
 
 class Confirming:
-    """Publishes on one channel in confirm mode. The broker numbers a channel's messages, and a confirm is for one
-    number or for all up to it, so nothing else may publish there. A returned message does not have its number and is
-    confirmed afterwards: it is matched by its `message_id`, so only one mandatory message with an id may wait at a
-    time."""
+    """Publishes on one channel in confirm mode. A returned message has no number: aiormq matches it by its id. So of
+    mandatory messages with one id only one is on its way, from here until the broker has confirmed it, whether or not
+    its publisher still waits; else the next one would get its answer. Each publish is a task of its own, which nobody
+    cancels."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._published = 0
-        self._waiting: dict[int, asyncio.Future[Confirm]] = {}
-        self._mandatory: dict[str, asyncio.Future[Confirm]] = {}
-        tap = tap_of(channel)
-        tap.on_confirm, tap.on_return = self._on_confirm, self._on_return
-        channel.closing.add_done_callback(self._on_closed)
+        self._waiting: set[asyncio.Task[Confirm]] = set()
+        self._mandatory: dict[str, asyncio.Task[Confirm]] = {}
+        self._most_bytes = (channel.connection.connection_tune.frame_max or UNLIMITED) - FRAME_BYTES
 
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, mandatory: bool
     ) -> "asyncio.Future[Confirm]":
-        answer: asyncio.Future[Confirm] = asyncio.get_running_loop().create_future()
-        channel = self.channel
+        """The broker gets messages in the order of these calls. To cancel the future of a mandatory one would free its
+        id too early."""
+        id = (message.message_id or "") if mandatory else ""
+        while (earlier := self._mandatory.get(id)) is not None:
+            await asyncio.wait([earlier])
         try:
-            frame = frames(
-                channel, message.body, exchange=exchange, routing_key=routing_key, properties=encoded(message),
-                mandatory=mandatory,
-            )  # fmt: skip
+            _check(message, routing_key)
+            properties = Properties(message, as_id=id or "not mandatory")
+            if len(properties.bytes) > self._most_bytes:
+                raise ValueError(f"{len(properties.bytes)} bytes of headers, allowed are {self._most_bytes}")
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"the message cannot be written: {error}") from error
-        if mandatory:
-            message_id = message.message_id or ""
-            while (other := self._mandatory.get(message_id)) is not None:
-                await asyncio.wait([other])
-            self._mandatory[message_id] = answer
-            answer.add_done_callback(lambda _: self._mandatory.pop(message_id))
+        publishing = self._publish(message.body, exchange, routing_key, properties, mandatory)
+        task = asyncio.create_task(publishing, name="publish")
+        self._waiting.add(task)
+        if id:
+            self._mandatory[id] = task
+        task.add_done_callback(partial(self._on_done, id))
+        return task
+
+    async def _publish(
+        self, body: bytes, exchange: str, routing_key: str, properties: Properties, mandatory: bool
+    ) -> Confirm:
         try:
-            if not channel.is_closed:
-                await channel.write_queue.put(frame)
-            if channel.is_closed:  # no confirm will come
-                raise ChannelInvalidStateError("the channel is closed")
-        except BaseException:
-            answer.cancel()
+            await self.channel.basic_publish(
+                body, exchange=exchange, routing_key=routing_key, properties=properties, mandatory=mandatory, wait=False
+            )
+        except PublishError:
+            return Unroutable
+        except DeliveryError:
+            return PublishRefused
+        except asyncio.CancelledError:
+            if asks_to_stop():
+                raise
+            raise ChannelInvalidStateError("the channel was lost: connection lost") from None
+        except Exception as error:
+            if is_bare(error):
+                raise ChannelInvalidStateError("the channel was lost: connection lost") from None
             raise
-        # no await between writing and counting: the number must equal the tag that the broker gives this message
-        self._published += 1
-        self._waiting[self._published] = answer
-        return answer
+        return None
 
-    def _on_confirm(self, tag: int, up_to: bool, accepted: bool) -> None:
-        for confirmed in [waiting for waiting in self._waiting if waiting <= tag] if up_to else [tag]:
-            answer = self._waiting.pop(confirmed, None)
-            if answer is not None and not answer.done():
-                answer.set_result(None if accepted else PublishRefused)
+    def _on_done(self, id: str, task: "asyncio.Task[Confirm]") -> None:
+        self._waiting.discard(task)
+        if id:
+            del self._mandatory[id]
+        if not task.cancelled():
+            task.exception()  # marks it as retrieved: asyncio logs errors of futures that nobody awaits
 
-    def _on_return(self, message: Message) -> None:
-        answer = self._mandatory.get(message.message_id or "")
-        if answer is not None and not answer.done():
-            answer.set_result(Unroutable)
 
-    def _on_closed(self, closing: "asyncio.Future[object]") -> None:
-        error = None if closing.cancelled() else closing.exception()
-        if not isinstance(error, AMQPError):
-            error = ChannelInvalidStateError(f"the channel was lost: {error or 'connection lost'}")
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(error)
-                answer.exception()  # marks it as retrieved: asyncio logs errors of futures that nobody awaits
-        self._waiting.clear()
+def _check(message: Message, routing_key: str) -> None:
+    """Raise ValueError for what the broker would close the channel for, with all others that are published on it."""
+    if len(routing_key.encode()) > KEY_BYTES:
+        raise ValueError(f"routing key {routing_key[:40]!r}…: more than {KEY_BYTES} bytes")
+    for name in COPIES:
+        copies = message.headers.get(name, [])
+        if not (isinstance(copies, list) or (isinstance(copies, Encoded) and copies[:1] == b"A")):
+            raise ValueError(f"header {name}: not a list of routing keys")
+    expiration = message.expiration
+    if expiration is not None and not (expiration.isascii() and expiration.isdigit() and int(expiration) < 2**32):
+        raise ValueError(f"expiration {expiration[:40]!r}: not a number of milliseconds below 2^32")
 
 
 class MessageLimit:

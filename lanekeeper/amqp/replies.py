@@ -7,9 +7,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, left_to_the_tap, tap_of
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, border, close
+from lanekeeper.amqp.tolerant import message_of
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import ReplyLost
@@ -63,9 +65,8 @@ class DirectReplies:
     async def consume(self, channel: Channel) -> None:
         """The publisher's `on_channel`: a channel must have this consumer before its first publish with a direct reply-
         to address. Raises BrokerUnreachable, AccessRefused."""
-        tap_of(channel).on_delivery = self._on_delivery
         with border("no direct replies"):
-            await channel.basic_consume(DIRECT_REPLY_TO, left_to_the_tap, no_ack=True, timeout=RPC_TIMEOUT_S)
+            await channel.basic_consume(DIRECT_REPLY_TO, self._on_delivery, no_ack=True, timeout=RPC_TIMEOUT_S)
         self._channel = channel
         channel.closing.add_done_callback(lambda _: self._on_lost())
 
@@ -88,9 +89,10 @@ class DirectReplies:
         if self._channel is None or self._channel.is_closed:
             self._on_lost()
 
-    def _on_delivery(self, delivered: Delivered) -> None:
-        if (arrived := self._expected.get(delivered.message.correlation_id or "")) is not None:
-            arrived.add(delivered.message)
+    async def _on_delivery(self, found: DeliveredMessage) -> None:
+        reply = message_of(found)
+        if (arrived := self._expected.get(reply.correlation_id or "")) is not None:
+            arrived.add(reply)
 
     def _on_lost(self) -> None:
         for arrived in self._expected.values():

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from consumers.flows.schedules import ScheduleSpec
 from consumers.flows.webhooks import WebhookSpec
-from lanekeeper.amqp.wire import HEADERS_BYTES, encoded
+from lanekeeper.amqp.tolerant import HEADERS_BYTES, encoded
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import WEBHOOK
 from lanekeeper.contract.problems import RequestProblem

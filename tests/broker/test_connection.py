@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiormq.connection import Connection as Underlying
 from structlog.testing import capture_logs
 from yarl import URL
 
@@ -243,12 +242,6 @@ async def test_leaving_a_connection_while_it_reconnects_takes_effect_at_once(vho
 
 
 MESSAGE = Message(body=b"x")
-
-
-def test_the_methods_of_aiormq_that_we_override_still_exist() -> None:
-    for name in ("_Connection__handle_connection_blocked", "_Connection__handle_connection_unblocked"):
-        assert name in vars(Underlying), "aiormq has changed: an alarm would not be noticed"
-        assert name in vars(driver.UnderlyingConnection)
 
 
 @pytest.mark.every_version

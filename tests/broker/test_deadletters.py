@@ -73,7 +73,6 @@ async def test_a_scan_sees_all_messages_and_gives_them_back(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadletters, "WINDOW", 10)
-    monkeypatch.setattr(deadletters, "FRAMES", 3)
     ids = await fill(connection, 35)
     assert await seen(connection) == ids
     assert await seen(connection) == ids

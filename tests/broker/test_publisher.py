@@ -16,6 +16,7 @@ from lanekeeper.contract.problems import (
     BrokerError,
     BrokerUnreachable,
     ConfirmUnknown,
+    InvalidArgument,
     MessageTooLarge,
     PublishRefused,
     TopologyMismatch,
@@ -208,6 +209,84 @@ async def test_after_a_cancelled_publish_the_next_with_the_same_id_succeeds(publ
     assert found[2] is None
     assert publisher._confirming is not None
     assert not publisher._confirming._mandatory
+
+
+@pytest.mark.every_version
+async def test_a_return_is_never_taken_for_that_of_a_later_message_with_the_same_id(publisher: Publisher) -> None:
+    """The publisher of the earlier one did not wait for it."""
+    await declare(publisher, "some")
+    for number in range(50):
+        earlier = Message(body=b"earlier", message_id=f"m-{number}")
+        leaving = asyncio.create_task(publisher.publish(earlier, exchange="", routing_key="nowhere"))
+        for _ in range(number % 5):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await publisher.publish(
+            Message(body=b"later", message_id=f"m-{number}"), exchange="", routing_key="some", mandatory=number % 2 == 0
+        )
+        with pytest.raises(Unroutable):
+            await publisher.publish(earlier, exchange="", routing_key="nowhere")
+        await asyncio.gather(leaving, return_exceptions=True)
+    assert await waiting(publisher, "some", least=50) == 50
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("size", [100, 20_000])
+async def test_a_publish_that_closes_its_channel_costs_no_connection_whatever_is_on_its_way(
+    publisher: Publisher, size: int
+) -> None:
+    await declare(publisher, "some")
+    other = await publisher.connection.channel(confirms=False)
+
+    async def publish(number: int) -> None:
+        exchange = "not-there" if number == 150 else ""
+        await publisher.publish(Message(body=bytes(size)), exchange=exchange, routing_key="some")
+
+    for _ in range(3):
+        found = await asyncio.gather(*(publish(number) for number in range(400)), return_exceptions=True)
+        assert isinstance(found.pop(150), TopologyMismatch)
+        assert {type(each) for each in found} <= {type(None), ConfirmUnknown}
+    assert (publisher.connection.openings, other.is_closed) == (1, False)
+
+
+@pytest.mark.oldest_version
+async def test_a_publish_to_an_exchange_named_as_the_virtual_host_is_not_blamed_for_anothers(
+    publisher: Publisher, vhost: Vhost
+) -> None:
+    channel = await publisher.connection.channel(confirms=False)
+    await channel.exchange_declare(vhost.name, exchange_type="fanout")
+    exchanges = [vhost.name] * 20 + ["not-there"] + [vhost.name] * 20
+    found = await asyncio.gather(
+        *(publisher.publish(Message(body=b""), exchange=each, routing_key="k", mandatory=False) for each in exchanges),
+        return_exceptions=True,
+    )
+    assert [number for number, each in enumerate(found) if isinstance(each, TopologyMismatch)] == [20]
+
+
+@pytest.mark.oldest_version
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"headers": {"CC": 5}},
+        {"headers": {"BCC": "some"}},
+        {"headers": {"x" * 256: 1}},
+        {"headers": {"big": "y" * 131_072}},
+        {"expiration": "soon"},
+        {"expiration": str(2**32)},
+        {"correlation_id": "é" * 128},
+    ],
+    ids=str,
+)
+async def test_what_the_broker_would_close_a_channel_for_is_not_sent(publisher: Publisher, wrong: Any) -> None:
+    await declare(publisher, "some")
+    properties = [wrong if number == 5 else {} for number in range(20)]
+    found = await asyncio.gather(
+        *(publisher.publish(Message(body=b"", **each), exchange="", routing_key="some") for each in properties),
+        return_exceptions=True,
+    )
+    assert isinstance(found.pop(5), InvalidArgument)
+    assert found == [None] * 19
+    assert publisher.connection.openings == 1
 
 
 async def test_an_error_that_the_caller_does_not_want_retried_is_raised_at_once(publisher: Publisher) -> None:

@@ -15,7 +15,7 @@ from consumers.providers.anthropic import parse_message
 from consumers.providers.errors import classify, from_event
 from consumers.providers.registry import Answer
 from consumers.providers.streams import StreamedMessage, parse_event, read_answer, to_json
-from lanekeeper.amqp.wire import encoded
+from lanekeeper.amqp.tolerant import encoded
 from lanekeeper.contract.identity import encodable
 from lanekeeper.contract.problems import RequestProblem
 from service.telemetry import redaction

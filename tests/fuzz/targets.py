@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+import pamqp.frame
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
@@ -28,8 +29,7 @@ from consumers.providers.streams import (
     read_answer,
     to_json,
 )
-from lanekeeper.amqp.driver import unmarshal
-from lanekeeper.amqp.wire import NESTED_LEVELS, encoded, message_of, read_table, write_table
+from lanekeeper.amqp.tolerant import NESTED_LEVELS, encoded, message_of, read_table, readable_header, write_table
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import DETAIL_CHARACTERS, RequestProblem
@@ -235,20 +235,17 @@ def _delivered(data: bytes) -> Message:
     # Without the bit that announces more flags: the broker closes the connection of a client that sends it
     # (journeys/test_bad_input.py).
     flags = int.from_bytes(data[:2].ljust(2, b"\0"), "big") & ~1
-    payload = struct.pack(">HHQH", 60, 0, 2, flags) + data[2:]
-    _, _, header = unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
-    assert isinstance(header, ContentHeader)
-    return _received(header)
+    return _received(struct.pack(">H", flags) + data[2:])
 
 
 def _published(message: Message) -> Message:
-    payload = struct.pack(">HHQ", 60, 0, 2) + encoded(message)
-    _, _, header = unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
+    return _received(encoded(message))
+
+
+def _received(properties: bytes) -> Message:
+    payload = readable_header(struct.pack(">HHQ", 60, 0, 2) + properties, of_return=True)
+    _, _, header = pamqp.frame.unmarshal(struct.pack(">BHI", 2, 1, len(payload)) + payload + b"\xce")
     assert isinstance(header, ContentHeader)
-    return _received(header)
-
-
-def _received(header: ContentHeader) -> Message:
     deliver = Basic.Deliver(consumer_tag="c", delivery_tag=1, exchange="lane.requests", routing_key="critical.fuzz.x")
     body = b'{"prompt": "fuzz"}'
     return message_of(DeliveredMessage(delivery=deliver, header=header, body=body, channel=None))  # type: ignore[arg-type]

@@ -32,8 +32,8 @@ from pamqp import encode
 from pamqp.commands import Basic
 from yarl import URL
 
-from lanekeeper.amqp.driver import UnderlyingConnection
-from lanekeeper.amqp.wire import write_table
+from lanekeeper.amqp.driver import BrokerConnection
+from lanekeeper.amqp.tolerant import AS_READ, properties_in, write_table
 from tests.support.brokers import At, url_of
 from tests.support.waiting import STARTED_S, until
 
@@ -58,10 +58,13 @@ class Got:
     @classmethod
     def of(cls, delivered: DeliveredMessage) -> "Got":
         assert not isinstance(delivered.delivery, Basic.GetEmpty)
+        properties: Any = delivered.header.properties
+        if (raw := (properties.headers or {}).get(AS_READ)) is not None:  # on a connection of Lanekeeper's
+            properties = Basic.Properties(**properties_in(bytes(raw)))
         return cls(
             body=delivered.body,
-            headers=delivered.header.properties.headers or {},
-            properties=delivered.header.properties,
+            headers=properties.headers or {},
+            properties=properties,
             routing_key=delivered.delivery.routing_key or "",
             at_s=asyncio.get_running_loop().time(),
         )
@@ -261,8 +264,9 @@ async def requester(broker: str | At, *, direct: bool = False) -> AsyncIterator[
     # some tests send values that pamqp cannot write; no worker writes headers with pamqp
     encode.METHODS["table"] = write_table
     named = URL(f"{url_of(broker)}?heartbeat=30&name=requester")
-    connection = UnderlyingConnection(named, context=None, on_alarm=lambda _: None)
-    await connection.connect()
+    opened = BrokerConnection(named, ssl_context=None, on_alarm=lambda _: None)
+    await opened.connect()
+    connection: Any = opened.underlay
     try:
         channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
         app = Requester(connection, channel)

@@ -21,7 +21,7 @@ from aiormq.exceptions import (
 )
 
 from lanekeeper.amqp.connection import Connection, depths
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, border, close
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, border, close, open_channel
 from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
@@ -47,29 +47,28 @@ async def apply(topology: Topology, connection: AbstractConnection) -> None:
     absent = await _absent(topology, connection)
     things: tuple[Exchange | Queue, ...] = (*topology.exchanges, *topology.queues)
     with broker_errors():
-        channel = await connection.channel()
+        channel = await open_channel(connection, confirms=False)
         try:
             # First what exists: declaring it again changes nothing, and is refused if it has other properties.
             for thing in sorted(things, key=lambda thing: _identity(thing) in absent):
                 if isinstance(thing, Exchange):
-                    await channel.declare_exchange(
-                        thing.name, thing.type, durable=thing.durable, auto_delete=thing.auto_delete,
+                    await channel.exchange_declare(
+                        thing.name, exchange_type=thing.type, durable=thing.durable, auto_delete=thing.auto_delete,
                         internal=thing.internal, arguments=dict(thing.arguments), timeout=RPC_TIMEOUT_S,
                     )  # fmt: skip
                 else:
-                    await channel.declare_queue(
+                    await channel.queue_declare(
                         thing.name, durable=thing.durable, auto_delete=thing.auto_delete,
                         arguments=dict(thing.arguments), timeout=RPC_TIMEOUT_S,
                     )  # fmt: skip
             for binding in topology.bindings:
-                find = channel.get_queue if binding.destination_kind == "queue" else channel.get_exchange
-                destination = await find(binding.destination, ensure=False)
-                await destination.bind(
-                    binding.source, binding.routing_key, arguments=dict(binding.arguments), timeout=RPC_TIMEOUT_S
-                )
+                bind = channel.queue_bind if binding.destination_kind == "queue" else channel.exchange_bind
+                await bind(
+                    binding.destination, binding.source, binding.routing_key, arguments=dict(binding.arguments),
+                    timeout=RPC_TIMEOUT_S,
+                )  # fmt: skip
         finally:
-            if not channel.is_closed:
-                await channel.close()
+            await close(channel)
 
 
 async def _absent(topology: Topology, connection: AbstractConnection) -> set[tuple[What, str]]:
@@ -191,21 +190,20 @@ async def _check_existence(
     missing: list[Difference] = []
     hidden: list[str] = []
     with broker_errors():
-        channel = await connection.channel()
+        channel = await open_channel(connection, confirms=False)
         things: tuple[Exchange | Queue, ...] = (*topology.exchanges, *topology.queues)
         for thing in things:
             if channel.is_closed:
-                channel = await connection.channel()  # each refusal closes the channel
+                channel = await open_channel(connection, confirms=False)  # each refusal closes the channel
             try:
-                look = channel.declare_queue if isinstance(thing, Queue) else channel.declare_exchange
+                look = channel.queue_declare if isinstance(thing, Queue) else channel.exchange_declare
                 await look(thing.name, passive=True, timeout=RPC_TIMEOUT_S)
             except ChannelNotFoundEntity:
                 missing.append(Difference("missing", *_identity(thing)))
             except ChannelAccessRefused:
                 if thing.name not in hidden:
                     hidden.append(thing.name)
-        if not channel.is_closed:
-            await channel.close()
+        await close(channel)
     return tuple(missing), hidden
 
 

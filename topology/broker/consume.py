@@ -17,12 +17,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Cor
 from contextlib import aclosing, suppress
 from typing import Final, Self
 
-from aiormq.abc import ChannelFrame
+from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from lanekeeper.amqp.connection import Connection, depth
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, fetch, left_to_the_tap, tap_of
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, delivered, fetch
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
@@ -135,8 +135,7 @@ class Session:
                     await self._consume()  # if this fails, the channel closes, and the session with it
 
     async def _consume(self) -> None:
-        tap_of(self._channel).on_delivery = self._on_delivery
-        consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
+        consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
 
     async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
@@ -147,12 +146,11 @@ class Session:
             raise ChannelLost(f"{self._queue}: {self._lost}")
         tags = sorted(delivery.tag for delivery in deliveries)
         before = bisect_left(tags, min(in_hand, default=tags[-1] + 1))
-        frames = [Basic.Ack(delivery_tag=tag) for tag in tags[before:]]
-        if before:
-            frames.append(Basic.Ack(delivery_tag=tags[before - 1], multiple=True))
-        written = ChannelFrame.marshall(channel_number=self._channel.number, frames=frames)
         with border(f"channel lost before {self._queue} deliveries were settled", lost=ChannelLost):
-            await self._channel.write_queue.put(written)
+            for tag in tags[before:]:
+                await self._channel.basic_ack(tag, wait=False)
+            if before:
+                await self._channel.basic_ack(tags[before - 1], multiple=True, wait=False)
 
     async def close(self) -> None:
         await close(self._channel)
@@ -172,8 +170,10 @@ class Session:
             raise StopAsyncIteration
         return delivery
 
-    def _on_delivery(self, delivered: Delivered) -> None:
-        self._arrived.put_nowait(Delivery(delivered, queue=self._queue, channel=self._channel, counted=self._counted))
+    async def _on_delivery(self, found: DeliveredMessage) -> None:
+        self._arrived.put_nowait(
+            Delivery(delivered(found), queue=self._queue, channel=self._channel, counted=self._counted)
+        )
 
     def _on_closed(self, closing: "asyncio.Future[object]") -> None:
         error = None if closing.cancelled() else closing.exception()

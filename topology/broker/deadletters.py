@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
 from hashlib import blake2b
-from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from aiormq.abc import ChannelFrame
+from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
-from pamqp.commands import Basic
 
 from lanekeeper.amqp.connection import Connection, depth
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, left_to_the_tap, tap_of
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, border, close, delivered
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE, Depth, Encoded, Headers, Message
 from lanekeeper.contract.problems import AccessRefused
@@ -41,7 +39,6 @@ OTHERS_END_WITHIN_S: Final = 10.0
 """After that long, a scan begins although there are other consumers, and sees what these have not taken. RabbitMQ also
 counts one that was cancelled and still holds messages, such as that of a replay."""
 ARRIVED_WITHIN_S: Final = 0.5
-FRAMES: Final = 1000
 LOOKS: Final = 20
 LOOK_PAUSE_S: Final = 0.01
 """How often, and with which pause, a scan looks whether the queue has what it gave back."""
@@ -202,7 +199,6 @@ class Scan(Generic[R]):
     async def take_all(self, *, gives_way: bool) -> bool:
         """False if another consumer reads the queue and this one `gives_way`."""
         self._channel.closing.add_done_callback(lambda _: self._changed.set())
-        tap_of(self._channel).on_delivery = self._on_delivery
         await self._channel.basic_qos(prefetch_count=WINDOW, timeout=RPC_TIMEOUT_S)
         own: list[str] = []  # none is cancelled before the end, so that others always see one
         while True:
@@ -212,7 +208,7 @@ class Scan(Generic[R]):
             if not found.ready or self.reader.is_enough or self._failed is not None:
                 break
             expected = self._seen + min(found.ready, WINDOW)
-            consuming = await self._channel.basic_consume(self._queue, left_to_the_tap, timeout=RPC_TIMEOUT_S)
+            consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
             own.append(consuming.consumer_tag or "")
             await self._arrived(expected)
         for tag in own:
@@ -223,10 +219,9 @@ class Scan(Generic[R]):
 
     async def give_back(self) -> None:
         """Return all messages that are not kept, in the order in which they came, and wait until others see them."""
-        tags = (tag for tag in range(1, self._seen + 1) if tag not in self._kept)
-        while frames := [Basic.Nack(delivery_tag=tag, requeue=True) for tag in islice(tags, FRAMES)]:
-            written = ChannelFrame.marshall(channel_number=self._channel.number, frames=frames)
-            await self._channel.write_queue.put(written)
+        for tag in range(1, self._seen + 1):
+            if tag not in self._kept:
+                await self._channel.basic_nack(tag, requeue=True, wait=False)
         for _ in range(LOOKS):
             if (await self._look()).ready >= self._seen - len(self._kept):
                 return
@@ -258,13 +253,13 @@ class Scan(Generic[R]):
             if self._seen == before and not (await self._look()).ready:
                 return
 
-    def _on_delivery(self, delivered: Delivered) -> None:
-        self._seen = delivered.tag
+    async def _on_delivery(self, found: DeliveredMessage) -> None:
+        self._seen = found.delivery_tag or 0
         try:
             is_over = self.reader.is_enough or self._failed is not None
-            if not is_over and self.reader.keeps(delivered.message, delivered.tag):
-                self._kept.add(delivered.tag)
-        except Exception as error:  # raised where the caller awaits, and not in the reader of the socket
+            if not is_over and self.reader.keeps(delivered(found).message, self._seen):
+                self._kept.add(self._seen)
+        except Exception as error:  # raised where the caller awaits, and not in a task of aiormq
             self._failed = error
         self._changed.set()
 

@@ -19,7 +19,7 @@ from consumers.batches.ticket import (
     unpack,
 )
 from consumers.state.base import Identity
-from lanekeeper.amqp.wire import encoded, message_from, write_table
+from lanekeeper.amqp.tolerant import encoded, message_from, write_table
 from lanekeeper.contract.messages import Headers, Message
 from lanekeeper.contract.names import Names
 from topology.codec.headers import carried

@@ -1,23 +1,24 @@
-"""Frames from the socket: what a channel's tap wants is taken at once, the rest reaches aiormq in its order."""
+"""Between aiormq and the socket: the frames of both directions, as they are passed on."""
 
 import asyncio
-import struct
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiormq.abc import DeliveredMessage
+from aiormq.connection import FrameReceiver
 from hypothesis import given
 from hypothesis import strategies as st
 from pamqp import frame
 from pamqp.body import ContentBody
-from pamqp.commands import Basic, Channel
+from pamqp.commands import Basic, Channel, Connection
 from pamqp.header import ContentHeader
+from pamqp.heartbeat import Heartbeat
 from typing_extensions import override
 
-from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import Delivered, FrameReader, GatheringWriter, Tap, border, own_aiormq
-from lanekeeper.amqp.wire import encoded, frames
+from lanekeeper.amqp import connection as connections_of_ours
+from lanekeeper.amqp.driver import Incoming, Outgoing, border
+from lanekeeper.amqp.tolerant import message_of
 from lanekeeper.backoff import LEAST_S, pause_s
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
@@ -65,15 +66,15 @@ class Socket(asyncio.Transport):
         return self.is_closed
 
 
-def gathering(socket: Socket) -> GatheringWriter:
+def outgoing(socket: Socket) -> Outgoing:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    return GatheringWriter(socket, asyncio.StreamReaderProtocol(reader), reader, loop)
+    return Outgoing(socket, asyncio.StreamReaderProtocol(reader), reader, loop)
 
 
 async def test_frames_that_are_written_in_one_turn_of_the_loop_reach_the_socket_together_and_in_order() -> None:
     socket = Socket()
-    writer = gathering(socket)
+    writer = outgoing(socket)
     for data in (b"1", b"2", b"3"):
         writer.write(data)
     assert socket.written == []
@@ -85,7 +86,7 @@ async def test_frames_that_are_written_in_one_turn_of_the_loop_reach_the_socket_
 
 async def test_frames_are_written_before_the_socket_is_closed_and_none_afterwards() -> None:
     socket = Socket()
-    writer = gathering(socket)
+    writer = outgoing(socket)
     writer.write(b"last")
     writer.write_eof()
     writer.close()
@@ -94,164 +95,114 @@ async def test_frames_are_written_before_the_socket_is_closed_and_none_afterward
     assert (socket.written, socket.is_closed) == ([b"last", b"eof"], True)
 
 
-class Reading:
-    """A reader with a tap on channel 1, and what came of it."""
+class Passing:
+    """What aiormq gets of what the broker sends, and what else came of it."""
 
     def __init__(self) -> None:
-        self.got: list[Delivered] = []
-        self.confirms: list[tuple[int, bool, bool]] = []
-        self.returned: list[Message] = []
-        self.tap = Tap()
-        self.tap.on_delivery = self.got.append
-        self.tap.on_confirm = lambda *told: self.confirms.append(told)
-        self.tap.on_return = self.returned.append
-        self.reader = FrameReader({1: self.tap}, asyncio.get_running_loop())
+        self.alarms: list[str | None] = []
+        self.closed: list[int] = []
+        self.incoming = Incoming(on_alarm=self.alarms.append, on_close=self.closed.append)
 
-    async def rest(self) -> bytes:
-        """What is left to aiormq, without the heartbeats that stand for what was taken."""
-        self.reader.feed_eof()
-        return (await self.reader.read()).replace(BEAT, b"")
+    def passed(self, *pieces: bytes) -> list[tuple[int, Any]]:
+        """The frames that aiormq reads, each with its channel."""
+        data, found = b"".join(map(self.incoming.passed, pieces)), []
+        while data:
+            size, channel, read = frame.unmarshal(data)
+            found.append((channel, read))
+            data = data[size:]
+        return found
 
 
-MINE = (
-    message(1, 1, b"{}")
+def body_of(header: Any) -> Message:
+    deliver = Basic.Deliver("c", 1, False, "", "")
+    return message_of(DeliveredMessage(deliver, header, b"", None))  # type: ignore[arg-type]
+
+
+WIRE = (
+    marshalled(1, Basic.ConsumeOk("tag"))
+    + message(1, 200, b"{}")
     + marshalled(1, Basic.Ack(3, False), Basic.Nack(4, True, False))
-    + message(1, 2, b"one, ", b"two", redelivered=True)
+    + marshalled(0, Connection.Blocked("low on memory"))
+    + message(2, 7, b"one, ", b"two", redelivered=True)
     + marshalled(
         1,
         Basic.Return(312, "NO_ROUTE", "", "gone"),
         ContentHeader(body_size=1, properties=Basic.Properties(message_id="back")),
         ContentBody(b"x"),
     )
-    + message(1, 3)
+    + marshalled(0, Connection.Unblocked(), Heartbeat())
+    + marshalled(1, Basic.Cancel("tag"), Channel.Close(404, "NOT_FOUND", 0, 0))
 )
-OTHERS = (
-    marshalled(1, Basic.ConsumeOk("tag")),
-    message(2, 7, b"of a channel without a tap"),
-    marshalled(1, Basic.GetOk(9, False, "", "k", 0), ContentHeader(body_size=2), ContentBody(b"{}")),
-    marshalled(1, Basic.Cancel("tag"), Channel.Close(404, "NOT_FOUND", 0, 0)),
-)
-
-
-@given(
-    st.integers(0, len(MINE) - 1), st.binary(min_size=1, max_size=12).map(lambda found: bytes(b % 128 for b in found))
-)
-def test_bytes_that_nobody_sent_never_become_part_of_a_message(at: int, garbage: bytes) -> None:
-    async def run() -> None:
-        reading = Reading()
-        reading.reader.feed_data(MINE[:at] + garbage + MINE[at:])
-        reading.reader.feed_data(MINE)
-        sent = {b"{}", b"one, two", b""}
-        assert {each.message.body for each in reading.got} <= sent, "a frame's end is not where its length says"
-
-    asyncio.run(run())
+NAMES = (
+    "Basic.ConsumeOk", "Basic.Deliver", "ContentHeader", "ContentBody", "Basic.Ack", "Basic.Nack", "Basic.Deliver",
+    "ContentHeader", "ContentBody", "ContentBody", "Basic.Return", "ContentHeader", "ContentBody", "Heartbeat",
+    "Basic.Cancel", "Channel.Close",
+)  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
 def test_frames_are_recognised_however_the_bytes_are_cut(cuts: list[int]) -> None:
-    async def run() -> None:
-        reading, at, wire = Reading(), 0, OTHERS[0] + OTHERS[1] + MINE + OTHERS[2] + OTHERS[3]
-        for count in range(len(wire)):
-            size = cuts[count % len(cuts)]
-            if piece := wire[at : at + size]:
-                reading.reader.feed_data(piece)
-            at += size
-        assert [(each.tag, each.redelivered, each.message.body) for each in reading.got] == [
-            (1, False, b"{}"),
-            (2, True, b"one, two"),
-            (3, False, b""),
-        ]
-        first = reading.got[0].message
-        assert (first.exchange, first.routing_key, first.message_id) == ("lane.requests", "critical.a.b", "m1")
-        assert (dict(first.headers), first.persistent) == ({"a": 1}, True)
-        assert reading.confirms == [(3, False, True), (4, True, False)]
-        assert [each.message_id for each in reading.returned] == ["back"]
-        assert await reading.rest() == b"".join(OTHERS)
-
-    asyncio.run(run())
+    passing, at = Passing(), 0
+    pieces: list[bytes] = []
+    while at < len(WIRE):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append(WIRE[at : at + size])
+        at += size
+    found = passing.passed(*pieces)
+    assert tuple(read.name for _, read in found) == NAMES
+    assert [channel for channel, _ in found] == [1] * 6 + [2] * 4 + [1] * 3 + [0] + [1] * 2
+    headers = [read for _, read in found if isinstance(read, ContentHeader)]
+    assert [each.properties.message_id for each in headers] == ["", "", "back"] or [
+        each.properties.message_id for each in headers
+    ] == [None, None, "back"]
+    assert [(body_of(each).message_id, dict(body_of(each).headers)) for each in headers] == [
+        ("m200", {"a": 200}), ("m7", {"a": 7}), ("back", {}),
+    ]  # fmt: skip
+    assert (passing.alarms, passing.closed) == (["low on memory", None], [1])
 
 
-async def test_aiormq_gets_a_heartbeat_for_each_frame_taken_from_it_so_that_it_sees_a_live_broker() -> None:
-    reading = Reading()
-    reading.reader.feed_data(MINE)
-    assert await reading.reader.readexactly(len(BEAT)) == BEAT
+@given(st.integers(0, len(WIRE) - 1), st.binary(min_size=1, max_size=12))
+def test_bytes_that_nobody_sent_raise_no_error_of_ours(at: int, garbage: bytes) -> None:
+    passing = Passing()
+    for piece in (WIRE[:at] + garbage, WIRE[at:], WIRE):
+        passing.incoming.passed(piece)
 
 
-async def test_an_unreadable_frame_closes_the_connection() -> None:
-    reading = Reading()
-    reading.reader.feed_data(struct.pack(">BHI", 1, 1, 5) + b"\0\x3c\0\x50\0" + b"\xce")
-    with pytest.raises(ConnectionError, match="cannot be read"):
-        await reading.reader.readexactly(1)
-
-
-async def test_bytes_of_a_server_that_does_not_speak_amqp_are_left_to_aiormq() -> None:
-    reading = Reading()
-    for piece in (b"HTTP/1.1 400 ", b"Bad Request\r\n"):
-        reading.reader.feed_data(piece)
-    assert await reading.rest() == b"HTTP/1.1 400 Bad Request\r\n"
-
-
-async def test_aiormq_gets_the_begin_of_a_frame_that_the_broker_did_not_finish() -> None:
-    reading, begun = Reading(), OTHERS[0][:-3]
-    reading.reader.feed_data(MINE + begun)
-    assert await reading.rest() == begun
-
-
-MOST = 10
-"""The largest body of one frame, in bytes."""
-
-
-def written(body: bytes, *, mandatory: bool = True, routing_key: str = "critical.a.b") -> list[tuple[int, Any]]:
-    """The frames of a publish, each with its channel, read by pamqp."""
-    channel: Any = SimpleNamespace(number=3, max_content_size=MOST)
-    made = frames(
-        channel,
-        body,
-        exchange="lane.requests",
-        routing_key=routing_key,
-        properties=encoded(Message(body=body, message_id="m-1", priority=4)),
-        mandatory=mandatory,
+def test_bytes_of_a_server_that_does_not_speak_amqp_are_left_to_aiormq() -> None:
+    passing = Passing()
+    assert b"".join(map(passing.incoming.passed, (b"HTTP/1.1 400 ", b"Bad Request\r\n"))) == (
+        b"HTTP/1.1 400 Bad Request\r\n"
     )
-    assert not made.should_close
-    found, data = [], made.payload
-    while data:
-        size, number, read = frame.unmarshal(data)
-        found.append((number, read))
-        data = data[size:]
-    return found
 
 
-@pytest.mark.parametrize("mandatory", [True, False])
-def test_a_publish_is_a_method_a_header_and_a_body(mandatory: bool) -> None:
-    (one, method), (two, header), (three, body) = written(b"{}", mandatory=mandatory)
+# ---- what is sent ----------------------------------------------------------------------------------------------------
 
-    assert (one, two, three) == (3, 3, 3)
-    assert isinstance(method, Basic.Publish)
-    assert (method.exchange, method.routing_key) == ("lane.requests", "critical.a.b")
-    assert (method.mandatory, method.immediate) == (mandatory, False)
-    assert isinstance(header, ContentHeader)
-    assert header.body_size == 2
-    assert (header.properties.message_id, header.properties.priority) == ("m-1", 4)
-    assert isinstance(body, ContentBody)
-    assert body.value == b"{}"
-
-
-@pytest.mark.parametrize(
-    ("size", "sizes"), [(0, []), (1, [1]), (MOST, [MOST]), (MOST + 1, [MOST, 1]), (3 * MOST, [MOST, MOST, MOST])]
+PUBLISH = marshalled(3, Basic.Publish(routing_key="q"), ContentHeader(body_size=1), ContentBody(b"x"))
+OPEN, CLOSE, CLOSE_OK = (
+    marshalled(3, each) for each in (Channel.Open(), Channel.Close(200, "", 0, 0), Channel.CloseOk())
 )
-def test_a_body_is_cut_into_frames_of_the_largest_size(size: int, sizes: list[int]) -> None:
-    body = bytes(range(size))
-    _, (_, header), *rest = written(body)
-
-    assert header.body_size == size
-    assert [len(each.value) for _, each in rest] == sizes
-    assert b"".join(each.value for _, each in rest) == body
+OF_ANOTHER = marshalled(4, Basic.Ack(1))
 
 
-def test_a_routing_key_may_have_255_bytes() -> None:
-    assert written(b"", routing_key="é" * 127 + "x")[0][1].routing_key == "é" * 127 + "x"
-    with pytest.raises(ValueError, match="256 bytes, allowed are 255"):
-        written(b"", routing_key="é" * 128)
+async def written(*steps: bytes | int) -> bytes:
+    """What reaches the socket; a number is a channel that the broker closes at that moment."""
+    socket = Socket()
+    writer = outgoing(socket)
+    for each in steps:
+        writer.on_close(each) if isinstance(each, int) else writer.write(each)
+    await writer.drain()
+    return b"".join(socket.written)
+
+
+async def test_after_the_broker_has_closed_a_channel_only_its_answer_is_sent_until_it_is_opened_again() -> None:
+    assert await written(OPEN, PUBLISH, 3, PUBLISH, OF_ANOTHER, CLOSE_OK, CLOSE, OPEN, PUBLISH) == (
+        OPEN + PUBLISH + CLOSE_OK + OF_ANOTHER + OPEN + PUBLISH
+    )
+
+
+async def test_after_a_close_nothing_is_sent_but_the_answer_to_one_of_the_brokers_that_crossed_it() -> None:
+    assert await written(PUBLISH, CLOSE, PUBLISH, CLOSE, OF_ANOTHER) == PUBLISH + CLOSE + OF_ANOTHER
+    assert await written(PUBLISH, CLOSE, 3, CLOSE_OK) == PUBLISH + CLOSE + CLOSE_OK
 
 
 @pytest.mark.parametrize(
@@ -275,8 +226,8 @@ async def test_a_broker_that_closes_the_connection_as_it_is_opened_is_unreachabl
     async def at_eof(_: object) -> None:
         raise StopAsyncIteration
 
-    async def connections(url: str) -> AsyncIterator[Connection]:
-        async with Connection(url, name="test") as connection:
+    async def connections(url: str) -> AsyncIterator[connections_of_ours.Connection]:
+        async with connections_of_ours.Connection(url, name="test") as connection:
             yield connection
 
     async def closes(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -287,7 +238,7 @@ async def test_a_broker_that_closes_the_connection_as_it_is_opened_is_unreachabl
     async with server:
         with pytest.raises(BrokerUnreachable):
             await anext(connections(url))
-        monkeypatch.setattr(own_aiormq.FrameReceiver, "get_frame", at_eof)
+        monkeypatch.setattr(FrameReceiver, "get_frame", at_eof)
         with pytest.raises(BrokerUnreachable, match="closed the connection as it was opened"):
             await anext(connections(url))
 

@@ -1,11 +1,12 @@
-"""AMQP bytes as Python values and back: field tables (message headers), a message's properties, a publish as frames.
+"""What others write, read without an error, and what Lanekeeper writes, without a loss: message properties and headers.
 
 pamqp, aiormq's codec, is not enough for what others write. It raises on bytes that are not UTF-8, on timestamps past
 the year 9999 and on deeply nested tables; aiormq would then close the connection, get the message again, and close the
 next one. It also reads values that it cannot write (a double of 1e300), so that a worker could never publish such a
-request again, as a retry or as a dead letter. Here every value that can be read can be written, a requester's headers
-are passed on with their bytes unchanged (`Encoded`), and properties that cannot be read are named in a header
-(`UNREADABLE`), for which the worker's decoder (topology/codec) refuses the message. It is ten times as fast, too.
+request again, as a retry or as a dead letter. So pamqp gets a message's properties as one value (`readable_header`),
+which `message_of` reads. There, every value that can be read can be written, a requester's headers are passed on with
+their bytes unchanged (`Encoded`), and properties that cannot be read are named in a header (`UNREADABLE`), for which
+the worker's decoder (topology/codec) refuses the message.
 """
 
 import struct
@@ -15,9 +16,9 @@ from decimal import Decimal
 from itertools import count
 from typing import Any, Final
 
-from aiormq.abc import ChannelFrame, DeliveredMessage
-from aiormq.channel import Channel
+from aiormq.abc import DeliveredMessage
 from pamqp import encode
+from pamqp.commands import Basic
 
 from lanekeeper.contract.messages import UNREADABLE, Encoded, Headers, Message
 
@@ -33,12 +34,13 @@ KEY_BYTES: Final = 255
 _SIZE: Final = struct.Struct(">I")
 _INTEGER: Final = struct.Struct(">cq")
 _DOUBLE: Final = struct.Struct(">cd")
-_FRAME: Final = struct.Struct(">BHI")
-_CONTENT: Final = struct.Struct(">HHQ")
 _FLAGS: Final = struct.Struct(">H")
 _TIMESTAMP: Final = struct.Struct(">Q")
-_BASIC: Final = 60
-_PUBLISH: Final = b"\0\x3c\0\x28\0\0"
+_BASIC: Final = b"\0\x3c"
+_PROPERTIES_AT: Final = 12
+"""Where the properties begin in a content header: after the class (2 bytes), the weight (2) and the body's size (8)."""
+AS_READ: Final = "properties"
+"""The header in which pamqp gets a message's encoded properties."""
 _FIXED: Final = {
     ord(kind): struct.Struct(layout)
     for kind, layout in {
@@ -63,27 +65,73 @@ class TableTooLarge(ValueError):
 
 # ---- messages that were received -------------------------------------------------------------------------------------
 
-
-def message_from(header: bytes, body: bytes, *, exchange: str, routing_key: str) -> Message:
-    """`header`: the payload of the message's content header frame, which contains the properties."""
-    return _message(properties_in(header), body, exchange, routing_key)
-
-
-def message_of(delivered: DeliveredMessage) -> Message:
-    """A message that aiormq fetched with `basic.get`, on a connection of ours."""
-    found: Any = delivered.delivery
-    properties = delivered.header.properties
-    values = {name: value for _, name, *_ in _PROPERTIES if (value := getattr(properties, name)) is not None}
-    return _message(values, delivered.body, found.exchange or "", found.routing_key or "")
+_CLOSE, _RETURN, _DELIVER, _GET_OK = b"\0\x14\0\x28", b"\0\x3c\0\x32", b"\0\x3c\0\x3c", b"\0\x3c\0\x47"
+QUOTING: Final[dict[bytes, tuple[int, ...]]] = {
+    b"\0\x0a\0\x32": (2, 0, 4),
+    _CLOSE: (2, 0, 4),
+    _RETURN: (2, 0, 0, 0),
+    _DELIVER: (0, 9, 0, 0),
+    _GET_OK: (9, 0, 0, 4),
+}
+"""The methods in which the broker quotes what others chose (close of a connection or channel, return, deliver, get-ok),
+with the layout of their arguments: 0 is a short string, other numbers are bytes of fixed size."""
 
 
-def properties_in(header: bytes) -> dict[str, Any]:
+def readable_method(payload: bytes) -> bytes:
+    """A method's frame in which each short string is UTF-8. It has as many bytes as before."""
+    if payload.isascii() or (layout := QUOTING.get(payload[:4])) is None:
+        return payload
+    parts, at = [payload[:4]], 4
+    for fixed in layout:
+        past = fixed or 1 + payload[at]
+        part = payload[at : at + past]
+        parts.append(part if fixed else part[:1] + _shown(part[1:]))
+        at += past
+    return b"".join((*parts, payload[at:]))
+
+
+def readable_header(payload: bytes, *, of_return: bool) -> bytes:
+    """A content header that pamqp can read whatever a client wrote: its properties are one value in a table, from which
+    `message_of` takes them. aiormq matches a returned message by its message id, so this stays beside it."""
+    if payload[:2] != _BASIC:
+        return payload
+    properties = payload[_PROPERTIES_AT:]
+    name = AS_READ.encode()
+    field = bytes((len(name),)) + name + b"x" + _SIZE.pack(len(properties)) + properties
+    flags, found = 0x2000, _SIZE.pack(len(field)) + field
+    if of_return and isinstance(id := properties_in(properties).get("message_id"), str):
+        flags, found = flags | 0x80, found + _short(id)
+    return payload[:_PROPERTIES_AT] + _FLAGS.pack(flags) + found
+
+
+def message_of(found: DeliveredMessage) -> Message:
+    """A message that aiormq delivered, got or returned, on a connection of ours."""
+    encoded: Any = (found.header.properties.headers or {})[AS_READ]
+    return message_from(bytes(encoded), found.body, exchange=found.exchange or "", routing_key=found.routing_key or "")
+
+
+def message_from(properties: bytes, body: bytes, *, exchange: str, routing_key: str) -> Message:
+    """`properties`: as they are encoded in a content header."""
+    found = properties_in(properties)
+    at = found.pop("timestamp", None)
+    return Message(
+        body=body,
+        exchange=exchange,
+        routing_key=routing_key,
+        type=found.pop("message_type", None),
+        timestamp_s=None if at is None else at.timestamp(),
+        persistent=found.pop("delivery_mode", None) != 1,
+        **found,
+    )
+
+
+def properties_in(properties: bytes) -> dict[str, Any]:
     """The properties by pamqp's names. One that cannot be read is left out, and named in the header `UNREADABLE`.
 
     Only one word of flags is read, because no client sends more. RabbitMQ 3.x passes on the bit that announces a second
     word even if none follows.
     """
-    flags, data = int.from_bytes(header[12:14], "big"), header[14:]
+    flags, data = int.from_bytes(properties[:2], "big"), properties[2:]
     unreadable = ["flags (more than there are properties)"] if flags & 1 else []
     found: dict[str, Any] = {}
     for flag, name, read, length in _PROPERTIES:
@@ -104,28 +152,13 @@ def properties_in(header: bytes) -> dict[str, Any]:
     return found
 
 
-def _message(found: dict[str, Any], body: bytes, exchange: str, routing_key: str) -> Message:
-    at = found.pop("timestamp", None)
-    return Message(
-        body=body,
-        exchange=exchange,
-        routing_key=routing_key,
-        type=found.pop("message_type", None),
-        timestamp_s=None if at is None else at.timestamp(),
-        persistent=found.pop("delivery_mode", None) != 1,
-        **found,
-    )
-
-
-def read_short_str(value: bytes) -> tuple[int, str]:
-    """The number of bytes read, and the text. If the bytes are not UTF-8, each byte that is not ASCII becomes `?`, so
-    that the text has as many bytes as before."""
-    length = value[0]
-    text = value[1 : length + 1]
+def _shown(text: bytes) -> bytes:
+    """If the bytes are not UTF-8, each byte that is not ASCII becomes `?`, so that the text has as many as before."""
     try:
-        return length + 1, text.decode()
+        text.decode()
     except UnicodeDecodeError:
-        return length + 1, text.decode("ascii", errors="replace").replace("\ufffd", "?")
+        return bytes(each if each < 0x80 else ord("?") for each in text)
+    return text
 
 
 def _property_text(data: bytes) -> tuple[int, str]:
@@ -172,17 +205,17 @@ _PROPERTIES: Final = tuple(
 # ---- messages to be published ----------------------------------------------------------------------------------------
 
 
-def frames(
-    channel: Channel, body: bytes, *, exchange: str, routing_key: str, properties: bytes, mandatory: bool
-) -> ChannelFrame:
-    """A publish as frames for the channel's `write_queue` (AMQP 0-9-1, sections 4.2.4 to 4.2.6). Raises ValueError if
-    the routing key or the exchange's name is too long."""
-    number, max_payload = channel.number, channel.max_content_size
-    method = b"".join((_PUBLISH, _short(exchange), _short(routing_key), b"\1" if mandatory else b"\0"))
-    header = _CONTENT.pack(_BASIC, 0, len(body)) + properties
-    written = [_frame(1, number, method), _frame(2, number, header)]
-    written += [_frame(3, number, body[at : at + max_payload]) for at in range(0, len(body), max_payload)]
-    return ChannelFrame(payload=b"".join(written), should_close=False)
+class Properties(Basic.Properties):
+    """A message's properties for aiormq, which writes them in our encoding. `as_id`: by what aiormq matches the message
+    if it is returned; it reads nothing else from here."""
+
+    def __init__(self, message: Message, *, as_id: str = "not returned") -> None:
+        """Raises TypeError, ValueError."""
+        super().__init__(message_id=as_id)
+        self.bytes = encoded(message)
+
+    def marshal(self) -> bytes:
+        return self.bytes
 
 
 def encoded(message: Message) -> bytes:
@@ -222,10 +255,6 @@ def _short(text: str) -> bytes:
     if len(raw) > KEY_BYTES:
         raise ValueError(f"{text[:40]!r}…: {len(raw)} bytes, allowed are {KEY_BYTES}")
     return bytes((len(raw),)) + raw
-
-
-def _frame(kind: int, channel: int, payload: bytes) -> bytes:
-    return _FRAME.pack(kind, channel, len(payload)) + payload + b"\xce"
 
 
 # ---- field tables ----------------------------------------------------------------------------------------------------
