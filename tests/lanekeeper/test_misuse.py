@@ -216,7 +216,7 @@ def state():
     }
     found["encode"], found["decode"] = dict(pamqp.encode.METHODS), dict(pamqp.decode.METHODS)
     return found | {
-        name: [*logger.filters, *logger.handlers]
+        name: [bool(logger.filter(logging.makeLogRecord({}))), *logger.handlers]
         for name in ("aiormq.connection", "aiormq.channel", "aio_pika", "", "aiormq.connection.marshall")
         for logger in [logging.getLogger(name)]
     }
