@@ -17,7 +17,6 @@ from consumers.flows.batched_handlers import Gathering, Result
 from consumers.flows.pool_worker import (
     ANSWERED,
     REJECTED,
-    RESULT,
     RUN,
     RUN_BATCH,
     UNSENDABLE,
@@ -27,6 +26,7 @@ from consumers.flows.pool_worker import (
     describe,
     import_function,
     result_of_one,
+    unpacked,
 )
 from consumers.flows.process_pool import NotImported, PoolProcess, ProcessDied, ProcessPool
 from lanekeeper.contract.problems import RequestProblem
@@ -173,8 +173,8 @@ class Handlers:
                 return [result_of_one(each, most_bytes=self._most_bytes) for each in results]
             async with self._pool.process(spec.run, rank=rank, tenant=tenant) as process:
                 together = b"[" + b",".join(bodies) + b"]"
-                packed = await self._in_process(spec, process, together, timeout_s, kind=RUN_BATCH)
-            return _unpacked(packed)
+                several = await self._in_process(spec, process, together, timeout_s, kind=RUN_BATCH)
+            return unpacked(several)
         except NotImported as error:
             raise _not_imported(spec.name, error) from None
         except RejectedError as error:
@@ -226,16 +226,6 @@ def _result(name: str, kind: bytes, text: bytes) -> bytes:
     if kind == UNSENDABLE:
         raise unsendable(name, text.decode(errors="replace"))
     raise _failed(name, kind, text.decode(errors="replace"))
-
-
-def _unpacked(packed: bytes) -> Sequence[Result]:
-    found, at = list[Result](), 0
-    while at < len(packed):
-        kind, size = RESULT.unpack_from(packed, at)
-        begin = at + RESULT.size
-        at = begin + size
-        found.append((kind, packed[begin:at]))
-    return found
 
 
 def _not_imported(name: str, error: NotImported) -> HandlerError:

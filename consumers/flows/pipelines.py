@@ -15,18 +15,28 @@ import asyncio
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import jiter
 
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_ms, moment_text, now_ms
-from consumers.decoding import Parsing
 from consumers.flows.handlers import PROVIDER as HANDLER
+from consumers.flows.rendering import Filled, Order, Rendering, RenderingUnavailable
 from consumers.job import Chain, Decoded, Job, Standing, content_hash, step_identity
-from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Stepped, ended, ended_by, stopped_by
+from consumers.outcomes import (
+    LATER_MS,
+    Answered,
+    Buried,
+    Deferred,
+    Outcome,
+    Refused,
+    Stepped,
+    ended,
+    ended_by,
+    stopped_by,
+)
 from consumers.spending import EVERY_TENANT
 from consumers.state.base import UNIT_BYTES, WHICH_LIMIT, Completion, Ending, Found, Identity, WaitingLimit
 from lanekeeper.amqp.publisher import Publisher
@@ -39,9 +49,6 @@ from topology.codec.headers import KEEPS, LOOKS, FlowHop, HopHeaders, hop_header
 from topology.delays import hop
 from topology.lanes import MIB, LaneSpec
 
-if TYPE_CHECKING:  # Jinja takes 4 MiB of memory, which a worker without pipelines can save
-    from consumers.flows.templates import Expression, Template
-
 INPUT: Final = "input"
 ITEM: Final = "item"
 NUMBER: Final = "number"
@@ -50,7 +57,7 @@ AT_ONCE: Final = 64
 """How many items are published, or looked for, at the same time; and after how many that have no outcome yet the others
 are not looked for, because the items of a list begin in order."""
 BYTES_AT_ONCE: Final = 4 * MIB
-"""So much of what items are asked, or have answered, is in memory at a time, unless one is larger."""
+"""So much of what items have answered is in memory at a time, unless one is larger."""
 LEAST_WAIT_MS: Final = 100
 LONGEST_WAIT_MS: Final = 30_000
 SPLIT_BYTES: Final = 32 * 1024
@@ -63,6 +70,8 @@ AGAIN_TIMES: Final = 2
 """How often the items of a fan-out may be published again because the store has lost them, on average."""
 PUBLISH_WITHIN_S: Final = 60.0
 """For so long one delivery publishes items; the next one goes on."""
+FILL_IN_WITHIN_S: Final = 15.0
+"""For so long a delivery waits for its templates, which others' may go before; then it comes later."""
 FULL_MS: Final = 1000
 LONGEST_FULL_MS: Final = 10_000
 """After how long at least and at most the items that found their queue full are published."""
@@ -111,8 +120,6 @@ class _Step:
     number: int
     before: str
     """The name of the step before; the input for the first one."""
-    prompt: "Template | None"
-    each: "Expression | None"
 
 
 class _Look(NamedTuple):
@@ -138,7 +145,7 @@ class Pipelines:
     claiming: Claiming
     publisher: Publisher
     names: Names
-    parsing: Parsing
+    rendering: Rendering
     chain_of: Callable[[str, str, str], Chain]
     seen: Callable[[str, int], None]
     reach_soon: Callable[[str], None]
@@ -231,6 +238,10 @@ class Pipelines:
             return await self._enter_step(job, decoded, steps, step)
         except RequestProblem as problem:
             return ended_by(problem)
+        except RenderingUnavailable:
+            if job.stopped is not None:
+                return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
+            return Deferred(delay_ms=LATER_MS, reason="templates")
 
     async def _enter_item(self, job: Job, flow: FlowHop) -> Outcome | None:
         (found,) = await self.claiming.endings([Identity(job.identity.tenant, flow.item_of)])
@@ -253,11 +264,11 @@ class Pipelines:
         )
         job.standing = Standing(step=step.spec.name, flow=first, state=state, following=_name_after(steps, step))
         lane = step.spec.lane or first.routing_key.partition(".")[0]
-        if lane != job.lane_name and step.each is None:
+        if lane != job.lane_name and not step.spec.each:
             return self._moved(job, lane)
-        if step.each is not None and flow is not None and 0 < flow.of <= flow.items:
-            return await self._wait(job, decoded, step, lane)
-        if step.each is None and (before := await self._before(job)) is not None:
+        if step.spec.each and flow is not None and 0 < flow.of <= flow.items:
+            return await self._wait(job, step, lane)
+        if not step.spec.each and (before := await self._before(job)) is not None:
             if job.standing.following is not None:
                 return self._stepped(job, output_of(before.body, step.spec), None)
             return Answered(
@@ -267,10 +278,10 @@ class Pipelines:
             )
         if not await self._has_state(job):
             return await self._round(job, job.standing.flow, KEEPER_MS)
-        values = await self._values(job, decoded)
-        if step.each is not None:
-            return await self._fan_out(job, step, lane, values)
-        request = self._request(decoded.request, step, decoded.lane, values)
+        if step.spec.each:
+            return await self._fan_out(job, step, lane)
+        filled = await self._fill_in(job, step)
+        request = self._request(decoded.request, step, decoded.lane, filled.texts[0])
         chain = Chain() if request.handler else self.chain_of(lane, job.identity.tenant, request.model)
         job.decoded = Decoded(request, decoded.lane, chain)
         return None
@@ -283,19 +294,6 @@ class Pipelines:
             job.standing = replace(job.standing, state=job.message.body)
         return job.standing.state != b""
 
-    async def _values(self, job: Job, decoded: Decoded) -> dict[str, Any]:
-        """The input and the outputs so far. Raises RequestProblem."""
-        assert job.standing is not None
-        state = job.standing.state
-        read = partial(jiter.from_json, state, cache_mode="none")
-        try:
-            found = await self.parsing.run(read, rank=(decoded.lane.rank, len(state)))
-        except ValueError:  # the parts of the state were read before: together they are deeper
-            raise RequestProblem(
-                "invalid_request", "its input or an output is nested too deeply to be given to a step"
-            ) from None
-        return {INPUT: found["input"], **found["outputs"]}
-
     async def _before(self, job: Job) -> Completion | None:
         """The stored outcome of the step, if it ran before."""
         assert job.standing is not None
@@ -304,17 +302,27 @@ class Pipelines:
             None if found is None or found.completion is None or found.completion.status != "ok" else found.completion
         )
 
-    def _request(self, request: Request, step: _Step, lane: LaneSpec, values: Mapping[str, Any]) -> Request:
-        """The request of a step, or of an item. Raises RequestProblem."""
+    async def _fill_in(self, job: Job, step: _Step, numbers: Sequence[int] = ()) -> Filled:
+        """What a step asks, or the first of a fan-out's items with these numbers. Raises RequestProblem,
+        RenderingUnavailable."""
+        assert job.decoded is not None
+        assert job.standing is not None
+        spec = step.spec
+        value = "" if spec.prompt else ITEM if spec.each else step.before
+        order = Order(prompt=spec.prompt, value=value, each=spec.each, numbers=numbers)
+        async with job.interruptible(FILL_IN_WITHIN_S):
+            return await self.rendering.fill_in(
+                order, job.standing.state, rank=job.decoded.lane.rank, tenant=job.identity.tenant
+            )
+        raise RenderingUnavailable("not in time, or its request was stopped")
+
+    def _request(self, request: Request, step: _Step, lane: LaneSpec, text: bytes) -> Request:
+        """The request of a step, or of an item, that asks this."""
         spec = step.spec
         if spec.handler:
-            given = values[ITEM] if step.each is not None else values[step.before]
-            body = json.dumps(given, separators=(",", ":")).encode()
-            return replace(request, body=body, handler=spec.handler, model=spec.handler, states_stream=False)
-        assert step.prompt is not None
-        prompt = _filled_in(partial(step.prompt.render, values))
+            return replace(request, body=text, handler=spec.handler, model=spec.handler, states_stream=False)
         model, max_tokens = spec.model or lane.model, spec.max_tokens or lane.max_tokens
-        asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
+        asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": text.decode()}]}
         body = json.dumps(asked, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
         return replace(request, body=body, model=model, max_tokens=max_tokens, states_stream=False)
 
@@ -392,26 +400,18 @@ class Pipelines:
 
     # ---- fan-out and join --------------------------------------------------------------------------------------------
 
-    async def _fan_out(self, job: Job, step: _Step, lane: str, values: Mapping[str, Any]) -> Outcome:
+    async def _fan_out(self, job: Job, step: _Step, lane: str) -> Outcome:
         assert job.standing is not None
-        assert step.each is not None
-        items = _filled_in(partial(step.each.value, values))
-        if not isinstance(items, list):
-            kind = {dict: "an object", str: "a text", type(None): "null", bool: "a boolean"}.get(
-                type(items), "a number"
-            )
-            raise RequestProblem("invalid_request", f"each: found {kind}, allowed is a list")
-        if len(items) > ITEMS_AT_MOST:
-            raise RequestProblem("too_large", f"each: {len(items)} items, allowed are {ITEMS_AT_MOST}")
+        count = (await self._fill_in(job, step)).items
+        if count > ITEMS_AT_MOST:
+            raise RequestProblem("too_large", f"each: {count} items, allowed are {ITEMS_AT_MOST}")
         flow = job.standing.flow
         goes_on = flow.since_ms != 0
-        flow = replace(flow, since_ms=flow.since_ms or self.now_ms(), of=len(items))
-        if not items:
+        flow = replace(flow, since_ms=flow.since_ms or self.now_ms(), of=count)
+        if not count:
             return await self._join(job, step, 0)
         if goes_on:
             await self._fail_with_its_items(job, step, await self._look(job, step, flow))
-        number = _side_of(job.identity.tenant, self.lanes[lane])
-        item_of = partial(self._item, job, step, lane, values, items)
         clock = asyncio.get_running_loop().time
         until_s = clock() + PUBLISH_WITHIN_S
         asks = job.redelivered or job.hop.dead_at is not None
@@ -422,7 +422,7 @@ class Pipelines:
             found = await self._endings(job, some) if asks or goes_on else [None] * len(some)
             new = [(k, was) for k, was in zip(some, found, strict=True) if self._is_missing(job, was)]
             for part in (new[:1], new[1:]) if goes_on else (new,):  # one shows whether the queue is still full
-                if not await self._publish(job, lane, number, (item_of(k, was) for k, was in part)):
+                if not await self._publish(job, step, lane, part):
                     since_ms = self.now_ms() - flow.since_ms
                     return await self._round(job, flow, max(FULL_MS, min(LONGEST_FULL_MS, since_ms // 4)))
             flow, goes_on = replace(flow, items=some.stop), False
@@ -430,7 +430,7 @@ class Pipelines:
                 break
         return await self._round(job, flow, LEAST_WAIT_MS)
 
-    async def _wait(self, job: Job, decoded: Decoded, step: _Step, lane: str) -> Outcome:
+    async def _wait(self, job: Job, step: _Step, lane: str) -> Outcome:
         """All items were published: join what they have come to, or look again later."""
         assert job.standing is not None
         flow = job.standing.flow
@@ -447,21 +447,10 @@ class Pipelines:
                 raise RequestProblem(
                     "internal", "the store loses what its items have come to: was it emptied, or is it too small?"
                 )
-            items = await self._items(job, decoded, step)
-            item_of = partial(self._item, job, step, lane, *items)
-            number = _side_of(job.identity.tenant, self.lanes[lane])
             found = await self._endings(job, look.again)
-            known = len(items[1])  # the settings may have changed
-            again = (item_of(k, was) for k, was in zip(look.again, found, strict=True) if k < known)
-            await self._publish(job, lane, number, again)
+            await self._publish(job, step, lane, list(zip(look.again, found, strict=True)))
         delay_ms = FULL_MS if look.again else _pause_ms(self.now_ms() - flow.since_ms, look.ended, flow.of)
         return await self._round(job, replace(flow, done=look.done), delay_ms, ended=look.ended)
-
-    async def _items(self, job: Job, decoded: Decoded, step: _Step) -> tuple[Mapping[str, Any], Sequence[Any]]:
-        """The values of a step's templates, and its list. Raises RequestProblem."""
-        assert step.each is not None
-        values = await self._values(job, decoded)
-        return values, _filled_in(partial(step.each.value, values))
 
     async def _fail_with_its_items(self, job: Job, step: _Step, look: _Look) -> None:
         """Raises RequestProblem if an item has failed, and the step fails with it."""
@@ -471,20 +460,11 @@ class Pipelines:
         if found is not None and found.completion is not None and found.completion.status == "error":
             raise _item_failed(look.failed, found.completion)
 
-    def _item(
-        self,
-        job: Job,
-        step: _Step,
-        lane: str,
-        values: Mapping[str, Any],
-        items: Sequence[Any],
-        k: int,
-        was: Ending | None,
-    ) -> Message:
-        """The message of one item. Raises RequestProblem."""
+    def _item(self, job: Job, step: _Step, lane: str, k: int, was: Ending | None, text: bytes) -> Message:
+        """The message of one item."""
         assert job.decoded is not None
         assert job.standing is not None
-        request = self._request(job.decoded.request, step, self.lanes[lane], {**values, ITEM: items[k], NUMBER: k + 1})
+        request = self._request(job.decoded.request, step, self.lanes[lane], text)
         at_ms = self.now_ms()
         past = None if was is None or was.status is None else moment_text(was.ended_ms)
         here = HopHeaders(
@@ -513,18 +493,20 @@ class Pipelines:
             app_id=job.message.app_id,
         )
 
-    async def _publish(self, job: Job, lane: str, number: int | None, items: Iterable[Message]) -> bool:
-        """Publish these items, and note each in the store: what the store does not know was not published, or the store
-        has lost it. Returns whether their queue had room for all."""
-        some, size = list[Message](), 0
-        for item in items:
-            some.append(item)
-            size += len(item.body)
-            if size >= BYTES_AT_ONCE:
-                if not await self._publish_together(job, lane, number, some):
-                    return False
-                some, size = [], 0
-        return await self._publish_together(job, lane, number, some)
+    async def _publish(self, job: Job, step: _Step, lane: str, items: Sequence[tuple[int, Ending | None]]) -> bool:
+        """Publish these items, as many at a time as are filled in at once, and note each in the store: what the store
+        does not know was not published, or the store has lost it. Returns whether their queue had room for all. Raises
+        RequestProblem, RenderingUnavailable."""
+        number = _side_of(job.identity.tenant, self.lanes[lane])
+        while items:
+            texts = (await self._fill_in(job, step, [k for k, _ in items])).texts
+            if not texts:  # the settings have changed, and these are no items any more
+                break
+            some, items = items[: len(texts)], items[len(texts) :]
+            messages = [self._item(job, step, lane, k, was, text) for (k, was), text in zip(some, texts, strict=True)]
+            if not await self._publish_together(job, lane, number, messages):
+                return False
+        return True
 
     async def _publish_together(self, job: Job, lane: str, number: int | None, items: Sequence[Message]) -> bool:
         key = ".".join((lane, *job.routing_key.split(".")[1:]))
@@ -626,19 +608,11 @@ class Pipelines:
 
 
 def steps_of(spec: PipelineSpec) -> dict[str, _Step]:
-    """The steps of a pipeline by name, in order, with their templates. Raises Unrendered."""
-    from consumers.flows.templates import Expression, Template
-
+    """The steps of a pipeline by name, in order."""
     found: dict[str, _Step] = {}
     before = INPUT
     for number, step in enumerate(spec.steps):
-        found[step.name] = _Step(
-            step,
-            number,
-            before,
-            Template(step.prompt) if step.prompt else None,
-            Expression(step.each) if step.each else None,
-        )
+        found[step.name] = _Step(step, number, before)
         before = step.name
     return found
 
@@ -683,18 +657,6 @@ def _is_left(end: Ending, flow: FlowHop) -> bool:
     """Whether an item of an earlier run of the pipeline was left because that run had ended, although this one has
     begun."""
     return end.code == "cancelled" and end.ended_ms >= flow.since_ms
-
-
-def _filled_in(fill_in: Callable[[], Any]) -> Any:
-    """Raises RequestProblem."""
-    from consumers.flows.templates import TooLong, Unrendered
-
-    try:
-        return fill_in()
-    except TooLong as error:
-        raise RequestProblem("too_large", str(error)) from None
-    except Unrendered as error:
-        raise RequestProblem("invalid_request", f"its template does not fit the input: {error}") from None
 
 
 def _too_large(size: int) -> RequestProblem:

@@ -1,4 +1,4 @@
-"""The process of a pool (`process_pool.py`): `python -m consumers.flows.pool_worker [MEMORY_BYTES]`.
+"""The process of a pool (`process_pool.py`): `python -m consumers.flows.pool_worker MEMORY_BYTES CPU_S`.
 
 It calls functions, one at a time. Calls come from standard input and results go to standard output; both are moved to
 other descriptors before a function runs, so that a function that prints disturbs nothing. The process imports little,
@@ -7,13 +7,15 @@ because each core has one.
 
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
 import struct
 import sys
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +25,9 @@ CALL: Final = struct.Struct(">cHII")
 body."""
 RESULT: Final = struct.Struct(">cI")
 """Before each result: its kind, and its length."""
-RUN, RUN_BATCH, IMPORT = b"r", b"b", b"i"
+RUN, RUN_BATCH, RUN_BYTES, IMPORT = b"r", b"b", b"y", b"i"
+"""A function gets the value that the body is the JSON of, and its result is sent as JSON; or it gets a list of values,
+and each result is sent; or it gets the body, and returns bytes; or it is only imported."""
 ANSWERED, FAILED, REJECTED, UNSENDABLE = b"a", b"f", b"j", b"u"
 NICE = 5
 """The worker's event loop goes before what its processes compute."""
@@ -89,8 +93,9 @@ def describe(error: BaseException) -> tuple[bytes, str]:
     return FAILED, f"{type(error).__name__}{place}: {error}"[:ERROR_TEXT_LENGTH]
 
 
-def main(memory_bytes: int = 0) -> None:
-    """Answer calls until the worker closes standard input. `memory_bytes`: of address space; 0: no limit."""
+def main(memory_bytes: int, cpu_s: int) -> None:
+    """Answer calls until the worker closes standard input. `memory_bytes`: of address space. `cpu_s`: of CPU time, for
+    each call. 0: no limit."""
     calls, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -104,9 +109,12 @@ def main(memory_bytes: int = 0) -> None:
     while len(head := calls.read(CALL.size)) == CALL.size:
         kind, name_length, most_bytes, body_length = CALL.unpack(head)
         run, body = calls.read(name_length).decode(), calls.read(body_length)
+        if cpu_s:
+            _, hard_s = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + cpu_s, hard_s))
         try:
             function = functions.setdefault(run, functions.get(run) or import_function(run))
-            answer = ANSWERED, b"" if kind == IMPORT else _call(function, json.loads(body), kind, most_bytes)
+            answer = ANSWERED, b"" if kind == IMPORT else _call(function, body, kind, most_bytes)
         except Unsendable as error:
             answer = UNSENDABLE, str(error).encode(errors="replace")
         except Exception as error:
@@ -119,11 +127,30 @@ def main(memory_bytes: int = 0) -> None:
         results.flush()
 
 
-def _call(function: Callable[[Any], Any], given: Any, kind: bytes, most_bytes: int) -> bytes:
-    if kind != RUN_BATCH:
+def _call(function: Callable[[Any], Any], body: bytes, kind: bytes, most_bytes: int) -> bytes:
+    if kind == RUN_BYTES:
+        return function(body)  # type: ignore[no-any-return]
+    given = json.loads(body)
+    if kind == RUN:
         return as_json(function(given), most_bytes=most_bytes)
-    results = [result_of_one(each, most_bytes=most_bytes) for each in checked(function(given), count=len(given))]
-    return b"".join(RESULT.pack(each, len(text)) + text for each, text in results)
+    results = checked(function(given), count=len(given))
+    return packed(result_of_one(each, most_bytes=most_bytes) for each in results)
+
+
+def packed(results: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Several results as one."""
+    return b"".join(RESULT.pack(kind, len(text)) + text for kind, text in results)
+
+
+def unpacked(several: bytes) -> list[tuple[bytes, bytes]]:
+    """The opposite of `packed`."""
+    found, at = list[tuple[bytes, bytes]](), 0
+    while at < len(several):
+        kind, size = RESULT.unpack_from(several, at)
+        begin = at + RESULT.size
+        at = begin + size
+        found.append((kind, several[begin:at]))
+    return found
 
 
 if __name__ == "__main__":

@@ -106,13 +106,15 @@ class ProcessPool:
 
     `size`: how many calls run at the same time; None: one for each core. `urgent_rank`: calls of this rank may use one
     process more, so that they do not wait for longer ones of other lanes. `memory_bytes`: of address space, for each
-    process; 0: no limit."""
+    process. `cpu_s`: of CPU time, for each call. 0: no limit."""
 
-    def __init__(self, size: int | None = None, *, urgent_rank: int | None = None, memory_bytes: int = 0) -> None:
+    def __init__(
+        self, size: int | None = None, *, urgent_rank: int | None = None, memory_bytes: int = 0, cpu_s: int = 0
+    ) -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._size = size or cores or 1
         self._urgent_rank = urgent_rank
-        self._memory_bytes = memory_bytes
+        self._limits = str(memory_bytes), str(cpu_s)
         self._idle: list[PoolProcess] = []
         self._all: set[PoolProcess] = set()
         self._waiting: list[_Waiting] = []
@@ -156,7 +158,7 @@ class ProcessPool:
                     sys.executable,
                     "-m",
                     "consumers.flows.pool_worker",
-                    str(self._memory_bytes),
+                    *self._limits,
                     stdin=PIPE,
                     stdout=PIPE,
                     start_new_session=True,

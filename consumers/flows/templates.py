@@ -2,48 +2,61 @@
 
 There are no globals, no calls, no attributes of Python objects (`a.b` is the member `b` of the JSON object `a`), and
 few filters: those whose result is about as large as what they are given, or is counted. Arithmetic is for numbers.
-Every turn of a loop, also of one inside a filter, looks at the clock.
+
+`fill_in` runs in a process of a pool (`rendering.py`). What is bounded there is CPU time, not time by the clock, so
+that a busy machine refuses nothing.
 """
 
 import json
+import os
+import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
-from typing import Any, Final
+from functools import cache
+from typing import Any, Final, NoReturn
 
-from jinja2 import Environment, StrictUndefined, TemplateError, Undefined, meta, nodes, pass_context
+import jiter
+from jinja2 import StrictUndefined, TemplateError, Undefined, meta, nodes
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from consumers.flows.pool_worker import ANSWERED, FAILED, UNSENDABLE, packed
 from topology.lanes import MIB
 
 MOST_BYTES: Final = MIB
 """Of what a template may become: as large as a request may be."""
-WITHIN_S = 1.0
-"""Of the worker's loop, for one template."""
 FILTERS: Final = frozenset({
-    "abs", "count", "default", "d", "first", "float", "int", "items", "last", "length", "list", "lower", "max", "min",
-    "reverse", "sort", "title", "trim", "truncate", "unique", "upper",
+    "abs", "count", "default", "d", "first", "float", "int", "items", "last", "length", "list", "lower", "map", "max",
+    "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "title", "trim", "truncate", "unique",
+    "upper",
 })  # fmt: skip
-LOOPS: Final = frozenset({"map", "reject", "rejectattr", "select", "selectattr"})
-"""Filters that call another filter or a test for each item."""
 STATEMENTS: Final = (nodes.Template, nodes.Output, nodes.For, nodes.If, nodes.Assign)
 """No other one: a block that is kept (`set` without `=`, `filter`, `macro`) grows where nothing is counted."""
-COMPARING: Final = ("max", "min", "sort", "unique")
-"""Filters that call Python for each item, and cannot look at the clock."""
-COMPARED_AT_MOST: Final = 100_000
 PRECISION_AT_MOST: Final = 20
-_END: Final = "the end"
-"""In a template's values: until when it may take. No template can name what has a space in it."""
-_TIMED: Final = "looks at the clock"
-"""The filter that is put around what a loop goes over."""
+CPU_S: Final = 1.0
+"""The most CPU time for one text, and for what a fan-out goes over."""
+TOGETHER_S: Final = 0.25
+"""Of a fan-out's items, a call returns those that were filled in after so long, or with `MOST_BYTES` in all, so that
+others' turns come, and the worker holds little."""
+LATE: Final = f"it takes more than {CPU_S:g} s of CPU time; give it less input, or divide it by a step with `each`"
+DOES_NOT_FIT: Final = "its template does not fit the input: "
+OUT_OF_MEMORY: Final = 77
+"""The exit code of a process that had not enough memory: what is left of it may be too little for the next call."""
 
 
 class Unrendered(Exception):
     """A template could not be filled in; the text says why, without what was put in."""
+
+
+class _Late(BaseException):
+    """The CPU time is over. No `except Exception` of a filter or of Jinja catches it."""
+
+
+class Misfit(Exception):
+    """The input is not what a step goes on with; the text says why."""
 
 
 class TooLong(Unrendered):
@@ -56,11 +69,8 @@ class _Sandbox(SandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(undefined=StrictUndefined, autoescape=False, keep_trailing_newline=True, finalize=_text)
         self.globals.clear()
-        own: dict[str, Any] = {
-            "tojson": _as_json, "string": _text, "join": _join, "round": _round, "sum": _sum, _TIMED: _timed,
-        }  # fmt: skip
-        own |= {name: _limited(self.filters[name]) for name in COMPARING}
-        self.filters = {name: self.filters[name] for name in FILTERS | LOOPS} | own
+        own: dict[str, Any] = {"tojson": _as_json, "string": _text, "join": _join, "round": _round, "sum": _sum}
+        self.filters = {name: self.filters[name] for name in FILTERS} | own
 
     def is_safe_callable(self, obj: Any) -> bool:
         return False
@@ -94,38 +104,18 @@ _KINDS: Final[Mapping[type, str]] = {dict: "the object", list: "the list", str: 
 _GROWS: Final = f"its prompt grows beyond {MOST_BYTES} bytes"
 
 
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, default=list)  # a list of what a filter yields
+
+
 def _as_json(value: Any) -> str:
     if isinstance(value, Undefined):
         str(value)  # raises what says which
-    return json.dumps(value, ensure_ascii=False, default=list)  # of what a filter yields, one after the other
+    return _ENCODER.encode(value)
 
 
 def _text(value: Any) -> Any:
     """What is put in, in JSON's notation, unless it is text."""
     return value if isinstance(value, (str, Undefined)) else _as_json(value)
-
-
-@pass_context
-def _timed(context: Context, items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop; raises Unrendered when the template has taken too long."""
-    end = context[_END]
-    for item in items:
-        if time.monotonic() > end:
-            raise Unrendered(_LATE)
-        yield item
-
-
-_LATE: Final = f"not rendered within {WITHIN_S:g} s"
-
-
-def _limited(compare: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(compare)
-    def limited(environment: Environment, items: Iterable[Any], *how: Any, **named: Any) -> Any:
-        if len(compared := list(items)) > COMPARED_AT_MOST:
-            raise Unrendered(f"it compares {len(compared)} values, {COMPARED_AT_MOST} are allowed")
-        return compare(environment, compared, *how, **named)
-
-    return limited
 
 
 def _join(items: Iterable[Any], between: str = "") -> str:
@@ -149,38 +139,23 @@ def _sum(items: Iterable[float]) -> float:
 
 
 class _Bounds(NodeTransformer):
-    """Makes every loop look at the clock, and counts what `~` puts together. Raises Unrendered for statements that are
-    not available."""
+    """Counts what `~` puts together. Raises Unrendered for statements and filters that are not available."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         if isinstance(node, nodes.Stmt) and not isinstance(node, STATEMENTS):
             raise Unrendered(f"line {node.lineno}: a template has {{{{ }}}}, for, if and set … = …, and nothing else")
         return super().generic_visit(node, *args, **kwargs)
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        if nested := next(node.find_all(nodes.For), None):
-            # its turns multiply, and templates are rendered in the worker's loop
-            raise Unrendered(f"line {nested.lineno}: a loop in a loop is not available; use a step with `each`")
-        self.generic_visit(node)
-        node.iter = _filtered(node.iter, _TIMED)
-        return node
-
     def visit_Filter(self, node: nodes.Filter) -> nodes.Node:
         if node.name not in (known := _sandbox().filters):
-            names = ", ".join(sorted(known.keys() - {_TIMED}))
+            names = ", ".join(sorted(known))
             raise Unrendered(f"line {node.lineno}: there is no filter {node.name[:40]!r}; there are {names}")
-        self.generic_visit(node)
-        if node.name in LOOPS and node.node is not None:
-            node.node = _filtered(node.node, _TIMED)
-        return node
+        return self.generic_visit(node)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno, environment=node.environment), "join")
-
-
-def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
+        at: dict[str, Any] = {"lineno": node.lineno, "environment": node.environment}
+        return nodes.Filter(nodes.List(node.nodes, **at), "join", [], [], None, None, **at)
 
 
 @cache
@@ -197,15 +172,13 @@ class Template:
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Raises Unrendered."""
-        pieces, size, end = list[str](), 0, time.monotonic() + WITHIN_S
+        pieces, size = list[str](), 0
         with _in_plain_words():
-            for piece in self._template.generate({**values, _END: end}):
+            for piece in self._template.generate(values):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MOST_BYTES:
                     raise TooLong(_GROWS)
-                if time.monotonic() > end:
-                    raise Unrendered(_LATE)
         return "".join(pieces)
 
 
@@ -220,7 +193,7 @@ class Expression:
     def value(self, values: Mapping[str, Any]) -> Any:
         """Raises Unrendered."""
         with _in_plain_words():
-            module: Any = self._template.make_module({**values, _END: time.monotonic() + WITHIN_S})
+            module: Any = self._template.make_module(dict(values))
             found = module.found
             if isinstance(found, Undefined):
                 str(found)
@@ -240,7 +213,7 @@ def _in_plain_words() -> Iterator[None]:
     """Raises Unrendered for what goes wrong while a template is filled in."""
     try:
         yield
-    except Unrendered:
+    except (Unrendered, MemoryError):
         raise
     except TemplateError as error:
         raise Unrendered(error.message or type(error).__name__) from None
@@ -253,3 +226,95 @@ _WORDS: Final[Mapping[type[Exception], str]] = {
     OverflowError: "a number is too large",
     RecursionError: "a value is nested too deeply",
 }
+
+
+# ---- what a process of the pool does ---------------------------------------------------------------------------------
+
+
+def fill_in(call: bytes) -> bytes:
+    """Carries out an order (`rendering.Order`, a line of JSON) on the state that follows it. Returns, packed, the
+    number of a fan-out's items and the texts; or an error."""
+    order, _, state = call.partition(b"\n")
+    try:
+        texts, items = filled_in(state, **json.loads(order))
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+    except TooLong as error:
+        return packed([(UNSENDABLE, str(error).encode())])
+    except (Unrendered, Misfit) as error:
+        why = f"{DOES_NOT_FIT}{error}" if isinstance(error, Unrendered) else str(error)
+        return packed([(FAILED, why.encode(errors="replace"))])
+    return packed([(ANSWERED, str(items).encode()), *((ANSWERED, text) for text in texts)])
+
+
+def filled_in(state: bytes, *, prompt: str, value: str, each: str, numbers: Sequence[int]) -> tuple[list[bytes], int]:
+    """The texts, and the number of a fan-out's items. Raises Unrendered, Misfit."""
+    with _cpu_limited():
+        values = _values(state)
+        items = _items(each, values) if each else None
+    if items is None:
+        with _cpu_limited():
+            return [_filled_in(prompt, value, values)], 0
+    texts, size, began_s = list[bytes](), 0, time.process_time()
+    for number in numbers:
+        if number >= len(items) or size >= MOST_BYTES or time.process_time() - began_s >= TOGETHER_S:
+            break
+        try:
+            with _cpu_limited():
+                texts.append(_filled_in(prompt, value, {**values, "item": items[number], "number": number + 1}))
+        except Unrendered:
+            if not texts:
+                raise
+            break  # it will be the first one of the next call
+        size += len(texts[-1])
+    return texts, len(items)
+
+
+def _values(state: bytes) -> dict[str, Any]:
+    try:
+        found = jiter.from_json(state, cache_mode="none")
+    except ValueError:  # the parts of the state were read before: together they are deeper
+        raise Misfit("its input or an output is nested too deeply to be given to a step") from None
+    return {"input": found["input"], **found["outputs"]}
+
+
+def _items(each: str, values: Mapping[str, Any]) -> list[Any]:
+    found = _expression(each).value(values)
+    if not isinstance(found, list):
+        kind = {dict: "an object", str: "a text", type(None): "null", bool: "a boolean"}.get(type(found), "a number")
+        raise Misfit(f"each: found {kind}, allowed is a list")
+    return found
+
+
+def _filled_in(prompt: str, value: str, values: Mapping[str, Any]) -> bytes:
+    if prompt:
+        return _template(prompt).render(values).encode(errors="replace")
+    return json.dumps(values[value], separators=(",", ":")).encode()
+
+
+@cache
+def _template(source: str) -> Template:
+    return Template(source)
+
+
+@cache
+def _expression(source: str) -> Expression:
+    return Expression(source)
+
+
+@contextmanager
+def _cpu_limited() -> Iterator[None]:
+    """Raises Unrendered in the block when it has taken `CPU_S`."""
+    signal.signal(signal.SIGPROF, _raise_late)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    try:
+        yield
+    except _Late:
+        raise Unrendered(LATE) from None
+    finally:
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _raise_late(*_: object) -> NoReturn:
+    raise _Late

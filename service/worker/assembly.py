@@ -24,6 +24,7 @@ from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
 from consumers.flows.lines import HELD as POSTS
 from consumers.flows.pipelines import Pipelines
+from consumers.flows.rendering import Rendering
 from consumers.flows.schedules import Schedules
 from consumers.flows.webhooks import Posting, Webhooks
 from consumers.gates import Gate
@@ -591,7 +592,9 @@ async def assemble(
             }
         )
         heads: dict[str, Heads] = {}
-        pipelines = _pipelines(settings, settler, broker, parsing=parsing, heads=heads)
+        rendering = Rendering(urgent_rank=urgent_rank(worked_lanes))
+        stack.push_async_callback(rendering.aclose)
+        pipelines = _pipelines(settings, settler, broker, rendering=rendering, heads=heads)
         handler = _handler(
             settings,
             settler,
@@ -748,7 +751,7 @@ def _control(
 
 
 def _pipelines(
-    settings: Settings, settler: Settler, broker: BrokerParts, *, parsing: Parsing, heads: Mapping[str, Heads]
+    settings: Settings, settler: Settler, broker: BrokerParts, *, rendering: Rendering, heads: Mapping[str, Heads]
 ) -> Pipelines:
     names = broker.names
 
@@ -762,7 +765,7 @@ def _pipelines(
         claiming=settler.claiming,
         publisher=broker.publisher,
         names=names,
-        parsing=parsing,
+        rendering=rendering,
         chain_of=Routes(settings.routes_spec(), priced=settings.prices.table().models).of,
         seen=seen,
         reach_soon=settler.failpoints.reach_soon,

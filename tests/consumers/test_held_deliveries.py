@@ -5,6 +5,7 @@ import asyncio
 from typing import Any
 
 from consumers import claiming, gates, replies, settle
+from consumers.flows.pipelines import FILL_IN_WITHIN_S
 from consumers.job import (
     ASK_WITHIN_S,
     ATTEMPT_WITHIN_S,
@@ -28,6 +29,7 @@ WAITS_S = {
     "schedule gate: noting it, or asking whether the request has ended": ASK_WITHIN_S,
     "claim gate": CLAIM_WITHIN_S,
     "body gate": gates.FETCH_WITHIN_S,
+    "pipeline gate: filling in a template": FILL_IN_WITHIN_S,
     "route gate": gates.HOLD_S + gates.STAGGER_S,
     "caps gate": gates.TAKE_WITHIN_S,
     "budget gate": BudgetSpec().hold_s,

@@ -20,6 +20,7 @@ from service.config.flows import PipelineSettings
 from service.deadletters import Change, DeadLetters, Filter
 from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
+from tests.support.malicious import Stalls
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
@@ -230,6 +231,27 @@ async def test_bad_input_of_a_pipeline_is_a_typed_problem(vhost: Vhost) -> None:
         assert streamed.code == "invalid_request"
         assert not worker.api.calls
         assert worker.is_well
+
+
+async def test_slow_templates_are_refused_and_hold_up_no_other_request(vhost: Vhost) -> None:
+    pipelines = {
+        "slow": pipeline(
+            StepSpec(name="s", prompt="{% for a in input %}{% for b in input %}{% endfor %}{% endfor %}", lane="normal")
+        ),
+        "quick": pipeline(StepSpec(name="s", prompt="quick {{ input }}")),
+    }
+    async with serving(vhost.amqp_url, pipelines=pipelines) as worker, requester(vhost.amqp_url) as app:
+        with Stalls() as stalls:
+            slow = [await run(app, "slow", list(range(50_000))) for _ in range(5)]
+            quick = await app.final(await run(app, "quick", "river"))
+            assert quick.text == "echo: quick river"
+            assert not any(app.finals(each) for each in slow[2:]), "it did not wait for them"
+            for each in slow:
+                refused = await app.final(each, within_s=60)
+                assert refused.code == "invalid_request"
+                assert "takes more than 1 s of CPU time; give it less input" in refused.json["detail"]
+        assert len(worker.api.calls) == 1
+    assert stalls.longest_s < 0.25
 
 
 async def test_progress_is_told_by_status_events_and_result(vhost: Vhost, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from consumers.claiming import Claiming
 from consumers.clock import moment_text
-from consumers.decoding import Parsing
 from consumers.flows.pipelines import (
     AT_ONCE,
     BYTES_AT_ONCE,
@@ -26,6 +25,9 @@ from consumers.flows.pipelines import (
     output_of,
     with_output,
 )
+from consumers.flows.pool_worker import unpacked
+from consumers.flows.rendering import Rendering
+from consumers.flows.templates import fill_in
 from consumers.job import Chain, Decoded, Job, Route, step_identity
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Stepped
 from consumers.providers.registry import Registry
@@ -47,6 +49,14 @@ FAILED = replace(failed(), body=b'{"detail":"broke","status":418}')
 ROUTES = Chain((Route(provider="one", model="m", name="m", account="one/m"),))
 
 
+class InThisProcess(Rendering):
+    """Fills in without a process."""
+
+    @override
+    async def _once(self, call: bytes, *, rank: int, tenant: str) -> list[tuple[bytes, bytes]]:
+        return unpacked(fill_in(call))
+
+
 def pipelines(bench: Bench, *steps: StepSpec) -> Pipelines:
     return Pipelines(
         specs=[PipelineSpec("p", steps)],
@@ -54,7 +64,7 @@ def pipelines(bench: Bench, *steps: StepSpec) -> Pipelines:
         claiming=bench.claiming,
         publisher=bench.publisher,
         names=NAMES,
-        parsing=Parsing(),
+        rendering=InThisProcess(),
         chain_of=lambda lane, tenant, model: ROUTES,
         seen=lambda lane, number: None,
         reach_soon=lambda name: None,
@@ -798,7 +808,7 @@ def test_what_is_fetched_together_has_few_bytes_and_is_never_nothing() -> None:
 
 
 async def test_what_items_are_asked_is_made_a_few_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.flows.pipelines.BYTES_AT_ONCE", 1000)
+    monkeypatch.setattr("consumers.flows.templates.MOST_BYTES", 1000)
     bench = Bench()
     made, most = 0, 0
     item = Pipelines._item
