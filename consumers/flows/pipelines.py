@@ -495,11 +495,16 @@ class Pipelines:
 
     async def _publish(self, job: Job, step: _Step, lane: str, items: Sequence[tuple[int, Ending | None]]) -> bool:
         """Publish these items, as many at a time as are filled in at once, and note each in the store: what the store
-        does not know was not published, or the store has lost it. Returns whether their queue had room for all. Raises
-        RequestProblem, RenderingUnavailable."""
+        does not know was not published, or the store has lost it. Returns whether all were published: False if their
+        queue is full, or they are not filled in in time. Raises RequestProblem, RenderingUnavailable."""
         number = _side_of(job.identity.tenant, self.lanes[lane])
         while items:
-            texts = (await self._fill_in(job, step, [k for k, _ in items])).texts
+            try:
+                texts = (await self._fill_in(job, step, [k for k, _ in items])).texts
+            except RenderingUnavailable:
+                if job.stopped is not None:
+                    raise
+                return False
             if not texts:  # the settings have changed, and these are no items any more
                 break
             some, items = items[: len(texts)], items[len(texts) :]

@@ -30,7 +30,7 @@ RUN, RUN_BATCH, RUN_BYTES, IMPORT = b"r", b"b", b"y", b"i"
 and each result is sent; or it gets the body, and returns bytes; or it is only imported."""
 ANSWERED, FAILED, REJECTED, UNSENDABLE = b"a", b"f", b"j", b"u"
 NICE = 5
-"""The worker's event loop goes before what its processes compute."""
+"""The worker's event loop goes before what its processes compute, unless that is little."""
 ERROR_TEXT_LENGTH = 500
 _PR_SET_PDEATHSIG = 1
 
@@ -99,7 +99,8 @@ def main(memory_bytes: int, cpu_s: int) -> None:
     calls, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    os.nice(NICE)
+    if not cpu_s:
+        os.nice(NICE)
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     if sys.platform == "linux":  # a killed worker's processes end in the middle of a call; elsewhere, after it

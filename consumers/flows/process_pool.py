@@ -87,7 +87,9 @@ class PoolProcess:
         await self._process.wait()
 
     def kill(self) -> None:
-        """Kill the process, and those that its functions have started."""
+        """Kill the process, and those that its functions have started; once, because later its id may be another's."""
+        if self._is_killed:
+            return
         self._is_killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -143,9 +145,10 @@ class ProcessPool:
                     process.kill()
 
     async def aclose(self) -> None:
-        for process in self._all:
+        running = [process for process in self._all if not process.has_ended]
+        for process in running:
             process.kill()
-        await asyncio.gather(*(process.ended() for process in self._all))
+        await asyncio.gather(*(process.ended() for process in running))
 
     async def _idle_or_new(self) -> PoolProcess:
         while self._idle:

@@ -13,7 +13,7 @@ from lanekeeper.contract.problems import RequestProblem
 from topology.lanes import MIB
 
 MEMORY_BYTES: Final = 256 * MIB
-"""Of address space for one process, which takes 30 MiB itself. The state of a pipeline has up to 8 MiB."""
+"""Of address space for one process, which takes 27 MiB itself. The state of a pipeline has up to 8 MiB."""
 ENDS_AFTER_S: Final = 4
 """A process whose call takes so much CPU time is ended: a function in C does not notice the limit in `templates.py`."""
 PROCESSES: Final = 2

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from consumers.flows.process_pool import ProcessDied, ProcessPool
 from consumers.flows.rendering import Order, Rendering
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.malicious import Stalls
@@ -90,6 +91,15 @@ async def test_a_process_that_dies_is_replaced_and_the_call_made_again() -> None
         os.kill(first._process.pid, signal.SIGKILL)
         assert "CPU time" in (await calling).detail, "the second process has said so"
         assert await fill_in(on, Order(prompt="hi"), 1) == "hi"
+
+
+async def test_what_runs_on_in_c_is_ended_by_the_kernel_and_only_its_own_request_is_refused() -> None:
+    pool = ProcessPool(1, cpu_s=1)
+    with pytest.raises(ProcessDied) as died:
+        async with pool.process("tests.support.functions:computes") as process:
+            await process.call("tests.support.functions:computes", b"1", most_bytes=100)
+    assert died.value.code == -signal.SIGXCPU
+    await pool.aclose()
 
 
 async def test_a_cancelled_call_leaves_no_process_that_goes_on() -> None:
