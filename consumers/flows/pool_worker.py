@@ -101,10 +101,11 @@ def main(memory_bytes: int, cpu_s: int) -> None:
     os.dup2(2, 1)
     if not cpu_s:
         os.nice(NICE)
-    if memory_bytes:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    if sys.platform == "linux":  # a killed worker's processes end in the middle of a call; elsewhere, after it
+    if sys.platform == "linux":
+        # a killed worker's processes end in the middle of a call; elsewhere, after it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if memory_bytes:  # macOS has no such limit
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     process = os.getpid()
     functions: dict[str, Callable[[Any], Any]] = {}
     while len(head := calls.read(CALL.size)) == CALL.size:
