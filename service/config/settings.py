@@ -471,7 +471,7 @@ class GatewaySettings(Section):
     all programs on this machine may call. A changed file is read again. Example:
     {"9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08": {"tenant": "crm", "lanes": ["normal"]}}"""
     origins: types.Origins = ()
-    """The origins of web pages that may call a gateway with keys, beside the gateway's own. Example:
+    """The origins of web pages that may call the gateway, beside the gateway's own. Example:
     https://app.example.com"""
     calls: Number[int] = Field(default=1000, ge=1, le=100_000)
     """How many HTTP calls are answered at the same time, shared by tenants. Further ones get the status 529."""

@@ -26,6 +26,7 @@ from service.gateway.problems import ApiError, api_error_of
 from topology.lanes import LaneSpec, usual
 
 PREFIX = "lane-"
+JSON = "application/json"
 _LONGEST = 256
 log = logger()
 
@@ -90,7 +91,7 @@ class Access:
         """Raises ApiError: 401 for the key; 403 for a call from elsewhere without keys, or by another web page."""
         if self._needs_key:
             found = self._by_key(request)
-            self._require_known_origin(request)
+            self._require_known_page(request)
             return found
         if self._local is None:
             raise ApiError(
@@ -99,6 +100,12 @@ class Access:
                 "(lanekeeper key new makes one), or LANEKEEPER_GATEWAY__HOST to 127.0.0.1",
             )
         _require_local_call(request)
+        self._require_known_page(request)
+        if request.method == "POST" and "origin" in request.headers and request.content_type != JSON:
+            # what a page can send to another origin without being asked for permission is never JSON
+            raise ApiError(
+                415, f"header Content-Type: a web page has to send {JSON}, found {request.content_type[:80]!r}"
+            )
         return self._local
 
     @asynccontextmanager
@@ -147,10 +154,15 @@ class Access:
             raise ApiError(401, "this API key has expired")
         return found
 
-    def _require_known_origin(self, request: web.BaseRequest) -> None:
-        """Browsers let any page call with what a proxy adds to its calls, such as a key: so refuse pages of others."""
-        origin = request.headers.get("origin")
-        if origin is None or origin in self._origins:
+    def _require_known_page(self, request: web.BaseRequest) -> None:
+        """Browsers let any page call, also those of other ports of this machine, and with what a proxy adds to its
+        calls, such as a key: so refuse pages of others."""
+        origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
+        if origin is None:
+            if request.method not in ("GET", "HEAD") and site not in (None, "same-origin", "none"):
+                raise ApiError(403, f"header Sec-Fetch-Site: {site[:40]!r}: web pages of others may not call")
+            return
+        if origin in self._origins:
             return
         try:
             own = urlsplit(origin).netloc.lower() == request.headers.get("host", "").lower() != ""
@@ -165,13 +177,12 @@ def _has_expired(key: GatewayKey) -> bool:
 
 
 def _require_local_call(request: web.BaseRequest) -> None:
-    """A page in a browser on this machine is refused too, by the site in its Origin or the name in its Host."""
+    """A page whose own name leads to this machine is refused too, by the name in its Host."""
     peer = request.transport.get_extra_info("peername") if request.transport is not None else None
     if not peer or not is_loopback(str(peer[0])):
         raise ApiError(403, "no keys are set: only calls from this machine are answered")
-    for header, url in (("Host", f"//{request.headers.get('host', '')}"), ("Origin", request.headers.get("origin"))):
-        if url is not None and not is_loopback(_host_of(url)):
-            raise ApiError(403, f"no keys are set: header {header} has to name this machine, such as localhost")
+    if not is_loopback(_host_of(f"//{request.headers.get('host', '')}")):
+        raise ApiError(403, "no keys are set: header Host has to name this machine, such as localhost")
 
 
 def _host_of(url: str) -> str:

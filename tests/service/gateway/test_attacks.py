@@ -260,6 +260,56 @@ async def test_a_page_of_another_origin_may_not_call_with_a_key(path: str, origi
             assert (got.status != 403) is allowed
 
 
+SITES = {"sec-fetch-site": "same-site", "sec-fetch-mode": "no-cors", "sec-fetch-dest": "empty"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "http://127.0.0.1:1", "content-type": "text/plain", **SITES},
+        {"origin": "http://localhost:{port}", "content-type": "text/plain", **SITES},
+        {"origin": "http://127.0.0.1:1", "content-type": "application/json", **SITES},
+        {"origin": "http://127.0.0.1:1", "content-type": "application/x-www-form-urlencoded"},
+        {"origin": "null", "content-type": "multipart/form-data; boundary=x"},
+        {"origin": "https://evil.example", "content-type": "text/plain", "sec-fetch-site": "cross-site"},
+        {"content-type": "text/plain", **SITES},
+        {"content-type": "application/json", "sec-fetch-site": "cross-site"},
+        {"origin": "http://127.0.0.1:{port}", "content-type": "text/plain", "sec-fetch-site": "same-origin"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/pauses", b'{"kind": "lane", "name": "normal"}'),
+        ("POST", "/v1/dead/replay", b'{"code": "poison"}'),
+        ("POST", "/v1/requests", b'{"prompt": "a"}'),
+        ("POST", "/v1/messages", b'{"prompt": "a"}'),
+        ("DELETE", "/v1/dead/x", None),
+        ("DELETE", "/v1/requests/x", None),
+        ("DELETE", "/v1/pauses/x", None),
+    ],
+)
+async def test_without_keys_no_page_of_another_port_or_site_changes_anything(
+    method: str, path: str, body: bytes | None, headers: dict[str, str]
+) -> None:
+    is_own = headers.get("origin") == "http://127.0.0.1:{port}"
+    async with Alone() as made, aiohttp.ClientSession() as session:
+        given = {name: value.format(port=made.server.port) for name, value in headers.items()}
+        async with session.request(method, made.url + path, data=body, headers=given) as got:
+            if is_own and method == "DELETE":  # which no page can send to another origin without permission
+                assert got.status not in (403, 415)
+            else:
+                assert got.status == (415 if is_own else 403)
+
+
+async def test_without_keys_the_own_page_and_programs_may_call() -> None:
+    async with Alone() as made, aiohttp.ClientSession() as session:
+        own = {"origin": made.url, "sec-fetch-site": "same-origin", "content-type": "application/json"}
+        for headers in (own, {"content-type": "application/x-www-form-urlencoded"}, {}):  # the second is curl's
+            async with session.post(f"{made.url}/v1/pauses", data=b"[]", headers=headers) as got:
+                assert got.status == 400, "it was read"
+
+
 UPGRADE = (
     b"GET /v1/ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nx-api-key: other\r\n"
     b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
