@@ -1,7 +1,7 @@
 """Look the locked packages up among known vulnerabilities: exit code 1 for one that is known, 3 if one could not be
 looked up.
 
-    .cache/audit/bin/python .ci/audit.py [what pip-audit takes]
+    .venv/bin/python .ci/tools.py audit .ci/audit.py [what pip-audit takes]
 
 pip-audit ends with 1 for a vulnerability and for a network that is away, and with 0 where the service does not know a
 package: what it wrote is judged here, not its exit code.

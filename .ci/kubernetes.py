@@ -5,6 +5,7 @@ ScaledObject with KEDA's model. Then what no schema knows: references, variables
 ending, security, and whether Lanekeeper takes the settings."""
 
 import base64
+import os
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 HOUSE = Path(__file__).parents[1]
 FOLDER = HOUSE / "deploy" / "kubernetes"
 VERSION = "1.34"
+KUSTOMIZE = "v5.8.1"
 FROM_OUTSIDE = {"rabbitmq-default-user", "rabbitmq-tls", "rabbitmq-ca"}
 """Secrets of the cluster operator, and of whoever signs certificates."""
 NO_SCHEMA = {"RabbitmqCluster": "no package of a registry has its schema"}
@@ -189,8 +191,23 @@ def of_settings(manifests: list[Manifest]) -> Iterator[str]:
                 yield f"{owner}: longest attempt {longest_s} s, grace {grace_s:g} s, killed after {killed_s} s"
 
 
-def main(kustomize: str) -> int:
-    failures = 0
+def built_kustomize() -> str:
+    """kustomize is built with Go, once."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lanekeeper", "bin")
+    program = folder / "kustomize"
+    if not program.exists():
+        if shutil.which("go") is None:
+            sys.exit("./dev: kustomize is built with Go, which is not installed")
+        print("building kustomize (once, two minutes)", file=sys.stderr)
+        environment = {**os.environ, "GOBIN": str(folder)}
+        command = ["nice", "go", "install", "-p", "1", f"sigs.k8s.io/kustomize/kustomize/v5@{KUSTOMIZE}"]
+        if subprocess.run(command, env=environment, check=False).returncode:
+            sys.exit("./dev: kustomize could not be built")
+    return str(program)
+
+
+def main() -> int:
+    failures, kustomize = 0, built_kustomize()
     for overlay in ("try", "production"):
         manifests = built(kustomize, overlay)
         wrong = [
@@ -209,4 +226,4 @@ def main(kustomize: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main())

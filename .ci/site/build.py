@@ -1,6 +1,6 @@
 """`./dev docs`: README.md and docs/ as a site in dist/site; a broken link or an anchor that is missing fails.
 
-    .cache/docs/bin/python .ci/site/build.py
+    .venv/bin/python .ci/tools.py docs .ci/site/build.py
 
 Pages link to each other and to files of the repository as they do in a checkout, so all of them are laid out as in a
 checkout. From service/gateway/openapi.yaml and asyncapi.yaml a page each is written; docs/settings.md is written from

@@ -15,6 +15,7 @@ from lanekeeper.contract.identity import encodable
 from topology.codec import bounds
 from topology.codec.bounds import Measure
 
+BATCH_TIER: Final = "batch"
 MOST_TOKENS: Final = 10_000_000
 """More is ignored as impossible: charging it would use up the budget for ever."""
 _NAME_CHARACTERS: Final = 256
@@ -87,7 +88,7 @@ def read_usage(counts: object) -> Usage:
         web_searches=_count(tools, "web_search_requests"),
         is_fast=given.get("speed") == "fast",
         geo=_name(given.get("inference_geo")),
-        is_batch=given.get("service_tier") == "batch",
+        is_batch=given.get("service_tier") == BATCH_TIER,
         iterations=tuple(
             (_name(each.get("model")), _read_tokens(each))
             for each in (iterations if isinstance(iterations, list) else ())

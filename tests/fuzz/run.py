@@ -8,6 +8,7 @@ run.
 import argparse
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 TARGET_NAMES = ("body", "packed", "properties", "table", "stream", "bedrock", "answer", "response", "control")
@@ -18,6 +19,16 @@ ONE_INPUT_S = 5
 INPUT_BYTES = 16_384
 SEED_BYTES = 2_000
 MEMORY_MIB = 1024
+
+
+def install_atheris() -> None:
+    if find_spec("atheris") is not None:
+        return
+    print("installing atheris into .venv", file=sys.stderr)
+    uv, options = str(Path(sys.executable).with_name("uv")), ("--no-deps", "--require-hashes", "--only-binary=:all:")
+    command = [uv, "pip", "install", "--quiet", "--python", sys.executable, *options, "-r", "requirements-fuzz.lock"]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit("./dev: atheris has wheels for Linux on x86-64 alone. The short run needs none: ./dev test tests/fuzz")
 
 
 def one(target: str, *, seconds: int) -> None:
@@ -57,6 +68,7 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := set(given.targets) - set(TARGET_NAMES):
         parser.error(f"no such target: {', '.join(sorted(unknown))}; known are {', '.join(TARGET_NAMES)}")
+    install_atheris()
     targets = given.targets or list(TARGET_NAMES)
     seconds = max(1, int(given.minutes * 60 / len(targets)))
     if given.one:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -36,7 +37,7 @@ from service.private_broker import (
 )
 from tests.support.brokers import RunningBroker
 
-DEV = Path(__file__).parents[2] / "dev"
+DEBIAN = Path(__file__).with_name("debian.py")
 LABEL = "org.lanekeeper.broker"
 """A label of the containers that tests start: `host:process id` of their owner."""
 READY_S = 60
@@ -106,12 +107,13 @@ class Steps:
 
 
 def install(steps: Steps, package: str) -> None:
-    """Let `./dev` install a Debian package, without its services. Raises Unavailable."""
+    """Install a Debian package, without its services. Raises Unavailable."""
     steps.say(f"installing {package} from Debian's packages (once)")
-    # `./dev` waits on SIGINT until apt has ended.
-    code, said = steps.run([str(DEV), "install", package], within_s=INSTALL_S, end_with=signal.SIGINT)
+    # It waits on SIGINT until apt has ended.
+    command = [sys.executable, str(DEBIAN), package]
+    code, said = steps.run(command, within_s=INSTALL_S, end_with=signal.SIGINT)
     if code:
-        raise Unavailable(f"{package} is not installed, and cannot be:\n{said[-1500:]}")
+        raise Unavailable(said.splitlines()[-1].removeprefix("./dev: ") if said else f"{package} cannot be installed")
 
 
 def see_that_it_is_installed(program: str) -> None:

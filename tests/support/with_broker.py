@@ -1,6 +1,7 @@
 """`python -m tests.support.with_broker -- COMMAND …`: runs a command with a private broker.
 
-The command gets LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment.
+The command gets LANEKEEPER_AMQP_URL and LANEKEEPER_MANAGEMENT_URL in its environment; if it has the first already, it
+uses that broker.
 
 When the command has ended, or on Ctrl-C or SIGTERM at any moment, every process that it left running is ended, and the
 broker is removed. On Linux that includes daemons: Erlang leaves processes behind (`epmd`, `erl_child_setup`,
@@ -113,6 +114,8 @@ def main() -> int:
     options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
     options.add_argument("command", nargs="+", metavar="-- COMMAND …")
     chosen = options.parse_args()
+    if os.environ.get("LANEKEEPER_AMQP_URL"):
+        os.execvp(chosen.command[0], chosen.command)
 
     adopt_orphans()
     signals = Signals()
