@@ -1,4 +1,5 @@
-"""`./dev check [--without-tests]`: format, lint, types, imports, signs of a mess, and the fast tests."""
+"""`./dev check [--without-tests]`: format, lint, types, imports, signs of a mess, and the fast tests.
+`--tests-alone`: the fast tests, with the Python that runs this."""
 
 import os
 import re
@@ -100,6 +101,8 @@ def fast_tests() -> bool:
 
 
 def main(*arguments: str) -> int:
+    if "--tests-alone" in arguments:
+        return 0 if fast_tests() else 1
     typing, types = begin(BIN / "mypy", "--no-error-summary")  # without its cache it keeps one core busy for long
     began_s = time.monotonic()
     checks: dict[str, Callable[[], bool]] = {

@@ -81,8 +81,10 @@ async def tell_story(settings: Settings) -> bool:
     async with AsyncExitStack() as stack:
         url = settings.broker_url
         if "amqp_url" not in settings.model_fields_set:
-            act("starting a broker")
+            act("starting a broker, which is removed at the end")
             url = (await stack.enter_async_context(private_broker(say=console.print))).amqp_url
+        else:
+            act(f"using the broker at {settings.broker}, which LANEKEEPER_AMQP_URL, .env or lanekeeper.toml names")
         folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
         store_url = f"sqlite:///{quote(folder)}/store.sqlite"
         settings = with_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}", store_url=store_url)

@@ -8,7 +8,7 @@ With `--every-version`, as `./dev test` does it, tests in tests/broker and tests
 RabbitMQ in containers: those marked `every_version` three times, on 3.10, 4.0 and 4.3; those marked `oldest_version`
 twice, on 3.10 and 4.3; and the others on the newest (`-k 4.3`: those on one version). With
 `--every-test-on-every-version` all of them run three times. If there is no container for a version, its tests are
-skipped; in CI they fail. If there is none at all they run on the broker above.
+skipped; in CI they fail. If there is none at all, all tests run on the broker above, once.
 """
 
 import gc
@@ -16,7 +16,9 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -40,6 +42,7 @@ MISSING = "LANEKEEPER_TESTS_MISSING"
 """The environment variable that tells the workers which versions are unavailable, and why: a JSON object."""
 MEMORY = Path("/dev/shm")
 LEAST_BYTES = 2 * 1024**3
+SAY_EVERY_S = 30
 _STACK = pytest.StashKey[ExitStack]()
 
 
@@ -64,11 +67,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # SQLite waits for the disk at each commit, which took half of its tests' time; a container may have 64 MB only
     if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= LEAST_BYTES:
         tempfile.tempdir = str(MEMORY)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Progress(config))
     if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         with _on_screen(config):
             os.environ[keeper.FOLDER] = stack.enter_context(keeper.keeping())
-        os.environ[MISSING] = json.dumps({each: why for each in keeper.VERSIONS if (why := _missing(each))})
+        missing = {each: why for each in keeper.VERSIONS if (why := _missing(each))}
+        os.environ[MISSING] = json.dumps(missing)
+        if len(missing) == len(keeper.VERSIONS):
+            with _on_screen(config):
+                why = missing[keeper.VERSIONS[-1]]
+                print(f"no RabbitMQ in containers ({why}): all tests run on the one broker", file=sys.stderr)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -82,6 +92,36 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+class Progress:
+    """Says every half a minute how many tests are done, and for how long the others may take."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._total = self._done = self._failed = 0
+        self._began_s = self._said_s = time.monotonic()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._total = self._total or len(session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._total = len(ids)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._failed += report.failed
+        self._done += report.when == "teardown"
+        now_s = time.monotonic()
+        if now_s - self._said_s < SAY_EVERY_S or not self._done:
+            return
+        self._said_s = now_s
+        took_s = now_s - self._began_s
+        left_s = took_s / self._done * (self._total - self._done)
+        text = f"{self._done} of {self._total} tests in {took_s / 60:.1f} min, about {left_s / 60:.1f} min left"
+        terminal = self._config.pluginmanager.getplugin("terminalreporter")
+        terminal.ensure_newline()
+        terminal.write_line(f"{text}, {self._failed} failed" if self._failed else text)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -143,14 +183,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 wanted = list(keeper.VERSIONS)
             elif "oldest_version" in marked:
                 wanted = sorted({keeper.VERSIONS[0], *newest}, key=keeper.VERSIONS.index)
-            versions = [_version(each, missing.get(each)) for each in wanted]
-            if not newest:
-                versions.append(DEFAULT)
+            if newest or _in_ci():
+                versions = [_version(each, missing.get(each)) for each in wanted or keeper.VERSIONS[-1:]]
         metafunc.parametrize("broker_version", versions, indirect=True, scope="session")
 
 
+def _in_ci() -> bool:
+    return os.environ.get("CI") == "true"
+
+
 def _version(version: str, missing: str | None) -> object:
-    if missing is None or os.environ.get("CI") == "true":  # in CI it fails with that reason
+    if missing is None or _in_ci():  # in CI it fails with that reason
         return version
     return pytest.param(version, marks=pytest.mark.skip(reason=missing))
 

@@ -232,8 +232,16 @@ def sweep(steps: Steps) -> None:
     for line in listed.splitlines():
         identity, _, its_owner = line.partition(" ")
         host, _, process = its_owner.rpartition(":")
-        if host == mine and process.isdigit() and not Path("/proc", process).exists():
+        if host == mine and process.isdigit() and not _runs(process):
             remove_node(steps, identity)
+
+
+def _runs(process: str) -> bool:
+    """Not if it has ended, and PID 1 does not reap."""
+    try:
+        return ") Z" not in Path("/proc", process, "stat").read_text()
+    except OSError:
+        return False
 
 
 class Engine:
