@@ -48,7 +48,7 @@ ERLANG_ARGUMENTS = "-rabbit dead_letter_worker_publisher_confirm_timeout 15000"
 180 s."""
 ANSWER_S = 10
 PULL_S = 300
-READY_S = 60
+READY_S = 120
 POLL_S = 0.05
 LOG_TAIL_BYTES = 1500
 
