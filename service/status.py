@@ -98,7 +98,7 @@ class Status:
     troubles: tuple[str, ...] = ()
     """Why workers take no work."""
     accounts: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
-    """For each account (a provider with a class of models) and each of its limits (`rpm`, `itpm`, `otpm`,
+    """For each account (a provider with a line of models) and each of its limits (`rpm`, `itpm`, `otpm`,
     `concurrency`): what it allows (`limit`), what is `left` of it, and what is `used`."""
     waiting: tuple[str, ...] = ()
     paused: tuple[str, ...] = ()

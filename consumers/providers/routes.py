@@ -15,9 +15,26 @@ from typing import Final, NamedTuple
 from consumers.job import Chain, Route
 from lanekeeper.contract.names import ANTHROPIC_BETA, ANTHROPIC_VERSION
 
-MODEL_CLASSES = ("fable", "mythos", "opus", "sonnet", "haiku")
-"""A provider's rate limits apply to a whole class: all Sonnet models share one limit (docs/facts.md, section 10)."""
+LINES: Final[Mapping[str, str]] = {
+    "claude-fable-5*": "fable-5",
+    "claude-opus-5-5*": "opus-5-5",
+    "claude-opus-5*": "opus-5",
+    "claude-opus-4*": "opus-4",
+    "claude-sonnet-5-5*": "sonnet-5-5",
+    "claude-sonnet-5*": "sonnet-5",
+    "claude-sonnet-4*": "sonnet-4",
+    "claude-haiku-5-5*": "haiku-5-5",
+    "claude-haiku-4-5*": "haiku-4-5",
+    "*fable*": "fable",
+    "*mythos*": "mythos",
+    "*opus*": "opus",
+    "*sonnet*": "sonnet",
+    "*haiku*": "haiku",
+}
+"""Which models share a provider's rate limits, by patterns of their names; the first that fits counts. As Anthropic's
+page "Rate limits" lists them on 2026-10-17; the last five are for models that it does not list."""
 CACHED = 10_000
+ALL = "all"
 OTHER = "other"
 """Stands for all models that neither the settings nor the table of prices name, in accounts and metrics: requests may
 invent any number of names."""
@@ -53,6 +70,8 @@ class ProviderModels:
     name: str
     models: Mapping[str, str] | None = None
     """The provider's own name for each, by Anthropic's name. None: all models, under Anthropic's names."""
+    is_pooled: bool = False
+    """Whether all its models share one set of limits, as on Bedrock."""
 
 
 class Problem(NamedTuple):
@@ -72,6 +91,8 @@ class RoutesSpec:
     lane_models: Mapping[str, Collection[str] | None] = field(default_factory=dict)
     fallbacks: Mapping[str, str] = field(default_factory=dict)
     tenants: Mapping[str, Collection[str]] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """Looked at before `LINES`."""
 
     def problems(self) -> list[Problem]:
         """The errors, except circles of fallback models."""
@@ -156,17 +177,14 @@ class Routes:
             provider = self._by_name[name]
             if provider.models is None or model in provider.models:
                 called = model if provider.models is None else provider.models[model]
-                yield Route(provider=name, model=model, name=called, account=f"{name}/{self._class(model)}")
+                line = ALL if provider.is_pooled else self._line(model)
+                yield Route(provider=name, model=model, name=called, account=f"{name}/{line}")
 
-    def _class(self, model: str) -> str:
-        """The model's class; or the model itself, if it belongs to none and is known."""
-        found = model_class(model)
-        return found if found != model or model in self._known else OTHER
-
-
-def model_class(model: str) -> str:
-    """The class whose limits a model shares; the model itself if it belongs to none."""
-    return next((name for name in MODEL_CLASSES if name in model), model)
+    def _line(self, model: str) -> str:
+        """Whose limits the model shares: its line; or its own, if it belongs to none and is known."""
+        patterns = {**self._spec.lines, **{k: v for k, v in LINES.items() if k not in self._spec.lines}}
+        found = next((line for pattern, line in patterns.items() if fnmatchcase(model, pattern)), None)
+        return found or (model if model in self._known else OTHER)
 
 
 def _may(model: str, allowed: Collection[str] | None) -> bool:

@@ -502,24 +502,24 @@ _NEEDS = {
 
 
 class LimitsSettings(Section):
-    """Limits on the use of a provider, for each class of models (such as Claude Haiku) by itself, because a provider's
-    own limits apply to each class by itself too. The limits set here hold even if the provider allows more."""
+    """Limits on the use of a provider, for each line of models (such as Haiku 4.5) by itself, because a provider's own
+    limits apply to each line by itself too. The limits set here hold even if the provider allows more."""
 
     requests_per_min: Number[float] | None = Field(default=None, ge=1)
-    """The maximum number of requests a minute, for each class of models (such as Haiku). None: the provider's own
+    """The maximum number of requests a minute, for each line of models (such as Haiku 4.5). None: the provider's own
     limit. Example: 300"""
     input_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The maximum number of input tokens a minute, for each class of models. None: the provider's own limit. Example:
+    """The maximum number of input tokens a minute, for each line of models. None: the provider's own limit. Example:
     200000"""
     output_tokens_per_min: Number[float] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The maximum number of output tokens a minute, for each class of models. None: the provider's own limit. Example:
+    """The maximum number of output tokens a minute, for each line of models. None: the provider's own limit. Example:
     40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """The maximum number of calls at the same time, for each class of models. None: no limit. Example: 50"""
+    """The maximum number of calls at the same time, for each line of models. None: no limit. Example: 50"""
     batch_requests: Number[int] = Field(default=BatchLimits().requests, ge=1)
-    """The most requests in batches that have not ended, for each class of models."""
+    """The most requests in batches that have not ended, for each line of models."""
     batch_tokens: Number[int] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
-    """The most tokens that such requests are expected to use, for each class of models. None: no limit. Example:
+    """The most tokens that such requests are expected to use, for each line of models. None: no limit. Example:
     50000000"""
 
     def limits(self) -> AccountCaps:
@@ -591,6 +591,14 @@ class ModelsSettings(Section):
     claude-sonnet-5-5=claude-haiku-5-5"""
     tenants: types.ModelLists = Field(default_factory=dict)
     """The only models that a tenant may use. Tenants not listed may use all. Example: {"crm": ["claude-haiku-5-5"]}"""
+
+
+class SharedLimitsSettings(Section):
+    """Which models share a provider's limits. The table that Lanekeeper has is Anthropic's of October 2026."""
+
+    lines: types.LimitLines = Field(default_factory=dict)
+    """For each name of a line, the models in it: names, or patterns with *. Models that are not listed are grouped by
+    the built-in table. Example: {"sonnet": ["claude-sonnet-*"]}"""
 
 
 class PricesSettings(Section):
@@ -748,6 +756,7 @@ class Settings(BaseSettings):
     models: ModelsSettings = ModelsSettings()
     prices: PricesSettings = PricesSettings()
     caps: CapsSettings = CapsSettings()
+    limits: SharedLimitsSettings = SharedLimitsSettings()
     fair: FairSettings = FairSettings()
     handlers: dict[str, HandlerSettings] = {}
     pipelines: dict[str, PipelineSettings] = {}
@@ -848,12 +857,16 @@ class Settings(BaseSettings):
         return RoutesSpec(
             providers=(
                 *first,
-                *(ProviderModels(name=name, models=self.providers[name].models) for name in sorted(self.providers)),
+                *(
+                    ProviderModels(name=name, models=section.models, is_pooled=section.kind == "bedrock")
+                    for name, section in sorted(self.providers.items())
+                ),
             ),
             lanes={lane: names for lane, names in orders.items() if names},
             lane_models={lane.name: lane.models for lane in self.lane_specs()},
             fallbacks=self.models.fallbacks,
             tenants=self.models.tenants,
+            lines={pattern: line for line, patterns in self.limits.lines.items() for pattern in patterns},
         )
 
     def lane_specs(self) -> tuple[LaneSpec, ...]:

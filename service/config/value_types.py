@@ -130,6 +130,9 @@ def matching(allowed: re.Pattern[str], what: str) -> Callable[[str], str]:
     return validate
 
 
+_pattern = matching(
+    re.compile(r"[A-Za-z0-9._:/@*-]{1,128}"), "the name of a model, or a pattern such as claude-sonnet-*"
+)
 model = matching(_MODEL, "the name of a model, such as claude-haiku-5-5")
 _place = matching(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
 _provider = matching(NAME, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
@@ -423,6 +426,22 @@ Day = Annotated[str, PlainValidator(_day)]
 ModelNames = Annotated[
     Mapping[str, str],
     each_of(model, model, "a table model = model, or model=model, separated by commas"),
+]
+
+
+def _line(value: Any) -> str:
+    if not isinstance(value, str) or NAME.fullmatch(value) is None:
+        raise ValueError
+    return value
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    return tuple(_pattern(name) for name in not_empty(tuple(words(value))))
+
+
+LimitLines = Annotated[
+    Mapping[str, tuple[str, ...]],
+    each_of(_line, _patterns, "a table line = [models], where * stands for any characters; in the environment as JSON"),
 ]
 ModelLists = Annotated[
     Mapping[str, tuple[str, ...]],

@@ -5,9 +5,10 @@ import asyncio
 import itertools
 import json
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from aiohttp import web
@@ -36,7 +37,7 @@ class SimulatedOptions:
     requests_per_minute: int = 1_000_000
     input_tokens_per_minute: int = 1_000_000_000
     output_tokens_per_minute: int = 1_000_000_000
-    """Each class of models (`messages.limit_class`) has these three limits to itself."""
+    """Each line of models (`messages.limit_line`) has these three limits to itself."""
     burst_s: float = 60.0
     """The size of a limit's token bucket, as the number of seconds in which it is filled. With 1, a limit of 60 a
     minute is enforced as 1 a second, which Anthropic may do as well."""
@@ -88,15 +89,15 @@ class SimulatedAPI:
         self.batches.configure(
             options.batches, item_faults=self._faults, output_tokens=options.output_tokens, seed=options.seed
         )
-        self._limits = {
-            name: Limits(
+        self._limits: defaultdict[str, Limits] = defaultdict(
+            partial(
+                Limits,
                 requests=options.requests_per_minute,
                 input_tokens=options.input_tokens_per_minute,
                 output_tokens=options.output_tokens_per_minute,
                 burst_s=options.burst_s,
             )
-            for name in messages.LIMIT_CLASSES
-        }
+        )
         self._known_models = frozenset(messages.KNOWN_MODELS) | options.models
         self.options = options
 
@@ -235,7 +236,7 @@ class SimulatedAPI:
     ) -> web.StreamResponse:
         if fault is not None:
             await before_answering(request, fault, streamed=asked.stream)
-        limits = self._limits[messages.limit_class(asked.model)]
+        limits = self._limits[messages.limit_line(asked.model)]
         limits.enter(asked.estimated_tokens)
         headers = self._headers(request_id, asked.model)
         if fault is not None and fault.name == "html":
@@ -287,7 +288,7 @@ class SimulatedAPI:
         return {
             "request-id": request_id,
             "anthropic-organization-id": "org_simulated",
-            **self._limits[messages.limit_class(model)].headers(),
+            **self._limits[messages.limit_line(model)].headers(),
         }
 
     def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:

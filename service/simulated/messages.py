@@ -3,6 +3,7 @@ the prompt, so that each answer shows to which request it belongs."""
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,15 +31,18 @@ KNOWN_MODELS: Final = (
     "claude-haiku-5-5",
     "claude-haiku-4-5",
 )
-LIMIT_CLASSES: Final = ("fable", "mythos", "opus", "sonnet", "haiku", "other")
 _SAMPLING: Final = ("temperature", "top_p", "top_k")
 _FILLING: Final = " and so on"
 _PIECES: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
 
-def limit_class(model: str) -> str:
-    """The class of models that share one rate limit with this model, such as `opus`."""
-    return next((name for name in LIMIT_CLASSES if name in model), "other")
+_LINE: Final = re.compile(r"(fable|mythos)-\d|(?:opus|sonnet|haiku)-(?:4|5-5|5)|fable|mythos|opus|sonnet|haiku")
+
+
+def limit_line(model: str) -> str:
+    """The line of models that share one rate limit with this model, such as `opus-5-5` or `sonnet-4`."""
+    found = _LINE.search(model)
+    return "other" if found is None else found[0]
 
 
 def model_info(model: str) -> dict[str, Any]:

@@ -62,7 +62,7 @@ async def test_names_that_requests_invent_are_no_labels_and_no_rows(vhost: Vhost
             assert len(samples) == len(set(samples)), "no sample twice"
             async with session.get(f"{url}/v1/lanes") as got:
                 lanes = await got.json()
-            assert set(lanes["accounts"]) <= {"anthropic/other", "anthropic/sonnet"}
+            assert set(lanes["accounts"]) <= {"anthropic/other", "anthropic/sonnet-5-5"}
             assert "invented" not in json.dumps([lanes["accounts"], lanes["breakers"], lanes["waiting"]])
 
 
@@ -110,7 +110,7 @@ async def test_a_few_requests_are_told_alike_by_metrics_lanes_and_status(vhost: 
             assert oldest_s is not None
             assert 0 < oldest_s < 60
             assert told("lanekeeper_lane_oldest_seconds", **critical) == 0
-            assert told("lanekeeper_account_calls_total", account="anthropic/sonnet", outcome="answered") == 4
+            assert told("lanekeeper_account_calls_total", account="anthropic/sonnet-5-5", outcome="answered") == 4
             assert told("lanekeeper_tenant_begun_total", **critical, tenant=vhost.user) == 3
             assert told("lanekeeper_ready") == told("lanekeeper_store_available") == 1
             assert told("lanekeeper_broker_connected", connection="publish") == 1

@@ -1,7 +1,11 @@
 """Chains: which providers are called for a model, in which order, and what is wrong with a table of them."""
 
+from dataclasses import replace
+
+import pytest
+
 from consumers.job import Chain
-from consumers.providers.routes import ProviderModels, Routes, RoutesSpec, model_class
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
 FIRST = ProviderModels(name="anthropic")
@@ -71,12 +75,35 @@ def test_a_model_that_no_provider_has_is_forbidden() -> None:
     assert chain.forbidden.startswith(f"no provider of lane normal has model '{OPUS}'; there are {HAIKU}")
 
 
-def test_all_models_of_a_class_share_one_account_of_their_provider() -> None:
-    routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("claude-sonnet-5-5", "sonnet-5-5"),
+        ("claude-sonnet-5", "sonnet-5"),
+        ("claude-sonnet-5-20260601", "sonnet-5"),
+        ("claude-sonnet-4-5-20250929", "sonnet-4"),
+        ("claude-sonnet-4-6", "sonnet-4"),
+        ("claude-opus-5-5", "opus-5-5"),
+        ("claude-opus-5", "opus-5"),
+        ("claude-opus-4-8", "opus-4"),
+        ("claude-haiku-5-5", "haiku-5-5"),
+        ("claude-haiku-4-5-20251001", "haiku-4-5"),
+        ("claude-fable-5-2", "fable-5"),
+        ("claude-fable-5", "fable-5"),
+        ("claude-3-5-haiku-latest", "haiku"),
+    ],
+)
+def test_models_share_limits_as_the_providers_page_says(model: str, line: str) -> None:
+    assert Routes(RoutesSpec(providers=(FIRST,))).of("normal", "", model).routes[0].account == f"anthropic/{line}"
 
-    assert [each.account for each in routes.of("normal", "", SONNET).routes] == ["anthropic/sonnet", "bedrock/sonnet"]
-    assert routes.of("normal", "", "claude-sonnet-4-5").routes[0].account == "anthropic/sonnet"
-    assert model_class("other-house-1") == "other-house-1"
+
+def test_the_settings_may_group_models_otherwise_and_a_pooled_provider_has_one_account() -> None:
+    pooled = replace(BEDROCK, is_pooled=True)
+    routes = Routes(RoutesSpec(providers=(FIRST, pooled), lines={"claude-sonnet-*": "sonnets", "house-*": "house"}))
+
+    assert [each.account for each in routes.of("normal", "", SONNET).routes] == ["anthropic/sonnets", "bedrock/all"]
+    assert routes.of("normal", "", "house-7").routes[0].account == "anthropic/house"
+    assert routes.of("normal", "", OPUS).routes[0].account == "anthropic/opus-5-5"
 
 
 def test_model_names_invented_by_requests_share_one_account() -> None:
@@ -86,7 +113,7 @@ def test_model_names_invented_by_requests_share_one_account() -> None:
     assert {routes.of("normal", "", f"made-up-{each}").routes[0].account for each in range(600)} == {"anthropic/other"}
     assert routes.of("normal", "", "priced-1").routes[0].account == "anthropic/priced-1"
     assert routes.of("batch", "", "house-1").routes[0].account == "anthropic/house-1"
-    assert routes.of("normal", "", SONNET).routes[0].account == "anthropic/sonnet"
+    assert routes.of("normal", "", SONNET).routes[0].account == "anthropic/sonnet-5-5"
 
 
 def test_all_errors_in_a_table_are_reported_at_once_by_name() -> None:
