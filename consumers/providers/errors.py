@@ -53,6 +53,34 @@ _TEMPORARY: Final = frozenset({408, 409, 424, 425})
 handshake)."""
 _SPEND_LIMIT_TEXTS: Final = ("You have reached your specified API usage limits", "Your credit balance is too low")
 """They mark a spend limit in an error without an error code."""
+_UNPAID: Final = "its account has reached a spend limit, or is not paid"
+ACCOUNT_CODES: Final[Mapping[str, str]] = {
+    "organization_on_hold": "Anthropic has disabled its organization",
+    "cmek_key_disabled": "the encryption key of its workspace is disabled",
+    "cmek_key_network_blocked": "the encryption key of its workspace cannot be reached, because access is blocked",
+    "claude_code_key_creator_not_member": "who created its key is no member of its organization any more",
+    "contract_spend_limit_reached": _UNPAID,
+    "enforced_spend_limit_reached": _UNPAID,
+}
+"""Error codes (`error.details.error_code`) of an account that answers nobody, with what is wrong."""
+TEMPORARY_CODES: Final = frozenset({"cmek_key_unreachable", "compaction_unavailable", "thread_continue_in_flight"})
+REQUEST_CODES: Final = frozenset(
+    {
+        "available_tools_limit_exceeded", "claude_code_version_too_old", "compaction_block_ambiguous",
+        "compaction_block_misplaced", "compaction_content_mismatch", "compaction_incomplete_turn",
+        "compaction_nothing_to_summarize", "compaction_signature_invalid", "compaction_too_many_tool_references",
+        "compaction_tool_changes_mismatch", "image_dimensions_too_large", "linked_organization_billing_unavailable",
+        "linked_organization_spend_limit_reached", "request_body_encoding_invalid",
+        "request_body_encoding_unsupported", "request_body_too_large_after_decoding",
+        "skill_read_blocked_undecryptable", "thread_already_continued", "thread_fingerprint_mismatch",
+        "thread_not_found", "thread_unsupported_request", "tool_name_conflict", "tool_reference_unresolved",
+        "user_profile_billing_not_authorized", "user_profile_not_billable", "user_profile_required",
+    }
+)  # fmt: skip
+"""Error codes of what is wrong with one request, or with the customer's own organization or profile that it names,
+whatever the status."""
+LIMIT_CODES: Final = frozenset({"ramp_limit_exceeded"})
+"""Their status says it."""
 _LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
@@ -67,6 +95,8 @@ _WRONG_ADDRESS: Final[Mapping[type[Exception], str]] = {
     aiohttp.ClientConnectorDNSError: "the name of its host cannot be resolved",
     aiohttp.ClientHttpProxyError: "the HTTP proxy refuses the way to it",
     httpx2.UnsupportedProtocol: "its base URL is no http or https URL",
+    aiohttp.InvalidURL: "its base URL is not valid",
+    UnicodeError: "the name of its host is not valid",
 }
 """The failures of a connection that no request causes, and that last until somebody mends them."""
 _FAILURES: Final[Mapping[type[Exception], str]] = {
@@ -94,7 +124,7 @@ def border(*, secret: str) -> Iterator[None]:
         raise TransientError("timed out while connecting to the provider", type=UNREACHABLE) from error
     except anthropic.APIConnectionError as error:
         cause = error.__cause__
-        if cause is not None and not isinstance(cause, NETWORK_ERRORS):
+        if cause is not None and not isinstance(cause, (*NETWORK_ERRORS, UnicodeError)):
             raise RejectedError(f"the request cannot be sent ({type(cause).__name__})", type="unsendable") from error
         raise _from_network(cause) from error
     except httpx2.TimeoutException as error:
@@ -182,11 +212,16 @@ def classify(
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
     fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
     effective = _STATUS_OF_TYPE.get(type, status)
-    unpaid = "its account has reached a spend limit, or is not paid"
+    if code in REQUEST_CODES:
+        return RejectedError(detail, **fields)
+    if code in TEMPORARY_CODES:
+        return TransientError(detail, **fields)
     if code.endswith("spend_limit_reached") or effective == 402:
-        return AccountError(detail, reason=unpaid, **fields)
-    if message.startswith(_SPEND_LIMIT_TEXTS):  # a request may have brought an error to quote such a text
-        return AccountError(detail, reason=unpaid, otherwise=RejectedError(detail, **fields), **fields)
+        return AccountError(detail, reason=_UNPAID, **fields)
+    # a request may name another workspace, or have brought an error to quote such a text
+    if code in ACCOUNT_CODES or message.startswith(_SPEND_LIMIT_TEXTS):
+        reason = ACCOUNT_CODES.get(code, _UNPAID)
+        return AccountError(detail, reason=reason, otherwise=RejectedError(detail, **fields), **fields)
     if effective == 401:
         return AccountError(detail, reason="it refuses the service's key", **fields)
     if effective == 429:

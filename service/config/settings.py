@@ -543,7 +543,7 @@ class ProviderSettings(LimitsSettings):
     api_key: types.Key | None = None
     """The provider's key. For `bedrock` and `vertex`, Amazon's and Google's own libraries find the credentials.
     Example: sk-secret"""
-    base_url: types.HttpUrl | None = None
+    base_url: types.ProviderUrl | None = None
     """The URL of the API, for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
     region: types.PlaceName | None = None
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
@@ -743,7 +743,7 @@ class Settings(BaseSettings):
     """The prefix of all names on the broker. Example: staging"""
     anthropic_api_key: types.Key | None = Field(default=None, alias="ANTHROPIC_API_KEY")
     """The API key of the provider named `anthropic`. `serve --simulate` needs none. Example: sk-ant-secret"""
-    anthropic_base_url: types.HttpUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
+    anthropic_base_url: types.ProviderUrl | None = Field(default=None, alias="ANTHROPIC_BASE_URL")
     """The URL of the provider `anthropic`. None: https://api.anthropic.com. Example:
     https://gateway.example.com/anthropic"""
     anthropic_version: types.ApiVersion = DEFAULT_VERSION

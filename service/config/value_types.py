@@ -241,6 +241,21 @@ def _http_url(text: str) -> str:
     return parts.geturl().rstrip("/")
 
 
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+
+
+def _provider_url(text: str) -> str:
+    """One that can be called: else each request would fail, as if it were wrong."""
+    url = _http_url(text)
+    parts = urlsplit(url)
+    host = (parts.hostname or "").removesuffix(".")
+    if "@" in parts.netloc:
+        raise wrong("a URL without user and password; the key is a setting of its own")
+    if ":" not in host and (len(host) > 253 or not all(map(_LABEL.fullmatch, host.split(".")))):
+        raise wrong("a URL whose host is a name or an address, such as https://host.example.com")
+    return url
+
+
 def _store_url(text: str) -> str:
     if text.startswith("sqlite:"):
         file = text.removeprefix("sqlite:///")
@@ -297,6 +312,7 @@ Origins = Annotated[tuple[Annotated[str, AfterValidator(_origin)], ...], BeforeV
 Key = Annotated[SecretStr, _secret(matching(_PRINTABLE, "a key without spaces or control characters"))]
 AmqpUrl = Annotated[SecretStr, _secret(_amqp_urls)]
 HttpUrl = Annotated[SecretStr, _secret(_http_url)]
+ProviderUrl = Annotated[SecretStr, _secret(_provider_url)]
 StoreUrl = Annotated[SecretStr, _secret(_store_url)]
 Chances = Annotated[dict[str, float], BeforeValidator(_chances)]
 ReadableFile = Annotated[Path, AfterValidator(_readable_file)]

@@ -1,8 +1,11 @@
 """Providers are made from the settings; if one cannot be, the error says why."""
 
+import pytest
+
 from consumers.decoding import Parsing
 from service.config.loading import load_settings
 from service.worker.assembly import open_providers
+from tests.support.settings import load, wrong
 
 AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS__REGION": "eu-central-1"}
 
@@ -28,3 +31,28 @@ def test_each_provider_is_made_according_to_its_kind() -> None:
     }
 
     assert opened(env) == ["anthropic", "aws", "azure", "gcp", "other"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:secret@host.example",
+        f"https://{'a' * 64}.example",
+        "https://a..b",
+        "ftp://host.example",
+        "https://",
+        "https://ho st.example",
+    ],
+)
+@pytest.mark.parametrize("name", ["ANTHROPIC_BASE_URL", "LANEKEEPER_PROVIDERS__OTHER__BASE_URL"])
+def test_a_base_url_that_nothing_can_be_sent_to_is_refused_at_the_start(name: str, url: str) -> None:
+    text = wrong(env={name: url})
+
+    assert name in text
+    assert "allowed is" in text
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:8080", "http://[::1]:8080/v1", "https://my_host-1.example./x"])
+def test_a_base_url_may_be_a_name_or_an_address(url: str) -> None:
+    assert load(env={"ANTHROPIC_BASE_URL": url}).provider_url == url

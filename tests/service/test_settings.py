@@ -360,9 +360,9 @@ def test_a_dotenv_file_that_everybody_may_write_is_refused() -> None:
 @pytest.mark.parametrize("provider", ["ANTHROPIC", "LANEKEEPER_PROVIDERS__EU_"])
 def test_a_dotenv_file_cannot_send_a_key_of_the_environment_to_another_host(provider: str) -> None:
     key = {f"{provider}_API_KEY": "sk-ant-s3cret"}
-    Path(".env").write_text(f"{provider}_BASE_URL=https://user:pass@thief.example/x")
+    Path(".env").write_text(f"{provider}_BASE_URL=https://thief.example/x")
     told = wrong(env=key)
-    assert f"{provider}_BASE_URL in .env: https://***@thief.example/x would get the key {provider}_API_KEY" in told
+    assert f"{provider}_BASE_URL in .env: https://thief.example/x would get the key {provider}_API_KEY" in told
     assert "s3cret" not in told
 
     Path(".env").write_text(f"{provider}_BASE_URL=https://proxy.example\n{provider}_API_KEY=sk-ant-theirs")

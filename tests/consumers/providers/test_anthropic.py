@@ -301,6 +301,14 @@ async def test_a_request_that_cannot_be_sent_is_refused_without_retry(
     assert not api.calls
 
 
+@pytest.mark.parametrize("url", [f"http://{'a' * 64}.example", "http://a..b", "ftp://a.example"])
+async def test_a_base_url_that_cannot_be_called_is_the_operators_to_mend(url: str, asked: AskedFor) -> None:
+    provider = AnthropicProvider.at(url, api_key=KEY)
+    with pytest.raises(AccountError):
+        await provider.stream(asked(), timeout_s=60, parts=None)
+    await provider.aclose()
+
+
 KIB = 1024
 PACKING: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress, "identity": bytes}
 

@@ -1,7 +1,12 @@
 import email.utils
+import re
+import typing
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
+import anthropic
 import pytest
+from anthropic.resources.messages import AsyncMessages
 
 from consumers.failures import (
     AccountError,
@@ -12,7 +17,17 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.limits.base import BucketHeaders, RateHeaders
-from consumers.providers.errors import classify, from_event, read_rate, read_retry_after_s, refuse_html
+from consumers.providers.errors import (
+    ACCOUNT_CODES,
+    LIMIT_CODES,
+    REQUEST_CODES,
+    TEMPORARY_CODES,
+    classify,
+    from_event,
+    read_rate,
+    read_retry_after_s,
+    refuse_html,
+)
 
 NOW_S = 1_790_000_000.0
 
@@ -53,7 +68,7 @@ def test_retry_after_is_read_in_every_form_and_ignored_when_absurd(
         (400, "invalid_request_error", "", RejectedError),
         (401, "authentication_error", "", AccountError),
         (402, "billing_error", "", AccountError),
-        (402, "billing_error", "linked_organization_spend_limit_reached", AccountError),
+        (402, "billing_error", "linked_organization_spend_limit_reached", RejectedError),
         (403, "permission_error", "", AccountError),
         (404, "not_found_error", "", AccountError),
         (408, "", "", TransientError),
@@ -125,6 +140,50 @@ def test_an_error_about_the_requests_model_or_content_is_the_requests(status: in
     error = classify(status=status, type="", code="", message=message, retry_after_s=None)
 
     assert type(error) is RejectedError
+
+
+def declared_codes() -> dict[str, int]:
+    """The error codes that the installed SDK declares for `messages.create`, with their statuses."""
+    found: dict[str, int] = {}
+    kinds = {kind.__name__: kind for kind in _subclasses(anthropic.APIStatusError)}
+    for overload in typing.get_overloads(AsyncMessages.create):
+        for name in re.findall(r"^\s+(\w+Error):", (overload.__doc__ or "").partition("Raises:")[2], re.MULTILINE):
+            (code,) = typing.get_args(kinds[name].__annotations__["error_code"])
+            statuses = (str(each.__annotations__.get("status_code")) for each in kinds[name].__mro__[1:-3])
+            found[code] = int(next(re.findall(r"\d+", each)[0] for each in statuses if "Literal" in each))
+    return found
+
+
+def _subclasses(kind: type[Exception]) -> Iterator[type[Exception]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+CODES = declared_codes()
+
+
+def test_each_error_code_that_the_installed_sdk_declares_has_a_class() -> None:
+    assert len(CODES) >= 36
+    classes = [*ACCOUNT_CODES, *TEMPORARY_CODES, *REQUEST_CODES, *LIMIT_CODES]
+    assert len(classes) == len(set(classes))
+    assert not CODES.keys() - set(classes), "say in consumers/providers/errors.py what each means"
+
+
+@pytest.mark.parametrize("code", sorted(ACCOUNT_CODES.keys() & CODES.keys()))
+def test_an_error_code_of_the_account_pauses_it_whatever_the_status(code: str) -> None:
+    for status in (400, CODES[code]):
+        error = classify(status=status, type="", code=code, message="", retry_after_s=None)
+        assert isinstance(error, AccountError)
+        assert error.reason == ACCOUNT_CODES[code]
+
+
+@pytest.mark.parametrize("code", sorted(REQUEST_CODES))
+def test_an_error_code_of_one_request_or_customer_is_that_requests_alone(code: str) -> None:
+    for status in (402, 404, CODES.get(code, 400)):
+        error = classify(status=status, type="", code=code, message="", retry_after_s=None)
+        assert type(error) is RejectedError
+        assert error.status == status
 
 
 def test_retry_after_is_kept_by_failures_that_have_such_a_field() -> None:
