@@ -59,9 +59,10 @@ class Progress:
             self.part(RESTART, b"{}")
         elif self._has_stopped:
             return
+        had_room = self._bytes <= UNWRITTEN_BYTES  # one whole event fits, whatever its size
         self._bytes += len(body)
         self._add(NewEntry(kind, body))
-        if self._bytes > UNWRITTEN_BYTES:
+        if not had_room:
             self._stop_events()
 
     async def flushed(self) -> None:

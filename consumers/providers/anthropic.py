@@ -40,10 +40,11 @@ from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain
 from consumers.providers.registry import CONTENT, Answer, OnEvent
 from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import (
-    EventSplitter,
+    DONE,
     Splitter,
     StreamedMessage,
     bounded,
+    events_of_anthropic,
     from_json,
     parse_event,
     read_answer,
@@ -67,6 +68,7 @@ PATH: Final = "/v1/messages"
 MODELS_PATH: Final = "/v1/models"
 _LENGTH: Final = "content-length"
 NO_SUCH_PATH: Final = frozenset({400, 403, 404, 405, 501})
+_STOP: Final = b'{"type":"message_stop"}'
 _HINT: Final = f" ({bounds.ANSWER_SETTINGS})"
 DRAIN_S: Final = 0.1
 
@@ -77,7 +79,7 @@ class Dialect:
 
     needs_dict: bool = False
     lists_models: bool = True
-    splitter: Callable[[int], Splitter] = EventSplitter
+    splitter: Callable[[int], Splitter] = events_of_anthropic
     versions: Mapping[str, str] | None = None
     """Only of an API that reads the version in the body (`anthropic_version`): its own names for some versions."""
     signing_errors: tuple[type[Exception], ...] = ()
@@ -263,12 +265,20 @@ class AnthropicProvider:
                 with border(secret=self.secret):
                     piece = await anext(slices, None)
                 if piece is None:
-                    raise TransientError("the stream ended without message_stop", type="cut")
+                    if not collected.has_ended:
+                        raise TransientError("the stream ended without message_stop", type="cut")
+                    if parts is not None:
+                        await parts(_STOP)
+                    return
                 until_s, came_s = limit.when(), clock()
                 limit.reschedule(None)
                 events = await self.parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
                 for data, event in events:
-                    if event.get("type") == "error":
+                    if not isinstance(event.get("type"), str):  # no event of Anthropic's, or `[DONE]`
+                        if data.strip() != DONE or not collected.has_ended:
+                            continue
+                        data, event = _STOP, json.loads(_STOP)
+                    if event["type"] == "error":
                         raise from_event(event, secret=self.secret, data=data)
                     is_complete = collected.add(event, data)
                     flows = flows or CONTENT in data

@@ -2,7 +2,7 @@
 Message with a `stop_reason`; anything else is a failed call."""
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
 from typing import Any, Final, Protocol
 
 import jiter
@@ -113,6 +113,12 @@ def _count(given: object, name: str) -> int:
     return value if type(value) is int and 0 <= value <= MOST_TOKENS else 0
 
 
+def _is_readable(name: bytes, data: bytes) -> bool:
+    """Whether clients read such an event. They skip what is no JSON object and has no name of Anthropic's events, such
+    as a server's own keep-alive."""
+    return data.lstrip().startswith(b"{") or data.strip() == DONE or name in _KNOWN
+
+
 class Splitter(Protocol):
     """Splits the bytes of a stream into its events."""
 
@@ -120,6 +126,14 @@ class Splitter(Protocol):
         """The JSON of each event that is whole by now."""
 
 
+DONE: Final = b"[DONE]"
+"""With it, servers that speak OpenAI's protocol too end a stream: before, after or in place of `message_stop`."""
+_KNOWN: Final = frozenset(
+    {
+        b"message_start", b"message_delta", b"message_stop", b"content_block_start", b"content_block_delta",
+        b"content_block_stop", b"error",
+    }
+)  # fmt: skip
 _BOM = b"\xef\xbb\xbf"
 _LINES = 1000
 """Usually an event has one or two; it has more if its JSON is indented."""
@@ -131,12 +145,14 @@ class EventSplitter:
     times as much CPU as the HTTP call itself.
 
     Lines end in LF, CRLF or CR. The `data` lines of an event are joined by LF. Comments and other fields are ignored,
-    because the type of an event is in its JSON. An event without a blank line at the end of the stream is dropped.
+    because the type of an event is in its JSON. An event without a blank line at the end of the stream is dropped, as
+    is one that `keeps` (given its name and its data) refuses.
     """
 
-    __slots__ = ("_after_cr", "_is_first", "_max_event_bytes", "_rest")
+    __slots__ = ("_after_cr", "_is_first", "_keeps", "_max_event_bytes", "_rest")
 
-    def __init__(self, max_event_bytes: int) -> None:
+    def __init__(self, max_event_bytes: int, *, keeps: Callable[[bytes, bytes], bool] = lambda _, __: True) -> None:
+        self._keeps = keeps
         self._max_event_bytes = max_event_bytes
         self._rest = bytearray()
         self._after_cr = False
@@ -166,22 +182,32 @@ class EventSplitter:
             if self._is_first:
                 block = block.removeprefix(_BOM)
                 self._is_first = False
-            if (data := _data(block)) is not None:
+            name, data = _event_in(block)
+            if data and self._keeps(name, data):
                 found.append(data)
         return found
 
 
-def _data(block: bytes) -> bytes | None:
+def events_of_anthropic(max_event_bytes: int) -> EventSplitter:
+    """A splitter that drops what no client reads."""
+    return EventSplitter(max_event_bytes, keeps=_is_readable)
+
+
+def _event_in(block: bytes) -> tuple[bytes, bytes]:
+    """Its name and its data."""
     if block.count(b"\n") > _LINES:
         raise AnswerTooLargeError(f"an event of more than {_LINES} lines")
     lines: list[bytes] = []
+    name = b""
     for line in block.split(b"\n"):
         if line.startswith(b"data:"):
             lines.append(line[6:] if line[5:6] == b" " else line[5:])
         elif line == b"data":
             lines.append(b"")
+        elif line.startswith(b"event:"):
+            name = line[6:].strip()
     data = lines[0] if len(lines) == 1 else b"\n".join(lines)
-    return data or None
+    return name, data
 
 
 _JSON_DELTA = "input_json_delta"
@@ -213,6 +239,11 @@ class StreamedMessage:
             return self._add(event)
         except _MALFORMED as error:
             raise _broken(f"at an event {str(event.get('type'))[:50]!r}", error) from error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the reason has come why the model stopped: only `message_stop` follows."""
+        return self._message is not None and bool(_name(self._message.get("stop_reason")))
 
     def used(self) -> Amounts | None:
         """What the call has used so far: the provider's count of the input, which comes first, and the output by its
@@ -346,7 +377,10 @@ class _Block:
 
 
 def parse_event(data: bytes, *, max_values: int = bounds.VALUES) -> dict[str, Any]:
-    """Raises `TransientError` if it is not a JSON object, `AnswerTooLargeError` if it would take long to parse."""
+    """Empty for `[DONE]`. Raises `TransientError` if it is not a JSON object, `AnswerTooLargeError` if it would take
+    long to parse."""
+    if data.strip() == DONE:
+        return {}
     if (excess := bounds.excess(data, max_values=max_values)) is not None:
         raise AnswerTooLargeError(excess)
     try:

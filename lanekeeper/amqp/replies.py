@@ -30,11 +30,12 @@ class Arrivals:
         self.is_published = False
 
     def add(self, reply: Message) -> None:
-        """If more than `UNREAD_BYTES` are unread, later replies are dropped, and the reader gets ReplyLost."""
+        """If more than `UNREAD_BYTES` are unread, later replies are dropped, and the reader gets ReplyLost. One reply
+        counts at most half of it, so that a single event of any size fits."""
         if self._unread_bytes > UNREAD_BYTES:
             self.lose("its parts came faster than they were read; fetch it whole: lanekeeper result")
         elif not self._is_lost:
-            self._unread_bytes += len(reply.body)
+            self._unread_bytes += _counted(reply)
             self._came.put_nowait(reply)
 
     def lose(self, why: str) -> None:
@@ -51,8 +52,12 @@ class Arrivals:
             reply = self._came.get_nowait()  # without a timeout, which costs time
         if isinstance(reply, ReplyLost):
             raise reply
-        self._unread_bytes -= len(reply.body)
+        self._unread_bytes -= _counted(reply)
         return reply
+
+
+def _counted(reply: Message) -> int:
+    return min(len(reply.body), UNREAD_BYTES // 2)
 
 
 class DirectReplies:

@@ -122,7 +122,8 @@ MIB = 1024 * 1024
     [
         ([MIB // 2] * 2, ["started", "event", "event"]),
         ([MIB // 2, MIB // 2, 1, 5], ["started", "truncated"]),
-        ([MIB + 1], ["started", "truncated"]),
+        ([3 * MIB], ["started", "event"]),  # one whole event, whatever its size
+        ([3 * MIB, 1], ["started", "truncated"]),
     ],
 )
 async def test_up_to_a_mebibyte_of_events_waits_in_memory(sizes: list[int], kinds: list[str]) -> None:

@@ -153,6 +153,43 @@ async def test_a_rate_limit_is_answered_with_its_retry_after(vhost: Vhost) -> No
         assert 7200 <= int(headers["retry-after"]) <= 7201
 
 
+def sse(**event: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event).encode())
+
+
+async def test_one_event_of_three_megabytes_reaches_the_client_and_is_paid_once(vhost: Vhost) -> None:
+    text = "x" * 3_000_000
+    message: dict[str, Any] = {
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [],
+        "stop_reason": None,
+        "usage": {},
+    }
+    stream = b"".join(
+        (
+            sse(type="message_start", message=message),
+            sse(type="content_block_start", index=0, content_block={"type": "text", "text": ""}),
+            sse(type="content_block_delta", index=0, delta={"type": "text_delta", "text": text}),
+            sse(type="content_block_stop", index=0),
+            sse(type="message_delta", delta={"stop_reason": "end_turn"}, usage={"output_tokens": 5}),
+            b"data: [DONE]\n\n",
+        )
+    )
+    async with (
+        MaliciousProvider(lambda _: [head(body=stream, content_type="text/event-stream")]) as provider,
+        serving(vhost, base_url=provider.base_url) as worker,
+        gate(worker) as url,
+    ):
+        status, _, found = await raw_post(url, body("large", stream=True))
+
+        assert status == 200
+        assert found.endswith(b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
+        assert text.encode() in found
+        assert len(provider.asked) == 1
+
+
 async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost: Vhost) -> None:
     async with serving(vhost) as worker, gate(worker) as url:
         found = await events(url, body("[[fault: cut x1]] a longer story in many pieces", stream=True))

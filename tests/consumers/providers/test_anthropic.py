@@ -62,7 +62,7 @@ BROKEN_AS = {
     "reset at=start": ("connection", "connection"),
     "reset at=middle": ("connection", "connection"),
     "broken_json": ("broken_answer", "broken_stream"),
-    "not_a_message": ("broken_answer", "broken_stream"),
+    "not_a_message": ("broken_answer", "cut"),
     "unfinished": ("unfinished", "unfinished"),
     "error_mid_stream type=api_error": ("api_error", "api_error"),
 }
@@ -624,6 +624,49 @@ def test_after_the_first_token_each_pause_has_the_same_limit() -> None:
 def test_forwarding_takes_nothing_of_the_time_for_the_first_token_or_of_a_pause() -> None:
     took_s = read_in_time((1, BEGIN), (3.9, BLOCK), (4.9, TOKEN), (4.9, END), timeout_s=5, pause_s=5, forwarding_s=100)
     assert took_s == pytest.approx(14.7 + 500)
+
+
+STOPPED, LAST = END.split(b"\n\n")[0] + b"\n\n", sse(type="message_stop")
+SENTINEL = b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        BEGIN + BLOCK + TOKEN + SENTINEL + STOPPED + LAST,
+        BEGIN + BLOCK + TOKEN + STOPPED + SENTINEL + LAST,
+        BEGIN + BLOCK + TOKEN + STOPPED + LAST + SENTINEL,
+        BEGIN + BLOCK + TOKEN + STOPPED + SENTINEL,
+        BEGIN + BLOCK + TOKEN + STOPPED,
+        b"event: keepalive\ndata: still here\n\n" + BEGIN + b"data: 5\n\n" + BLOCK + TOKEN + END,
+        BEGIN + sse(type="brand_new", a=1) + BLOCK + TOKEN + sse(ok=True) + END,
+    ],
+    ids=["early", "before", "after", "in place", "neither", "no JSON", "unknown"],
+)
+async def test_a_stream_may_end_and_be_filled_as_other_servers_do(
+    answering: Answering, asked: AskedFor, stream: bytes
+) -> None:
+    calls, handler = failing((200, stream, {"content-type": "text/event-stream"}))
+    received = Received()
+    async with answering(handler) as provider:
+        answer = await provider.stream(asked(), timeout_s=60, parts=received)
+
+    assert (answer.stop_reason, json.loads(answer.body)["content"][0]["text"]) == ("end_turn", "a")
+    assert received.kinds[0] == "message_start"
+    assert received.kinds[-1] == "message_stop"
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "stream", [BEGIN + BLOCK + SENTINEL, BEGIN + b"event: content_block_delta\ndata: no\n\n" + END]
+)
+async def test_a_stream_that_ends_early_or_is_broken_fails(
+    answering: Answering, asked: AskedFor, stream: bytes
+) -> None:
+    _, handler = failing((200, stream, {}))
+    async with answering(handler) as provider:
+        with pytest.raises(TransientError):
+            await provider.stream(asked(), timeout_s=60, parts=Received())
 
 
 def test_after_the_last_event_the_end_of_the_body_is_awaited_for_a_tenth_of_a_second() -> None:
