@@ -41,7 +41,12 @@ def ingest(**how: Any) -> PipelineSettings:
     return pipeline(
         StepSpec(name="chunk", handler="words"),
         StepSpec(name="each_word", each="chunk", prompt="about {{ item }}", lane="batch", **how),
-        StepSpec(name="combine", prompt="{% for one in each_word %}{{ one|tojson }}\n{% endfor %}", lane="critical"),
+        StepSpec(
+            name="combine",
+            prompt="{% for one in each_word %}{{ one|tojson }}\n{% endfor %}",
+            lane="critical",
+            max_tokens=10_000,  # the answer repeats the prompt, and the problem documents in it
+        ),
     )
 
 
