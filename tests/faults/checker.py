@@ -164,6 +164,8 @@ def longest(stalls: Sequence[Stall]) -> Stall | None:
     return max(stalls, key=lambda each: each.lasted_s, default=None)
 
 
+CANCELLED = "cancelled"
+STOPPED_WITHIN_S = 2.0
 LOST = "lost"
 TWO_OUTCOMES = "two outcomes"
 TWO_BODIES = "two bodies"
@@ -340,8 +342,11 @@ def _of_identity(
     if len({each.digest for each in replies}) > 1:
         found.append(Violation(TWO_BODIES, identity, f"{len(replies)} replies"))
     ended_s = min((each.at_s for each in replies), default=None)
-    if ended_s is not None and any(call.at_s > ended_s for call in calls):
-        late_s = max(call.at_s for call in calls) - ended_s
+    after = calls
+    if codes == {CANCELLED}:  # of a pipeline, items that had just begun are stopped; a batch that was created is paid
+        after = [call for call in calls if not call.batch and call.at_s > (ended_s or 0) + STOPPED_WITHIN_S]
+    if ended_s is not None and any(call.at_s > ended_s for call in after):
+        late_s = max(call.at_s for call in after) - ended_s
         found.append(Violation(CALLED_AFTER_END, identity, f"{late_s:.3f} s after its reply had come"))
     answered: dict[str, str] = {}
     for call in calls:

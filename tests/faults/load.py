@@ -23,7 +23,7 @@ from pamqp.commands import Basic
 from lanekeeper import Client
 from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Problem
-from tests.faults.checker import OK, Asked, History, Parked, Published, Replied, Told
+from tests.faults.checker import CANCELLED, OK, Asked, History, Parked, Published, Replied, Told
 
 REPLY_QUEUE = "lane.reply.faults"
 NOBODY = ("lane.reply.nobody", None)
@@ -36,6 +36,8 @@ STEPS = (
 )
 """The pipeline's steps. A prompt's first word is the request's id and the number of the step and the item."""
 ITEMS = (1, 2, 3)
+PADDING_BYTES = 40_000
+CANCEL_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,10 @@ class Mix:
     """Its outcome is posted to a webhook as well."""
     piped: float = 0.0
     """It is a pipeline."""
+    padded: float = 0.5
+    """Of the pipelines: those whose state is too large to go round with each look."""
+    cancelled: float = 0.3
+    """Of the pipelines: those that are cancelled, at any moment."""
     batched: float = 0.5
     """Of the requests of the lane `batch`: those that may be put into a provider's batch."""
     tenants: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
@@ -85,6 +91,8 @@ class Wish:
     tenant: str = ""
     words: str = ""
     """Words that the answer must contain; without them, the id."""
+    cancelled_after_s: float = 0.0
+    """0: it is not cancelled."""
 
     @property
     def is_heard(self) -> bool:
@@ -110,12 +118,16 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> W
     if webhook and rng.random() < mix.posted:
         headers["x-lane-webhook"] = webhook
     body: dict[str, Any] = {"prompt": f"{identity} {script}"}
-    words = identity
+    words, cancelled_after_s = identity, 0.0
     if rng.random() < mix.piped and "x-lane-stream" not in headers:
         headers["x-lane-pipeline"] = PIPELINE
         body = {"id": identity, "prompt": script, "items": ITEMS}
         echoes = (f"echo: {identity}/{step} {script}" for step in ("1", *(f"2.{item}" for item in ITEMS)))
         words = f"echo: {identity}/3 {' '.join(echoes)}"
+        if rng.random() < mix.padded:
+            body["padding"] = "x" * PADDING_BYTES
+        if not is_unheard and not is_refused and rng.random() < mix.cancelled:
+            cancelled_after_s = rng.uniform(0.01, 3)
     lane = rng.choices(list(mix.lanes), weights=list(mix.lanes.values()))[0]
     if lane == "batch" and rng.random() >= mix.batched:
         headers["x-lane-no-batch"] = True
@@ -126,11 +138,12 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> W
         body=body,
         words=words,
         headers=headers,
-        expects=("provider_rejected",) if is_refused else (OK,),
+        expects=("provider_rejected",) if is_refused else (OK, CANCELLED) if cancelled_after_s else (OK,),
+        cancelled_after_s=cancelled_after_s,
         reply_to=rng.choice(NOBODY) if is_unheard else REPLY_QUEUE,
         delay_s=delay_ms / 1000,
         is_sent_twice=rng.random() < mix.twice,
-        is_contradicted=rng.random() < mix.conflicting and not is_unheard,
+        is_contradicted=rng.random() < mix.conflicting and not is_unheard and not cancelled_after_s,
     )
 
 
@@ -362,6 +375,8 @@ class Load:
         if answered is None:
             self._unheard.append(wish)  # before it is sent: it may be sent again after `fetched` was called
         await self._publish(wish, question)
+        if wish.cancelled_after_s:
+            self._spawn(self._cancel(wish), "one cancellation")
         if wish.is_sent_twice:
             await asyncio.sleep(self._rng.uniform(0, 1))
             await self._publish(wish, question)
@@ -370,6 +385,14 @@ class Load:
             body = {"prompt": f"{wish.body['prompt']} and more"}
             other = replace(wish, body=body, headers=_tenant_of(wish), expects=("idempotency_conflict",), delay_s=0.0)
             await self._publish(other, self._ask_for(other, question=f"{wish.identity}~other"))
+
+    async def _cancel(self, wish: Wish) -> None:
+        await asyncio.sleep(wish.cancelled_after_s)
+        with suppress(
+            LanekeeperError, TimeoutError
+        ):  # it may end before it can be cancelled, as when nothing is broken
+            async with asyncio.timeout(CANCEL_WITHIN_S), Client(self._rng.choice(self._urls)) as client:
+                await client.cancel(wish.identity, tenant=wish.tenant or None)
 
     def _next_id(self) -> str:
         self._number += 1
