@@ -262,7 +262,7 @@ class Claiming:
         await _answered(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
 
     async def keep_state(self, identity: Identity, state: bytes, *, deadline_ms: int) -> None:
-        """Store the state of a pipeline, under the identity of the step at which it stands."""
+        """Store the state of a pipeline (`state_identity`); empty: it is needed no longer."""
         completion = Completion(status="ok", body=state, ended_ms=now_ms())
         keep_until_ms = deadline_ms + KEPT_AFTER_MS
         await _answered(lambda: self._store.note(identity, completion, keep_until_ms=keep_until_ms))

@@ -10,11 +10,13 @@ from typing import Any
 
 from consumers.clock import NowMs, now_ms
 from consumers.job import Job, Source, source_of
-from consumers.outcomes import Outcome, ended
+from consumers.outcomes import Outcome, Refused, ended
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
+from lanekeeper.contract.problems import RequestProblem
 from topology.broker.consume import Delivery
+from topology.codec.headers import KEEPS
 from topology.lanes import LaneSpec
 
 
@@ -47,6 +49,8 @@ class Fallen:
 
     async def handle(self, job: Job) -> Outcome:
         message = job.message
+        if job.hop.flow is not None and job.hop.flow.role == KEEPS:  # the message that looks is the request
+            return Refused(RequestProblem("superseded", "it kept the state of a pipeline"), is_repeat=True)
         # back from a delay, and its lane was removed meanwhile
         is_removed = job.source is Source.DELAY and job.lane is None and message.exchange != self._names.fallen
         if message.exchange == self._names.requests or is_removed:

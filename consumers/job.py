@@ -84,14 +84,14 @@ class Standing:
     state: bytes
 
     def identity(self, request: Identity) -> Identity:
-        """Under which the outcome of the step is stored, or of a fan-out the state. With the input in it, because a
-        dead letter may be edited before it is replayed."""
-        return step_identity(request, self.flow)
+        """Under which the outcome of the step is stored. With the input in it, because a dead letter may be edited
+        before it is replayed."""
+        return Identity(request.tenant, f"{request.id}#{self.step}~{self.flow.digest}")
 
 
-def step_identity(request: Identity, flow: FlowHop) -> Identity:
-    """`Standing.identity`, of the step at which a message stands."""
-    return Identity(request.tenant, f"{request.id}#{flow.step}~{flow.digest}")
+def state_identity(request: Identity, flow: FlowHop) -> Identity:
+    """Under which the state of a pipeline is stored while it waits for the items of a step."""
+    return Identity(request.tenant, f"{request.id}#{flow.step}~{flow.digest}.state")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, assert_never
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
-from consumers.job import SETTLE_WITHIN_S, Job, side_priority, step_identity
+from consumers.job import SETTLE_WITHIN_S, Job, side_priority, state_identity
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import (
@@ -395,7 +395,7 @@ class Settler:
         if job.is_item:
             return  # the request of its pipeline is kept
         if (flow := job.hop.flow) is not None and flow.role == LOOKS and not job.message.body:
-            if not (state := await self.claiming.state(step_identity(job.identity, flow))):
+            if not (state := await self.claiming.state(state_identity(job.identity, flow))):
                 raise StoreUnavailable(
                     "the store has lost the state of a pipeline, which the message that keeps it has"
                 )

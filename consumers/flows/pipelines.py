@@ -24,7 +24,7 @@ from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_ms, moment_text, now_ms
 from consumers.flows.handlers import PROVIDER as HANDLER
 from consumers.flows.rendering import Filled, Order, Rendering, RenderingUnavailable
-from consumers.job import Chain, Decoded, Job, Standing, content_hash, step_identity
+from consumers.job import Chain, Decoded, Job, Standing, content_hash, state_identity
 from consumers.outcomes import (
     LATER_MS,
     Answered,
@@ -204,11 +204,12 @@ class Pipelines:
         return await self.claiming.reserve(job, weight=weight, until_ms=until_ms)
 
     async def _keep(self, job: Job, flow: FlowHop) -> Outcome:
-        kept = step_identity(job.identity, flow)
+        kept = state_identity(job.identity, flow)
         request, state = await self.claiming.endings([job.identity, kept])
         is_there = state is not None and state.size > 0
         left_ms = flow.deadline_ms - self.now_ms()
-        if left_ms <= 0 or (request is not None and request.is_over):
+        was_emptied = state is not None and not is_there  # when the request ended, which the store may have forgotten
+        if left_ms <= 0 or was_emptied or (request is not None and request.is_over):
             # what it came to may have still to be put into `lane.dead`, for which the state is needed
             is_parked = request is not None and request.code != "" and PROBLEMS[request.code].parked
             if is_there != is_parked:
@@ -290,7 +291,7 @@ class Pipelines:
         """Whether the state is here; of a message that goes round without it, whether the store has it."""
         assert job.standing is not None
         if not job.standing.state:
-            job.message.body = await self.claiming.state(job.standing.identity(job.identity))
+            job.message.body = await self.claiming.state(state_identity(job.identity, job.standing.flow))
             job.standing = replace(job.standing, state=job.message.body)
         return job.standing.state != b""
 
@@ -377,7 +378,7 @@ class Pipelines:
         if flow.role == LOOKS:
             state = b""
         elif len(state) > SPLIT_BYTES:
-            await self.claiming.keep_state(standing.identity(job.identity), state, deadline_ms=flow.deadline_ms)
+            await self.claiming.keep_state(state_identity(job.identity, flow), state, deadline_ms=flow.deadline_ms)
             keeper_ms = KEEPER_MS
         if delay_ms >= FULL_MS:
             await self._count(job, flow.of // AT_ONCE * UNIT_BYTES + len(state), max(delay_ms, keeper_ms))

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from consumers.claiming import Claiming
 from consumers.clock import moment_text
+from consumers.fallen import Fallen
 from consumers.flows.pipelines import (
     AT_ONCE,
     BYTES_AT_ONCE,
@@ -28,7 +29,7 @@ from consumers.flows.pipelines import (
 from consumers.flows.pool_worker import unpacked
 from consumers.flows.rendering import Rendering
 from consumers.flows.templates import fill_in
-from consumers.job import Chain, Decoded, Job, Route, step_identity
+from consumers.job import Chain, Decoded, Job, Route, Source, state_identity
 from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Stepped
 from consumers.providers.registry import Registry
 from consumers.state.base import UNIT_BYTES, Completion, Ending, Granted, Identity, StoreSpec
@@ -780,9 +781,41 @@ async def test_the_message_that_keeps_a_state_ends_in_silence_with_its_pipeline(
 
     assert len(bench.publisher.sent) == sent
     assert (
-        await bench.claiming.state(step_identity(job.identity, keeps.hop.flow or FlowHop(step="", deadline_ms=0)))
+        await bench.claiming.state(state_identity(job.identity, keeps.hop.flow or FlowHop(step="", deadline_ms=0)))
         == kept
     )
+
+
+async def test_a_second_message_that_keeps_a_state_ends_although_the_store_has_forgotten_the_request() -> None:
+    bench, other = Bench(), Bench()
+    bench.store.now_ms = other.store.now_ms = 0
+    job, keeper, _ = await round_of(bench, pipelines(bench, EACH))
+    kept = state_identity(job.identity, read_hop(keeper.headers).flow or FlowHop(step="", deadline_ms=0))
+    await other.claiming.keep_state(kept, b"", deadline_ms=NOW_MS + 1000)
+
+    assert isinstance(await pipelines(other, EACH).arrive(*back(other, keeper)), Refused)
+    assert await other.claiming.state(kept) == b""
+
+
+async def test_a_message_that_keeps_a_state_and_fell_out_of_its_lane_is_no_request() -> None:
+    bench = Bench()
+    bench.store.now_ms = 0
+    _, keeper, looker = await round_of(bench, pipelines(bench, EACH))
+    fallen = Fallen([], names=NAMES)
+    outcomes = [
+        await fallen.handle(
+            Job(
+                bench.delivery(body=each.body, headers=each.headers, exchange="lane.due"),
+                lane=None,
+                source=Source.DELAY,
+                taken_ms=NOW_MS,
+            )
+        )
+        for each in (keeper, looker)
+    ]
+    assert [type(each) for each in outcomes] == [Refused, Buried]
+    assert isinstance(outcomes[0], Refused)
+    assert outcomes[0].is_repeat
 
 
 async def test_a_store_that_loses_items_again_and_again_ends_the_fan_out() -> None:
