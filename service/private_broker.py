@@ -250,7 +250,11 @@ def _node_environment(epmd: Path, amqp: int, management: int, distribution: int,
         f"management.tcp.port = {management}\n"
         "disk_free_limit.absolute = 50MB\n"
     )
+    # a bare machine has no /etc/hosts
+    (folder / "inetrc").write_text('{host, {127,0,0,1}, ["localhost"]}.\n{lookup, [file, native]}.\n')
     return {
+        "ERL_INETRC": str(folder / "inetrc"),
+        "ERL_CRASH_DUMP": str(folder / "erl_crash.dump"),
         "PATH": f"{epmd.parent}:{SYSTEM_PATH}",
         "HOME": str(folder),  # for Erlang's cookie
         "LANG": "C.UTF-8",

@@ -69,6 +69,10 @@ def pytest_configure(config: pytest.Config) -> None:
         tempfile.tempdir = str(MEMORY)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config))
+        # where a store is put that no setting names: not below the developer's home
+        state = tempfile.TemporaryDirectory(prefix="lanekeeper-tests-state-")
+        config.add_cleanup(state.cleanup)
+        os.environ["XDG_STATE_HOME"] = state.name
     if _in_containers(config) and not hasattr(config, "workerinput"):
         stack = config.stash[_STACK] = ExitStack()
         with _on_screen(config):
