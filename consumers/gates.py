@@ -359,9 +359,11 @@ async def await_route(
     while (wait_s := breakers.least_wait_s(decoded.chain.routes)) > 0:
         if job.stopped is not None:
             return stopped_by(job.stopped, doing="waited for a provider")
-        if clock() + wait_s >= until_s:
+        ends_first = clock() + wait_s >= until_s
+        may_end = any(breakers.pauses.since_s(route) is not None for route in decoded.chain.routes)
+        if ends_first and not (may_end and left_s <= HOLD_S and clock() < until_s):
             return later(job, decoded, wait_s, breakers=breakers, now_ms=now_ms, rng=rng)
-        async with job.interruptible(None):
+        async with job.interruptible(until_s - clock() if ends_first else None):
             await asyncio.sleep(wait_s + rng.uniform(0, STAGGER_S))
     return None
 

@@ -73,6 +73,8 @@ FIRST_PROBE_S = 1.0
 """The seconds from the pause of a provider to the first probe. Each further time between two probes is twice as long,
 up to `PROBE_EVERY_S`."""
 PROBE_EVERY_S = 60.0
+WANTED_EVERY_S = 2.0
+"""While requests wait for a paused provider, it is probed at least this often."""
 AGAIN_S = 120.0
 """A provider that is paused again within this many seconds after a pause goes on with that pause: the probe has not
 shown what is wrong. It is then probed as seldom as at the end of that pause, and only by calls of a model."""
@@ -191,6 +193,18 @@ class Pause:
     by_call: bool
     until_s: float
     every_s: float = FIRST_PROBE_S
+    is_again: bool = False
+    """Whether the provider was paused shortly before, and probes succeeded where calls fail."""
+    probed_s: float = -inf
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while a request waits for the provider."""
+
+    @property
+    def next_s(self) -> float:
+        """When the provider is probed, if a request waits for it."""
+        if self.is_again:
+            return self.until_s
+        return min(self.until_s, max(self.since_s + FIRST_PROBE_S, self.probed_s + WANTED_EVERY_S))
 
 
 async def _never(route: Route, by_call: bool) -> None:
@@ -213,7 +227,8 @@ class Pauses:
         if (pause := self._pauses.get(route.provider)) is None:
             return 0.0
         self._wanted[route.provider] = route
-        return max(LOOK_S, pause.until_s - now_s)
+        pause.wanted.set()
+        return max(LOOK_S, pause.next_s - now_s)
 
     def since_s(self, route: Route) -> float | None:
         pause = self._pauses.get(route.provider)
@@ -251,7 +266,7 @@ class Pauses:
             return None
         pause = Pause(error.reason, error.brief, now_s, error.otherwise is not None or error.status == 402, now_s)
         if (last := self._past.get(name)) is not None and now_s - last.until_s < AGAIN_S:
-            pause.every_s, pause.by_call = min(PROBE_EVERY_S, 2 * last.every_s), True
+            pause.every_s, pause.by_call, pause.is_again = min(PROBE_EVERY_S, 2 * last.every_s), True, True
         pause.until_s = now_s + pause.every_s
         self._pauses[name], self._wanted[name] = pause, route
         fields = {"provider": name, "reason": pause.reason, "error": pause.error}
@@ -273,7 +288,12 @@ class Pauses:
     async def _until_well(self, name: str, pause: Pause) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(pause.until_s - clock())
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(pause.until_s):
+                    await pause.wanted.wait()
+                    await asyncio.sleep(pause.next_s - clock())
+            pause.wanted.clear()
+            pause.probed_s = clock()
             routes = dict.fromkeys((self.well.get(name, self._wanted[name]), self._wanted[name]))
             if any([await self._is_well(route, by_call=pause.by_call) for route in routes]):
                 break

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.failures import TransientError
+from consumers.failures import AccountError, TransientError
 from consumers.gates import HOLD_S, await_route, later
 from consumers.job import Decoded, Job, Route
 from consumers.outcomes import Deferred, Dropped, Outcome, Refused
-from consumers.providers.breakers import FAILURES, Breakers
+from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
@@ -215,3 +215,36 @@ async def test_the_delay_tells_whether_a_provider_is_paused(monkeypatch: pytest.
     outcome = ground.later(job, decoded(job), 1.0)
     assert isinstance(outcome, Deferred)
     assert outcome.reason == "paused"
+
+
+@pytest.mark.parametrize(("well_after_s", "is_let_through"), [(0.5, True), (10.0, False)])
+def test_while_a_provider_is_paused_a_request_is_refused_only_when_its_time_is_over(
+    well_after_s: float, is_let_through: bool
+) -> None:
+    async def story() -> None:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+
+        async def probe(route: Route, by_call: bool) -> None:
+            if clock() < began_s + well_after_s:
+                raise AccountError("no", reason="it refuses the key", status=401)
+
+        ground = Ground("one")
+        ground.breakers.pauses = Pauses(probe)
+        ground.breakers.pauses.pause(ground.all[0], AccountError("no", reason="it refuses the key", status=401))
+
+        job = ground.job(**{"x-lane-deadline-ms": 2900})
+        outcome = await await_route(
+            job,
+            decoded(job),
+            breakers=ground.breakers,
+            now_ms=lambda: NOW_MS + round(1000 * (clock() - began_s)),
+            rng=ground.rng,
+        )
+
+        assert (outcome is None) is is_let_through
+        assert isinstance(outcome, Refused) is not is_let_through
+        assert is_let_through or clock() - began_s > 2.89
+        await ground.breakers.pauses.aclose()
+
+    virtually(story())

@@ -535,12 +535,30 @@ def test_a_pause_is_told_with_its_age_and_the_time_to_its_next_probe() -> None:
     run(story)
 
 
-def test_waiting_requests_ask_again_only_when_the_next_probe_has_been_made() -> None:
+def test_while_requests_wait_for_a_paused_provider_it_is_probed_every_two_seconds_and_no_more_often() -> None:
     async def story(world: World) -> None:
         await world.fail()
-        for _ in range(20):
-            await asyncio.sleep(world.wait_s)
-        assert asyncio.get_running_loop().time() > 1600
+        for _ in range(300):  # many requests
+            await asyncio.sleep(min(0.1, world.wait_s))
+        world.error = None
+        began_s = asyncio.get_running_loop().time()
+        while world.wait_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert asyncio.get_running_loop().time() - began_s <= 2.2
+
+    at_s = [at for at, *_ in run(story).probes]
+    assert {round(later - before) for before, later in pairwise(at_s)} == {2}
+
+
+def test_a_request_that_comes_while_nothing_was_probed_for_long_is_waited_for_by_a_probe_at_once() -> None:
+    async def story(world: World) -> None:
+        await world.fail()
+        await asyncio.sleep(595)  # probed once a minute
+        world.error = None
+        began_s = asyncio.get_running_loop().time()
+        while world.wait_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        assert asyncio.get_running_loop().time() - began_s <= 1.1
 
     run(story)
 
