@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from consumers.background import background_task
@@ -25,7 +26,7 @@ from consumers.clock import NowMs, moment_text, now_ms
 from consumers.job import tenant_of, user_id_missing
 from consumers.rate_limit import LogThrottle, RateLimit
 from consumers.replies import JSON, PROBLEM, ReplyRule, ReplySender
-from consumers.settle import Settler
+from consumers.settle import FAULTS_AT_MOST, Settler
 from consumers.state.base import (
     Cancelling,
     Completion,
@@ -48,16 +49,13 @@ from lanekeeper.contract.problems import (
     invalid_request,
 )
 from lanekeeper.telemetry import logs, signals
-from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, supervised
 from topology.broker.notices import Notices
 
 MESSAGE_BYTES = 4096
 KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, *n.WEBHOOK_COMMANDS, n.STATUS_KEY)
 SHOWN = 80
 BEHIND = "cancellations are waiting to be recorded"
-FAULTS_AT_MOST = 5
-"""A control message that causes an internal error at each of this many deliveries is refused at the last of them. It is
-not delivered again, because a worker that has just connected takes no requests until the control queue is empty."""
 LOOK_EVERY_S = 0.05
 CATCH_UP_WITHIN_S = 5.0
 """After a worker has connected, its requests wait until it has stored the cancellations that are in the control queue,
@@ -67,7 +65,6 @@ QUIET_S = 0.5
 delivered for this many seconds."""
 AT_ONCE_S = 5
 """A tenant may send at once as many control messages as its limit allows in this many seconds."""
-GATHER_S = 0.01
 REFUSED_AT_A_TIME = 32
 Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 log = logs.logger()
@@ -336,7 +333,6 @@ class Control:
         """Not None while the control queue may have old cancellations, which were sent when no worker was connected or
         when the store was unavailable, so that no request should be worked on yet."""
         self._in_hand: set[int] = set()
-        self._done: list[Delivery] = []
 
     @property
     def trouble(self) -> str | None:
@@ -355,17 +351,19 @@ class Control:
                         log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
 
     async def _read_all(self, session: Session, reading: asyncio.TaskGroup) -> None:
-        self._in_hand, self._done, counted = set(), [], 0
+        self._in_hand, counted = set(), 0
         async for delivery in session:
             self._was_empty = False
             tenant = self._tenant(delivery.message)
             if (is_allowed := self._carried_out.take(tenant)) or self._refused.take(tenant):
                 self._in_hand.add(delivery.tag)
-                taking = self._take(delivery, session, reading, is_allowed=is_allowed)
+                taking = supervised(
+                    partial(self._take, is_allowed=is_allowed), delivery, on_fault=self.settler.reject_later
+                )
                 reading.create_task(taking, name=f"control {delivery.tag}")
                 continue
             self.answers.refuse_silently(delivery.message, self._too_many)
-            self._acknowledge(delivery, session, reading)
+            await self.settler.ack(delivery)
             counted += 1
             if counted % REFUSED_AT_A_TIME == 0:
                 await asyncio.sleep(0)
@@ -380,16 +378,6 @@ class Control:
 
     def _read_command(self, message: Message) -> Command | None:
         return read_command(message, speakers=self.speakers, needs_user_id=self.needs_user_id)
-
-    def _acknowledge(self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup) -> None:
-        if not self._done:
-            reading.create_task(self._acknowledge_all(session), name="control acknowledging")
-        self._done.append(delivery)
-
-    async def _acknowledge_all(self, session: Session) -> None:
-        await asyncio.sleep(GATHER_S)
-        done, self._done = self._done, []
-        await self.settler.ack_together(session, done, in_hand=self._in_hand)
 
     async def _catch_up(self, session: Session) -> None:
         """Find out when the cancellations that waited in the control queue are recorded: the queue was found empty, or
@@ -427,15 +415,13 @@ class Control:
     async def stop(self) -> None:
         await self.deliveries.stop()
 
-    async def _take(
-        self, delivery: Delivery, session: Session, reading: asyncio.TaskGroup, *, is_allowed: bool
-    ) -> None:
+    async def _take(self, delivery: Delivery, *, is_allowed: bool) -> None:
         try:
             if not is_allowed:
                 await self.answers.refuse(delivery.message, self._too_many)
             elif not await self._handle(delivery):
                 return
-            self._acknowledge(delivery, session, reading)
+            await self.settler.ack(delivery)
         finally:
             self._in_hand.discard(delivery.tag)
             self._busy_at_s = asyncio.get_running_loop().time()
@@ -459,9 +445,10 @@ class Control:
             return False
         except Exception:  # an internal error must not end this worker and, after redelivery, every other one
             log.exception(signals.HANDLER_FAILED, where="control", type=str(message.type)[:40])
-            if (delivery.times_delivered or 1) < FAULTS_AT_MOST:
+            if (delivery.times_delivered or FAULTS_AT_MOST) < FAULTS_AT_MOST:
                 await self.settler.reject_later(delivery)
                 return False
+            # not delivered again: a worker that has connected takes no requests until this queue is empty
             fault = RequestProblem("internal", "a fault of ours; the worker's log has it")
             await self.answers.refuse(message, fault)
         return True

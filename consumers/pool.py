@@ -22,7 +22,7 @@ from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
-from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, supervised
 
 TAKEN_AT_ONCE = 16
 FRONT = 200
@@ -140,7 +140,8 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:
-                    running.create_task(self._take(delivery), name=f"{self.queue} {delivery.tag}")
+                    taking = supervised(self._take, delivery, on_fault=self._settler.reject_later)
+                    running.create_task(taking, name=f"{self.queue} {delivery.tag}")
                     if delivery.tag % TAKEN_AT_ONCE == 0:
                         await asyncio.sleep(0)
         except* ChannelLost as lost:

@@ -11,7 +11,8 @@ import gzip
 import json
 import os
 import random
-from collections.abc import Collection, Mapping, Sequence
+import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, assert_never
@@ -40,13 +41,13 @@ from consumers.replies import Replies, ReplyRetries
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import is_word
+from lanekeeper.contract.identity import is_request_id, is_word
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
-from topology.broker.consume import ChannelLost, Delivery, Session
+from topology.broker.consume import ChannelLost, Delivery
 from topology.codec.decoding import PACKED_BYTES, input_of
 from topology.codec.headers import (
     ERRORS_KEPT,
@@ -66,6 +67,7 @@ request, and under that id the other request's outcome is stored."""
 NOTED = frozenset(code for code, problem in PROBLEMS.items() if not problem.kept) - NEVER_KEPT
 """The codes of the errors that concern one message. `Claiming.note` stores such an error, but in a way that a valid
 request may still use the same id."""
+FAULTS_AT_MOST = 5
 RETURN_AFTER_S = 1.0
 """The broker delivers a returned message again at once, so without this pause a message that always fails would keep
 the worker busy."""
@@ -180,12 +182,6 @@ class Settler:
         fallen.user_id = fallen.expiration = None
         await self.publisher.publish_surely(fallen, exchange=self.names.fallen, routing_key="")
 
-    async def ack_together(self, session: Session, deliveries: Sequence[Delivery], *, in_hand: Collection[int]) -> None:
-        """Acknowledge several deliveries of one channel. `in_hand`: the delivery tags of the channel's other
-        deliveries, which are still worked on and must stay unacknowledged."""
-        with suppress(ChannelLost):
-            await session.ack(deliveries, in_hand=in_hand)
-
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the
         delivery limit."""
@@ -199,9 +195,13 @@ class Settler:
         await self.nack(delivery)
 
     async def reject_later(self, delivery: Delivery) -> None:
-        """After an internal error: wait, then reject the delivery, so that the broker requeues it. The broker counts
-        this towards the delivery limit, so a message that causes an error each time finally goes to `lane.fallen`."""
+        """After an internal error: wait, then reject the delivery, so that the broker requeues it and counts it. A
+        message that has caused an error at `FAULTS_AT_MOST` deliveries is parked instead."""
         await asyncio.sleep(RETURN_AFTER_S)
+        # None: the queue does not count
+        if (delivery.times_delivered or FAULTS_AT_MOST) >= FAULTS_AT_MOST and await self._is_parked(delivery):
+            await self.ack(delivery)
+            return
         try:
             with self.tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
                 await delivery.reject()
@@ -209,6 +209,38 @@ class Settler:
             log.warning(
                 signals.DELIVERY_LOST, queue=delivery.queue, request=delivery.message.message_id, error=str(lost)
             )
+
+    async def _is_parked(self, delivery: Delivery) -> bool:
+        """Keep a message that only causes errors: in `lane.fallen`, where its requester is answered; or in `lane.dead`
+        if it comes from there, or cannot be published as it is. Returns False if it cannot be kept now."""
+        for park in (self._bury_unread,) if delivery.queue == self.names.fallen else (self._fall, self._bury_unread):
+            try:
+                await park(delivery)
+            except BrokerError as error:
+                log.error(signals.HANDLER_FAILED, where="park", error=str(error))
+                return False
+            except Exception:
+                log.exception(signals.HANDLER_FAILED, where="park")
+            else:
+                return True
+        return False
+
+    async def _fall(self, delivery: Delivery) -> None:
+        await self.fall(delivery.message)
+
+    async def _bury_unread(self, delivery: Delivery) -> None:
+        message = delivery.message
+        letter = Message(
+            body=message.body,
+            headers={
+                n.DEAD_CODE: "internal",
+                n.DEAD_DETAIL: f"a fault of Lanekeeper: it could not be handled in {delivery.queue}; see its log",
+                n.DEAD_AT: moment_text(self.now_ms()),
+                n.ROUTING_KEY: delivery.queue,
+            },
+            message_id=message.message_id if is_request_id(message.message_id or "") else uuid.uuid4().hex,
+        )
+        await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=delivery.queue)
 
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
         """Store the outcome of a request that has ended, and return the outcome that is valid: the one that was stored

@@ -132,7 +132,7 @@ class Collector:
         return self.waiting.values()
 
     async def run(self) -> None:
-        await self.deliveries.take_each(self._take)
+        await self.deliveries.take_each(self._take, on_fault=self.settler.reject_later)
 
     async def _take(self, delivery: Delivery) -> None:
         is_done = True

@@ -10,9 +10,10 @@ published again soon runs live for the same reason.
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from consumers.batches.ticket import Item, Ticket, message_of, pack, parts
@@ -25,9 +26,9 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
-from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, supervised
 from topology.codec.decoding import app_of
-from topology.codec.headers import BatchHop, read_batch, split_tail, with_batch
+from topology.codec.headers import BatchHop, read_batch, split_tail, with_batch, without_params
 from topology.delays import hop
 from topology.lanes import BatchSpec
 
@@ -45,6 +46,13 @@ FAULTS_AT_MOST: Final = 5
 AT_ONCE: Final = 64
 BATCHES_IN_HAND: Final = 2
 """For so many full batches requests are held at a time."""
+GROUPS_PER_TENANT: Final = 16
+"""A tenant's requests open at most so many batches at a time: what would open another one runs live. So a tenant that
+varies its models or `anthropic-beta` makes no small batches without end."""
+ARRIVING_AT_MOST: Final = 128
+ARRIVING_BYTES: Final = 32 * 1024 * 1024
+"""So much arrives before it is known how large it is."""
+MILLION: Final = 1_000_000
 log = logs.logger()
 
 
@@ -71,6 +79,10 @@ class _Request:
         return Identity(self.batch.tenant, self.delivery.message.message_id or "")
 
     @property
+    def size(self) -> int:
+        return len(self.delivery.message.body)
+
+    @property
     def lane(self) -> str:
         return self.routing_key.partition(".")[0]
 
@@ -85,12 +97,33 @@ class _Request:
         return replace(self.delivery.message, body=self.body, exchange="", routing_key="", headers=headers)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unread:
+    """A request that another version has published: it goes back to its lane, where it waits for a worker of that
+    version."""
+
+    found: Message
+    routing_key: str
+    batch: str
+    body: bytes
+
+    def message(self, names: Names) -> Message:
+        headers = with_batch(self.found.headers, self.batch, of=names)
+        return replace(self.found, body=self.body, exchange="", routing_key="", headers=headers)
+
+
 @dataclass(slots=True, eq=False)
 class _Gathering:
     """A batch that is not full yet."""
 
+    opened_by: str
+    """The tenant of its first request."""
     requests: list[_Request] = field(default_factory=list)
     bytes: int = 0
+    part: int = 0
+    """How large a part of a full batch it is, in millionths."""
+    parts: Counter[str] = field(default_factory=Counter)
+    """The same of each tenant."""
     full: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -114,10 +147,12 @@ class Gatherer:
     pauses: Brake
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of requests: `gathered`; or sent back, because another ticket has them (`repeated`), they are
-    `paused`, or they may not wait any longer (`late`)."""
+    `paused`, they may not wait any longer (`late`), or their tenant has too many batches open (`rare`)."""
     _groups: dict[_Group, _Gathering] = field(default_factory=dict, init=False)
-    _in_hand: dict[int, int] = field(default_factory=dict, init=False)
-    """Of each delivery that is not settled, by its tag: its bytes."""
+    _in_hand: set[int] = field(default_factory=set, init=False)
+    """The tags of the deliveries that are not settled."""
+    _arrived: set[int] = field(default_factory=set, init=False)
+    """Those of them that count towards the prefetch: not those of consumers that were cancelled."""
 
     @property
     def in_hand(self) -> int:
@@ -129,52 +164,102 @@ class Gatherer:
             async for session in sessions:
                 self._groups.clear()
                 self._in_hand.clear()
+                self._arrived.clear()
                 try:
                     async with asyncio.TaskGroup() as gathering:
+                        take = partial(self._take, gathering=gathering)
                         async for delivery in session:
-                            if (request := await self._read(delivery)) is not None:
-                                self._take(request, session, gathering)
+                            self._in_hand.add(delivery.tag)
+                            self._arrived.add(delivery.tag)
+                            await supervised(take, delivery, on_fault=partial(self._fault, gathering=gathering))
                         for group in list(self._groups):
                             self._close(group)
                 except* ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self.deliveries.queue, error=str(lost.exceptions[0]))
 
-    async def _read(self, delivery: Delivery) -> _Request | None:
-        message = delivery.message
-        batch, key = read_batch(message.headers), message.headers.get(n.ROUTING_KEY)
-        if message.exchange == "" and batch is not None and isinstance(key, str) and message.message_id:
-            body, tail = split_tail(message.body, batch.params_bytes)
-            batch = replace(batch, params_bytes=0)
-            return _Request(delivery=delivery, routing_key=key, batch=batch, body=body, params=tail or body)
-        try:  # no worker has published it
-            await self.settler.fall(message)
-            await self.settler.ack(delivery)
-        except BrokerError:
-            await self.settler.nack_later(delivery)
-        return None
+    async def _fault(self, delivery: Delivery, *, gathering: asyncio.TaskGroup) -> None:
+        settling = self._settle([delivery], self.settler.reject_later)
+        gathering.create_task(settling, name=f"fault {delivery.tag}")
 
-    def _take(self, request: _Request, session: Session, gathering: asyncio.TaskGroup) -> None:
+    async def _settle(self, deliveries: Iterable[Delivery], settle: Callable[[Delivery], Awaitable[None]]) -> None:
+        """Each by itself: one acknowledgement for several would cover others, which are still in hand."""
+
+        async def one(delivery: Delivery) -> None:
+            await settle(delivery)
+            self._in_hand.discard(delivery.tag)
+            self._arrived.discard(delivery.tag)
+
+        await asyncio.gather(*map(one, deliveries))
+        await self._consume_more()
+
+    async def _consume_more(self) -> None:
+        """If the broker delivers no more because of the prefetch, and no batch is on its way (which would free it),
+        then consume again: what is held already no longer counts. So the prefetch bounds the bytes that come at a time,
+        and `BATCHES_IN_HAND` what is held."""
+        if len(self._arrived) < self.deliveries.prefetch:
+            return
+        if len(self._in_hand) == sum(len(each.requests) for each in self._groups.values()):
+            self._arrived.clear()
+            await self.deliveries.consume_again(keeps_channel=True)
+
+    async def _take(self, delivery: Delivery, *, gathering: asyncio.TaskGroup) -> None:
+        request = _read(delivery)
+        if not isinstance(request, _Request) or not self._join(request, gathering):
+            gathering.create_task(self._divert(delivery, request), name=f"divert {delivery.tag}")
+        await self._consume_more()
+
+    async def _divert(self, delivery: Delivery, request: _Request | _Unread | None) -> None:
+        """Settle a delivery that joins no batch."""
+        settle = self.settler.ack
+        try:
+            match request:
+                case _Request():
+                    self.counts["rare"] += 1
+                    await self._send_one_back(_Back(request, replace(request.batch, live=True), 0))
+                case _Unread():
+                    await self._publish_back(request.message(self.settler.names), request.routing_key, 0)
+                case None:  # no worker has published it
+                    await self.settler.fall(delivery.message)
+        except BrokerError as error:
+            log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
+            settle = self.settler.nack_later
+        except Exception:
+            log.exception(signals.HANDLER_FAILED, where="gather")
+            settle = self.settler.reject_later
+        await self._settle([delivery], settle)
+
+    def _join(self, request: _Request, gathering: asyncio.TaskGroup) -> bool:
+        """Add a request to its batch. Returns False if that would be one more than its tenant may have at a time."""
         batch, spec = request.batch, self.specs.get(request.lane, BatchSpec())
         group = _Group(request.lane, batch.provider, batch.account, batch.model, batch.headers)
         if (found := self._groups.get(group)) is None:
-            found = self._groups[group] = _Gathering()
-            gathering.create_task(self._gather(group, found, session, spec), name=f"gather {request.delivery.tag}")
+            if sum(each.opened_by == batch.tenant for each in self._groups.values()) >= GROUPS_PER_TENANT:
+                return False
+            found = self._groups[group] = _Gathering(batch.tenant)
+            gathering.create_task(self._gather(group, found, spec), name=f"gather {request.delivery.tag}")
         found.requests.append(request)
-        size = len(request.delivery.message.body)
-        self._in_hand[request.delivery.tag] = size
-        found.bytes += size
+        found.bytes += request.size
+        part = max(-(-MILLION // spec.count), -(-MILLION * request.size // spec.bytes))
+        found.part += part
+        found.parts[batch.tenant] += part
         if not spec.enabled or len(found.requests) >= spec.count or found.bytes >= spec.bytes:
             self._close(group)
-        elif (
-            len(self._in_hand) >= self.deliveries.prefetch
-            or sum(each.bytes for each in self._groups.values()) >= BATCHES_IN_HAND * spec.bytes
-        ):  # no more would be delivered, or kept
-            self._close(max(self._groups, key=lambda each: self._groups[each].bytes))
+        else:
+            self._limit()
+        return True
+
+    def _limit(self) -> None:
+        """If more is held than may be, close a batch of the tenant that has most: so none closes its neighbour's."""
+        groups = self._groups.values()
+        if sum(each.part for each in groups) < BATCHES_IN_HAND * MILLION:
+            return
+        ((tenant, _),) = sum((each.parts for each in groups), Counter[str]()).most_common(1)
+        self._close(max(self._groups, key=lambda each: self._groups[each].parts[tenant]))
 
     def _close(self, group: _Group) -> None:
         self._groups.pop(group).full.set()
 
-    async def _gather(self, group: _Group, found: _Gathering, session: Session, spec: BatchSpec) -> None:
+    async def _gather(self, group: _Group, found: _Gathering, spec: BatchSpec) -> None:
         try:
             async with asyncio.timeout(spec.window_s):
                 await found.full.wait()
@@ -182,26 +267,20 @@ class Gatherer:
             if self._groups.get(group) is found:
                 del self._groups[group]
         deliveries = [request.delivery for request in found.requests]
-        is_done, give_back = False, self.settler.nack_later
+        settle: Callable[[Delivery], Awaitable[None]] = self.settler.nack
         try:
             if not self.deliveries.is_stopping:
                 await self._flush(group, found.requests, spec)
-                is_done = True
+                settle = self.settler.ack
         except (BrokerError, StoreUnavailable) as error:
             log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
+            settle = self.settler.nack_later
         except Exception:
             log.exception(signals.HANDLER_FAILED, where="gather")
-            give_back = self.settler.reject_later  # which is counted
+            settle = self.settler.reject_later  # which is counted
             if any((delivery.times_delivered or 1) >= FAULTS_AT_MOST for delivery in deliveries):
-                is_done = await self._part(found.requests)
-        for delivery in deliveries:
-            self._in_hand.pop(delivery.tag, None)
-        if is_done:
-            await self.settler.ack_together(session, deliveries, in_hand=self._in_hand.keys())
-        elif self.deliveries.is_stopping:
-            await asyncio.gather(*map(self.settler.nack, deliveries))
-        else:
-            await asyncio.gather(*map(give_back, deliveries))
+                settle = self.settler.ack if await self._part(found.requests) else self.settler.nack_later
+        await self._settle(deliveries, settle)
 
     async def _flush(self, group: _Group, requests: Sequence[_Request], spec: BatchSpec) -> None:
         """Publish a ticket of these requests, and send back those that are not in it. Raises BrokerError,
@@ -305,14 +384,34 @@ class Gatherer:
             await asyncio.gather(*map(self._send_one_back, back[begin : begin + AT_ONCE]))
 
     async def _send_one_back(self, back: _Back) -> None:
-        names = self.settler.names
-        message, first_hop = back.request.message(back.batch, names), hop(back.delay_ms, names)
-        now_ms = self.settler.now_ms()
+        message = back.request.message(back.batch, self.settler.names)
+        await self._publish_back(message, back.request.routing_key, back.delay_ms)
+
+    async def _publish_back(self, message: Message, routing_key: str, delay_ms: int) -> None:
+        first_hop, now_ms = hop(delay_ms, self.settler.names), self.settler.now_ms()
         times = {n.HOP_MS: now_ms, n.BACK_MS: now_ms + first_hop.delay_ms}
         message.headers = {**message.headers, **times, **first_hop.headers}
-        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=back.request.routing_key)
+        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=routing_key)
+
+
+def _read(delivery: Delivery) -> _Request | _Unread | None:
+    """None: no worker has published it."""
+    message = delivery.message
+    text, key = message.headers.get(n.BATCH), message.headers.get(n.ROUTING_KEY)
+    if message.exchange or not message.message_id or not isinstance(key, str) or not isinstance(text, str):
+        return None
+    batch = read_batch(message.headers)
+    if batch is not None:
+        body, tail = split_tail(message.body, batch.params_bytes)
+        batch = replace(batch, params_bytes=0)
+        return _Request(delivery=delivery, routing_key=key, batch=batch, body=body, params=tail or body)
+    if (found := without_params(text)) is None:
+        return None
+    header, length = found
+    return _Unread(found=message, routing_key=key, batch=header, body=split_tail(message.body, length)[0])
 
 
 def prefetch_of(specs: Iterable[BatchSpec]) -> int:
-    """How many requests a worker holds at most."""
-    return BATCHES_IN_HAND * max((spec.count for spec in specs if spec.enabled), default=BatchSpec().count)
+    """How many deliveries come at a time."""
+    largest = max((spec.largest_bytes for spec in specs if spec.enabled), default=BatchSpec().largest_bytes)
+    return max(1, min(ARRIVING_AT_MOST, ARRIVING_BYTES // largest))

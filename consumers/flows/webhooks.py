@@ -349,7 +349,7 @@ class Posting:
             return
         try:
             async with background_task(self._close_lines(), name="webhooks stop"):
-                await self.deliveries.take_each(self._take)
+                await self.deliveries.take_each(self._take, on_fault=self.settler.reject_later)
         finally:
             await self._poster.resolver.close()
 

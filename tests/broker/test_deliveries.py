@@ -118,18 +118,6 @@ async def test_an_acknowledged_message_is_gone_and_was_read_completely(lines: Li
     await lines.until_ready(0)
 
 
-async def test_several_deliveries_are_acknowledged_at_once_and_unfinished_ones_are_not(lines: Lines) -> None:
-    await lines.publish(*(b"%d" % at for at in range(10)))
-    deliveries = Deliveries(lines.consuming, queue="some", prefetch=10)
-    async with aclosing(deliveries.sessions()) as sessions:
-        session = await anext(sessions)
-        tags = {delivery.tag: delivery for delivery in [await anext(session) for _ in range(10)]}
-        first, *_, last = sorted(tags)
-        held = {first + 3, last}
-        await session.ack([each for tag, each in tags.items() if tag not in held], in_hand=held)
-    await lines.until_ready(2)
-
-
 @pytest.mark.every_version
 @pytest.mark.parametrize("how", ["reject", "nack"])
 async def test_a_rejected_delivery_is_counted_whatever_its_headers_say_and_a_nacked_one_only_before_4_3(

@@ -153,7 +153,7 @@ def test_a_cancellation_that_cannot_be_recorded_goes_back_to_the_queue(bench: Be
     assert bench.log == ["nack"]
 
 
-@pytest.mark.parametrize(("times", "is_last"), [(None, False), (1, False), (4, False), (5, True)])
+@pytest.mark.parametrize(("times", "is_last"), [(None, True), (1, False), (4, False), (5, True)])
 async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_after_five_deliveries(
     bench: Bench, times: int | None, is_last: bool
 ) -> None:

@@ -6,7 +6,7 @@ They show the order of steps, not how a broker behaves: tests/broker is for that
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,8 @@ class FakePublisher(Publisher):
     largest: int | None = None
     too_large: set[bytes] = field(default_factory=set)
     """Bodies for which it raises MessageTooLarge."""
+    held: asyncio.Event | None = None
+    """If it is given, what is published surely waits for it."""
     refused_within_s: list[float] = field(default_factory=list)
     """For how many seconds each message would have been repeated that was refused; here none is."""
 
@@ -118,6 +120,8 @@ class FakePublisher(Publisher):
     async def publish_surely(
         self, message: Message, *, exchange: str, routing_key: str, refused_within_s: float = 60, **_: Any
     ) -> None:
+        if self.held is not None:
+            await self.held.wait()
         try:
             await self.publish(message, exchange=exchange, routing_key=routing_key)
         except PublishRefused:
@@ -345,9 +349,6 @@ class FakeSession(Session):
         self._log = log
         self._left = list(deliveries)
         self.stopped = asyncio.Event()
-        self.acknowledged: list[int] = []
-        """Delivery tags in the order of their acknowledgement."""
-        self.writes = 0
         if ends:
             self.stopped.set()
 
@@ -367,13 +368,6 @@ class FakeSession(Session):
             raise StopAsyncIteration
         return self._left.pop(0)
 
-    @override
-    async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
-        assert not {each.tag for each in deliveries} & set(in_hand)
-        self.writes += 1
-        self.acknowledged += [each.tag for each in deliveries]
-        self._log += ["ack"] * len(deliveries)
-
 
 class FakeDeliveries(Deliveries):
     """Deliveries that have a single session."""
@@ -383,6 +377,11 @@ class FakeDeliveries(Deliveries):
 
     def __init__(self, session: FakeSession) -> None:
         self._only = session
+        self.consumed_again = 0
+
+    @override
+    async def consume_again(self, *, keeps_channel: bool) -> None:
+        self.consumed_again += 1
 
     @override
     async def sessions(self) -> AsyncGenerator[Session, None]:

@@ -12,8 +12,7 @@ TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on thes
 
 import asyncio
 import time
-from bisect import bisect_left
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Final, Self
 
@@ -90,6 +89,22 @@ class Delivery:
             await call
 
 
+Take = Callable[[Delivery], Coroutine[object, object, None]]
+
+
+async def supervised(take: Take, delivery: Delivery, *, on_fault: Take) -> None:
+    """Take a delivery so that nothing in it can end the process: `on_fault` settles it after an error that nobody
+    foresaw. Every loop that consumes a queue takes its deliveries so."""
+    try:
+        await take(delivery)
+    except Exception:
+        log.exception(signals.HANDLER_FAILED, where=delivery.queue)
+        try:
+            await on_fault(delivery)
+        except Exception:  # it is delivered again when the channel closes
+            log.exception(signals.HANDLER_FAILED, where=delivery.queue)
+
+
 class Session:
     """Consumes one queue on one channel: an iterator over the deliveries, which ends after `stop`, and raises
     ChannelLost if the channel is lost."""
@@ -137,20 +152,6 @@ class Session:
     async def _consume(self) -> None:
         consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
-
-    async def ack(self, deliveries: Sequence[Delivery], *, in_hand: Collection[int] = ()) -> None:
-        """Acknowledge several deliveries in one write, because separate writes take most of the CPU time under high
-        load. `in_hand`: the delivery tags of other messages on this channel, which must not be acknowledged yet: only
-        tags below all of these share one frame (AMQP's flag `multiple`). Raises ChannelLost."""
-        if self._lost is not None:
-            raise ChannelLost(f"{self._queue}: {self._lost}")
-        tags = sorted(delivery.tag for delivery in deliveries)
-        before = bisect_left(tags, min(in_hand, default=tags[-1] + 1))
-        with border(f"channel lost before {self._queue} deliveries were settled", lost=ChannelLost):
-            for tag in tags[before:]:
-                await self._channel.basic_ack(tag, wait=False)
-            if before:
-                await self._channel.basic_ack(tags[before - 1], multiple=True, wait=False)
 
     async def close(self) -> None:
         await close(self._channel)
@@ -366,14 +367,17 @@ class Deliveries:
     def is_stopping(self) -> bool:
         return self._stopping.is_set()
 
-    async def take_each(self, take: Callable[[Delivery], Coroutine[object, object, None]]) -> None:
-        """Take each delivery in a task of its own, until `stop` is called; at a time as many as the prefetch."""
+    async def take_each(self, take: Take, *, on_fault: Take) -> None:
+        """Take each delivery in a task of its own, until `stop` is called; at a time as many as the prefetch.
+        `on_fault`: see `supervised`."""
         async with aclosing(self.sessions()) as sessions:
             async for session in sessions:
                 try:
                     async with asyncio.TaskGroup() as taking:
                         async for delivery in session:
-                            taking.create_task(take(delivery), name=f"{self.queue} {delivery.tag}")
+                            taking.create_task(
+                                supervised(take, delivery, on_fault=on_fault), name=f"{self.queue} {delivery.tag}"
+                            )
                 except* ChannelLost as lost:
                     log.warning(signals.DELIVERY_LOST, queue=self.queue, error=str(lost.exceptions[0]))
 

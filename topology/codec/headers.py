@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from datetime import date, datetime
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from lanekeeper.contract import names
 from lanekeeper.contract.identity import is_request_id
@@ -22,6 +22,7 @@ UNSUPPORTED = {
 }
 """Reserved by the contract: refused, so that none is silently ignored."""
 PREFIX = "x-lane-"
+MOST = 2**53
 SENT_AT_MOST_MS = 10**14
 """A time in the year 5138."""
 PROVIDER_HEADERS = 100
@@ -130,6 +131,9 @@ class BatchHop:
     held: tuple[float, ...] = ()
     """What is counted for it against daily caps (`Spent`), and until when that counts."""
     held_until_ms: int = 0
+
+
+Hop = TypeVar("Hop", FlowHop, BatchHop)
 
 
 def split_tail(body: bytes, tail_bytes: int) -> tuple[bytes, bytes]:
@@ -304,10 +308,7 @@ def _delay_bits(of: Names) -> frozenset[str]:
 
 
 def _flow(text: str) -> FlowHop | None:
-    try:
-        return FlowHop(**json.loads(text))
-    except (TypeError, ValueError):  # of another version
-        return None
+    return _hop(FlowHop, _object(text))
 
 
 def item_of(headers: Mapping[str, Any]) -> str:
@@ -318,15 +319,52 @@ def item_of(headers: Mapping[str, Any]) -> str:
 
 def read_batch(headers: Mapping[str, Any]) -> BatchHop | None:
     """Like `read_hop`, of the batch alone."""
-    if not isinstance(text := headers.get(names.BATCH), str):
+    text = headers.get(names.BATCH)
+    found = _object(text) if isinstance(text, str) else None
+    if found is not None and isinstance(beta := found.get("beta"), str):  # of a worker of an earlier version
+        del found["beta"]
+        if beta:
+            found["headers"] = provider_headers_json({names.ANTHROPIC_BETA: beta})
+    return _hop(BatchHop, found)
+
+
+def without_params(text: str) -> tuple[str, int] | None:
+    """Of a batch that another version has written: its header when the JSON for the provider is taken from the body's
+    end, and how long that is. None if this is no header of a worker."""
+    if (found := _object(text)) is None:
         return None
+    match found:
+        case {"params_bytes": int(length)} if length >= 0:
+            return json.dumps({**found, "params_bytes": 0}), length
+        case {"provider": str(), "deadline_ms": int()}:  # a length of 0 is not written
+            return text, 0
+        case _:
+            return None
+
+
+def _object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
-        if beta := found.pop("beta", ""):  # of a worker of an earlier version
-            found["headers"] = provider_headers_json({names.ANTHROPIC_BETA: beta})
-        return BatchHop(**{**found, "held": tuple(found.get("held", ()))})
-    except (AttributeError, TypeError, ValueError):  # of another version
+    except (ValueError, RecursionError):
         return None
+    return found if isinstance(found, dict) else None
+
+
+def _hop(kind: type[Hop], found: Mapping[str, Any] | None) -> Hop | None:
+    """None if another version has written it: it has other fields, or of other types."""
+    if found is None or not all(_fits(value, _TYPES[kind].get(name)) for name, value in found.items()):
+        return None
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    try:
+        return kind(**given)
+    except TypeError:  # a field is missing
+        return None
+
+
+def _fits(value: object, wanted: object) -> bool:
+    if wanted in (int, str, bool):
+        return type(value) is wanted and (wanted is not int or 0 <= cast("int", value) < MOST)
+    return wanted is not None and isinstance(value, list) and all(type(each) in (int, float) for each in value)
 
 
 def provider_headers_json(headers: Mapping[str, str]) -> str:
@@ -339,11 +377,15 @@ def batch_header(hop: BatchHop) -> dict[str, str]:
     return {names.BATCH: _json(hop)}
 
 
-def with_batch(headers: Mapping[str, Any], batch: BatchHop, *, of: Names) -> dict[str, Any]:
+def with_batch(headers: Mapping[str, Any], batch: BatchHop | str, *, of: Names) -> dict[str, Any]:
     """The headers of a message that a worker has published, for the next hop: those of `carried`, and of the last hop,
-    with this batch."""
+    with this batch (or with what another version has written of it)."""
     hop = {name: headers[name] for name in _OF_HOPS if name in headers}
-    return {**carried(headers, of=of), **hop, **batch_header(batch)}
+    return {
+        **carried(headers, of=of),
+        **hop,
+        **({names.BATCH: batch} if isinstance(batch, str) else batch_header(batch)),
+    }
 
 
 def hop_headers(hop: HopHeaders) -> dict[str, Any]:
@@ -361,6 +403,7 @@ def hop_headers(hop: HopHeaders) -> dict[str, Any]:
     return found
 
 
+_TYPES = {kind: {each.name: each.type for each in fields(kind)} for kind in (FlowHop, BatchHop)}
 _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (FlowHop, BatchHop)}
 
 

@@ -2,11 +2,13 @@
 a list of what was published."""
 
 import asyncio
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from consumers.batches import gather as gather_module
 from consumers.batches.gather import Gatherer, _Request, prefetch_of
 from consumers.batches.ticket import Item, Ticket, unpack
 from consumers.brake import Brake
@@ -32,6 +34,7 @@ from topology.codec.headers import BatchHop, read_hop
 from topology.lanes import BATCH, BatchSpec
 
 HOUR_MS = 3_600_000
+KEY = "batch.crm.enrich"
 SPEC = BatchSpec(enabled=True, count=3, bytes=100_000, window_s=60)
 QUICK = replace(SPEC, window_s=0.01)
 HOP = BatchHop(
@@ -50,7 +53,7 @@ class Gathering:
     def __init__(self, *deliveries: FakeDelivery, bench: Bench, spec: BatchSpec = SPEC, **pauses: str) -> None:
         self.bench, self.session = bench, FakeSession(bench.log, deliveries)
         self.brake = Brake(HeldPauses(*(a_pause(*each) for each in pauses.items())), now_ms=lambda: NOW_MS)
-        queue = FakeDeliveries(self.session)
+        self.queue = queue = FakeDeliveries(self.session)
         queue.queue, queue.prefetch = NAMES.batches, prefetch_of([spec])
         self.gatherer = Gatherer(
             queue,
@@ -171,9 +174,32 @@ async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> N
     assert gathering.items == [["r-2"]]
 
 
-def test_a_worker_holds_the_requests_of_two_full_batches() -> None:
-    specs = [replace(SPEC, count=3), replace(SPEC, count=5), BatchSpec(count=9)]
-    assert (prefetch_of(specs), prefetch_of([BatchSpec(count=9)])) == (10, 1000)
+def test_what_arrives_at_a_time_has_32_mib_at_most() -> None:
+    assert prefetch_of([BatchSpec(count=9)]) == prefetch_of([]) == 128
+    large = BatchSpec(enabled=True, bytes=64 * 1024 * 1024)
+    assert prefetch_of([SPEC, large]) * large.largest_bytes == 32 * 1024 * 1024
+    assert prefetch_of([SPEC, replace(large, bytes=10**12)]) == 1
+
+
+async def test_what_is_held_no_longer_counts_when_no_more_would_be_delivered() -> None:
+    bench = Bench()
+    gathering = Gathering(*several(bench, 5), bench=bench, spec=replace(SPEC, count=5))
+    gathering.gatherer.deliveries.prefetch = 2
+    await gathering.run(settled=5)
+    assert gathering.items == [[f"r-{number}" for number in range(1, 6)]]
+    assert gathering.queue.consumed_again == 2
+
+
+async def test_while_a_batch_is_on_its_way_the_prefetch_holds() -> None:
+    bench = Bench()
+    bench.publisher.held = asyncio.Event()
+    gathering = Gathering(*several(bench, 5), bench=bench, spec=replace(SPEC, count=2))
+    gathering.gatherer.deliveries.prefetch = 2
+    running = asyncio.create_task(gathering.run(settled=4))
+    await until(lambda: gathering.gatherer.in_hand == 5)
+    assert gathering.queue.consumed_again == 0
+    bench.publisher.held.set()
+    await running
 
 
 @pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}])
@@ -195,13 +221,93 @@ async def test_requests_of_tenants_with_one_id_are_in_one_batch() -> None:
     assert len({ticket.custom_id(item) for item in ticket.items}) == 3
 
 
-async def test_the_largest_batch_is_closed_when_no_more_would_be_delivered() -> None:
+async def test_the_largest_batch_is_closed_when_all_have_the_requests_of_two() -> None:
     bench = Bench()
-    found = [parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag % 5}") for tag in range(prefetch_of([SPEC]))]
+    found = [parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag % 5}") for tag in range(6)]
     gathering = Gathering(*found, bench=bench)
     await gathering.run(settled=2)
     assert gathering.items == [["r-0", "r-5"]]
     assert gathering.settled == ["ack"] * 2 + ["nack"] * (len(found) - 2)
+
+
+async def test_a_tenant_that_holds_most_closes_a_batch_of_its_own_and_not_its_neighbours() -> None:
+    bench = Bench()
+    spec = replace(SPEC, count=20)
+    ours = [parked(bench, f"ours-{tag}", tag=tag) for tag in range(15)]
+    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", beta=f"beta-{tag % 10}") for tag in range(100, 126)]
+    gathering = Gathering(*ours, *theirs, bench=bench, spec=spec)
+    await gathering.run(settled=3)
+    assert gathering.items
+    assert all(item.identity.tenant == "flood" for ticket in gathering.tickets for item in ticket.items)
+
+
+async def test_what_would_be_one_batch_too_many_of_its_tenant_runs_live() -> None:
+    bench = Bench()
+    spec = replace(SPEC, count=50)
+    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", beta=f"beta-{tag}") for tag in range(30)]
+    ours = parked(bench, "ours", tag=31)
+    gathering = Gathering(*theirs, ours, bench=bench, spec=spec)
+    await gathering.run(settled=14)
+    assert [batch_of(each).live for each in gathering.back] == [True] * 14
+    assert gathering.gatherer.counts == {"rare": 14}
+    assert gathering.tickets == []
+
+
+async def test_a_group_whose_ticket_failed_is_not_acknowledged_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    fails, gather = [StoreUnavailable("away")], bench.store.gather
+
+    async def once(*args: Any, **kwargs: Any) -> Any:
+        if fails:
+            raise fails.pop()
+        return await gather(*args, **kwargs)
+
+    monkeypatch.setattr(bench.store, "gather", once)
+    first, second = several(bench, 3), [parked(bench, f"s-{tag}", tag=tag, model="b") for tag in (4, 5, 6)]
+    for each in first:
+        each.log = lost = list[str]()
+    gathering = Gathering(*first, *second, bench=bench)
+    await gathering.run(settled=3)
+    assert gathering.items == [["s-4", "s-5", "s-6"]]
+    assert gathering.settled == ["ack"] * 3
+    assert set(lost) == {"nack"}
+
+
+async def test_a_request_of_another_version_goes_back_to_its_lane_as_it_came() -> None:
+    bench = Bench()
+    found = parked(bench, "r-1", params=b'{"for": "them"}')
+    newer = {**json.loads(found.message.headers[n.BATCH]), "urgency": 1}
+    found.message.headers = {**found.message.headers, n.BATCH: json.dumps(newer)}
+    gathering = Gathering(found, bench=bench)
+    await gathering.run(settled=1)
+    (back,) = gathering.back
+    assert (back.routing_key, back.message.body) == ("batch.crm.enrich", BODY)
+    assert json.loads(read_hop(back.message.headers).batch_unread) == {**newer, "params_bytes": 0}
+    assert gathering.settled == ["ack"]
+
+
+@pytest.mark.parametrize("times", [1, 4, 5, None])
+async def test_what_causes_a_fault_when_it_is_read_ends_nothing_and_is_parked_in_the_end(
+    times: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(delivery: FakeDelivery) -> None:
+        if delivery.message.message_id == "r-1":
+            raise ZeroDivisionError
+        return read(delivery)
+
+    read = gather_module._read
+    monkeypatch.setattr(gather_module, "_read", fails)
+    bench = Bench()
+    bad, good = parked(bench, "r-1", tag=1), parked(bench, "r-2", tag=2)
+    bad.times_delivered = times
+    gathering = Gathering(bad, good, bench=bench, spec=QUICK)
+    await gathering.run(settled=2)
+    assert gathering.items == [["r-2"]]
+    is_parked = times in (5, None)
+    assert sorted(gathering.settled) == (["ack", "ack"] if is_parked else ["ack", "reject"])
+    assert [each.exchange for each in bench.publisher.sent if each.message.message_id == "r-1"] == (
+        [NAMES.fallen] if is_parked else []
+    )
 
 
 async def test_a_request_published_twice_is_in_the_batch_once() -> None:
@@ -405,7 +511,7 @@ async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.
     bench.publisher.failing[NAMES.delay(0)] = BrokerUnreachable("gone")
     away = Gathering(*found, bench=bench)
     await away.run(settled=3)
-    assert away.settled == ["reject"] * 3, "what was not sent back is not acknowledged"
+    assert away.settled == ["nack"] * 3, "what was not sent back is not acknowledged"
 
     bench.log.clear()
     bench.publisher.failing.clear()
@@ -428,7 +534,18 @@ async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
     assert bench.publisher.sent == []
 
 
-@pytest.mark.parametrize("headers", [{}, {n.BATCH: "{}"}, {n.BATCH: "no JSON", n.ROUTING_KEY: "batch.crm.enrich"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {n.BATCH: "{}"},
+        {n.BATCH: "no JSON", n.ROUTING_KEY: KEY},
+        {n.BATCH: '{"params_bytes": "28"}', n.ROUTING_KEY: KEY},
+        {n.BATCH: '{"params_bytes": -1}', n.ROUTING_KEY: KEY},
+        {n.BATCH: "[" * 10_000, n.ROUTING_KEY: KEY},
+        {n.BATCH: 7, n.ROUTING_KEY: KEY},
+    ],
+)
 async def test_what_no_worker_has_published_falls(headers: dict[str, Any]) -> None:
     bench = Bench()
     message = Message(body=b"x", headers=headers, routing_key=NAMES.batches, message_id="m", user_id="app")
