@@ -29,11 +29,6 @@ class BatchSpec:
     first_poll_s: float = 30
     """A batch is looked at first after this time, then less and less often."""
 
-    @property
-    def largest_bytes(self) -> int:
-        """A request that is larger runs live: others would not fit beside it."""
-        return self.bytes // 32
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSpec:

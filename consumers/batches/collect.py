@@ -7,8 +7,9 @@ ended, and brings each result back to its request's lane, where the request ends
 Between two looks a ticket waits in the delay exchanges. Of all workers one consumes the queue. It may die at any point:
 the ticket is then delivered again, and what was done already is harmless if it is done again. A second batch with the
 same requests would be paid twice; so before a batch is created, the store marks its requests as submitted, and a ticket
-whose requests are marked already looks first for the batch that may exist. A lease in the store (`_may_create`) keeps
-other workers from creating it meanwhile: one that was cut off from the broker may still reach the provider.
+whose requests are marked already looks first for the batch that may exist. A lease in the store (`_may_create`) belongs
+to one delivery of the ticket, and keeps others from creating the batch meanwhile, also in the same process: the
+provider may still create what was asked for before the broker's channel was lost.
 
 A request leaves its batch before the end if its deadline comes near (it is promoted: its lane runs it live), or if it
 was cancelled.
@@ -19,18 +20,18 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 from consumers.batches.ticket import Item, Stage, Ticket, UnreadTicket, items_in, message_of, pack, unpack
-from consumers.failures import ProviderError, RejectedError
+from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
 from consumers.providers.batches import CREATE_WITHIN_S, Batches
 from consumers.providers.breakers import Breakers
-from consumers.state.base import Completion, Store, StoreUnavailable
+from consumers.state.base import Identity, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -38,7 +39,7 @@ from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import headers_with
 from topology.broker.consume import Deliveries, Delivery
-from topology.codec.headers import BatchHop, read_batch, with_batch
+from topology.codec.headers import BatchHop, item_of, read_batch, with_batch
 from topology.delays import UNIT_MS, hop, wait_ms
 from topology.lanes import BatchSpec
 
@@ -51,7 +52,9 @@ LONGEST_POLL_MS: Final = 600_000
 SURE_AFTER_MS: Final = 5_000
 """A call to create a batch that was cut off may take effect so late."""
 FENCE_S: Final = 600.0
-"""For so long after a worker began to create a ticket's batch no other worker does."""
+"""For so long after a delivery of a ticket began to create its batch no other delivery does."""
+UNSURE_S: Final = 60.0
+"""For so long after a call that has failed, but may have created the batch all the same."""
 BEGIN_WITHIN_S: Final = FENCE_S - CREATE_WITHIN_S - SURE_AFTER_MS / 1000
 """A worker that took a ticket longer ago creates no batch: another one may have done it since."""
 SINCE_MS: Final = 60_000
@@ -64,11 +67,26 @@ BACK_BYTES: Final = 4 * 1024 * 1024
 """So many requests, or bytes of results, are on their way back to their lanes at a time."""
 TOO_LARGE: Final = b'{"result":{"type":"too_large"}}'
 """As `Batches` says it of a result that is too large to be read."""
+NONE_MADE: Final = (RejectedError, RateLimitedError, OverloadedError, AccountError)
+"""The provider has answered, and made no batch."""
 SPLIT: Final = frozenset({400, 413, 422})
 """So a batch is refused because of what is in it."""
 NOT_RUN: Final = frozenset({"expired", "canceled"})
-ASKED_AT_ONCE: Final = 100
+ASKED_AT_ONCE: Final = 500
+ASKS_FOR_S: Final = 1.0
 log = logs.logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """The work on a ticket that was delivered."""
+
+    began_s: float
+    """By the event loop's clock."""
+    owner: str = field(default_factory=partial(secrets.token_hex, 8))
+    """Of its lease."""
+    lease_s: float | None = None
+    """For how long its lease stays when the visit ends; None: as long as it was taken for."""
 
 
 Returning = tuple[Item, bytes | None]
@@ -109,9 +127,8 @@ class Collector:
     _submitting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """A batch whose creation was not answered yet looks like one that nobody knows."""
     _unpacking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    _at_work: dict[str, float] = field(default_factory=dict, init=False)
-    """The tickets that are worked on, and since when, by the event loop's clock."""
-    _owner: str = field(default_factory=partial(secrets.token_hex, 8), init=False)
+    _at_work: dict[str, _Visit] = field(default_factory=dict, init=False)
+    """The tickets that are worked on."""
 
     @property
     def trouble(self) -> str | None:
@@ -192,7 +209,7 @@ class Collector:
         settler.failpoints.reach("after_submitted")
 
     async def _work_on(self, ticket: Ticket, *, is_repeated: bool) -> _Next | None:
-        self._at_work[ticket.id] = asyncio.get_running_loop().time()
+        visit = self._at_work[ticket.id] = _Visit(asyncio.get_running_loop().time())
         try:
             match ticket.stage:
                 case Stage.GATHERED:
@@ -205,6 +222,9 @@ class Collector:
                     assert_never(never)
         finally:
             del self._at_work[ticket.id]
+            if visit.lease_s is not None:
+                with suppress(StoreUnavailable):
+                    await self.store.hold(_fence(ticket), visit.owner, for_s=visit.lease_s)
 
     def _is_trusted(self, message: Message) -> bool:
         """Whether a worker has published it: nobody else may write to these exchanges."""
@@ -252,24 +272,31 @@ class Collector:
     async def _create(self, ticket: Ticket) -> _Next | None:
         if (batches := self.batches(ticket.provider)) is None or batches.is_missing:
             return await self._all_live(ticket)
-        calls = [(ticket.custom_id(item), item.params) for item in ticket.items]
+        calls, visit = [(ticket.custom_id(item), item.params) for item in ticket.items], self._at_work[ticket.id]
         try:
             async with self._submitting:
                 if not await self._may_create(ticket):
                     return self._later(replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items)))
+                visit.lease_s = None  # also if this is cancelled: the provider may go on
                 info = await batches.create(calls, headers=json.loads(ticket.headers or "{}"))
                 self.settler.failpoints.reach("after_create")
-                await self._note(info.id, ticket)
+                with suppress(StoreUnavailable):  # the ticket says it, too
+                    await self._note(info.id, ticket)
         except ProviderError as error:
+            visit.lease_s = 0 if isinstance(error, NONE_MADE) else UNSURE_S
             return await self._refused(ticket, await self.breakers.pauses.judge(_route(ticket), error))
         self._tell(ticket, "submitted", batch=info.id)
         return self._submitted(ticket, info.id)
 
     async def _may_create(self, ticket: Ticket) -> bool:
-        """Whether no other worker creates its batch now, or may have just created it, or will while this one does."""
-        holds = await self.store.hold(f"create {ticket.id}", self._owner, for_s=FENCE_S)
+        """Whether no other delivery of the ticket creates its batch now, or may have just created it, or will while
+        this one does."""
+        visit = self._at_work[ticket.id]
+        if not await self.store.hold(_fence(ticket), visit.owner, for_s=FENCE_S):
+            return False
+        visit.lease_s = 0
         # asked last, because the store may have taken long
-        return holds and asyncio.get_running_loop().time() - self._at_work[ticket.id] <= BEGIN_WITHIN_S
+        return asyncio.get_running_loop().time() - visit.began_s <= BEGIN_WITHIN_S
 
     def _submitted(self, ticket: Ticket, batch_id: str) -> _Next:
         return self._later(replace(ticket, stage=Stage.SUBMITTED, batch_id=batch_id, candidates=(), polls=0))
@@ -356,12 +383,14 @@ class Collector:
 
     async def _note(self, batch_id: str, ticket: Ticket) -> None:
         """Remember whose batch it is, so that no other ticket waits for it."""
-        await self.store.hold(_lease(batch_id), ticket.id, for_s=KEPT_MS / 1000)
+        if not await self.store.hold(_lease(batch_id), ticket.id, for_s=KEPT_MS / 1000):
+            await asyncio.sleep(ASKS_FOR_S)  # just now another worker asked whose it is
+            await self.store.hold(_lease(batch_id), ticket.id, for_s=KEPT_MS / 1000)
 
     async def _is_its_own(self, batch_id: str, ticket: Ticket) -> bool | None:
         """Whether it was noted as this ticket's batch; None if it was not noted."""
         lease = _lease(batch_id)
-        if await self.store.hold(lease, "nobody", for_s=1):
+        if await self.store.hold(lease, "nobody", for_s=ASKS_FOR_S):
             await self.store.let_go(lease, "nobody")
             return None
         return await self.store.hold(lease, ticket.id, for_s=KEPT_MS / 1000)
@@ -398,7 +427,9 @@ class Collector:
         """`returned`: gets what went back, also if reading the rest fails."""
         missing, size = {ticket.custom_id(item): item for item in ticket.items}, 0
         known = {f"{ticket.id}-{number}" for number in ticket.returned}
-        cancelled = {number for number, each in (await self._ended(ticket.items)).items() if each.code == "cancelled"}
+        ended = await self._ended(ticket.items)
+        # others may have been answered by this batch, before its results had to be read again
+        cancelled = {number for number, is_cancelled in ended.items() if is_cancelled}
         returning: list[Returning] = []
 
         async def send() -> None:
@@ -432,7 +463,8 @@ class Collector:
     # ---- requests that leave their batch -----------------------------------------------------------------------------
 
     async def _without_urgent(self, found: _Next) -> _Next | None:
-        """Send back whose deadline comes near before the ticket does, and what was cancelled."""
+        """Send back whose deadline comes near before the ticket does, and what has ended, or its pipeline. Without the
+        store, only the former: what the ticket knows must be published."""
         ticket, until_ms = found.ticket, self.settler.now_ms() + found.delay_ms
         if not ticket.items and ticket.gathered_ms + KEPT_MS < until_ms:  # what it cost will not be known
             return await self._finish(ticket)
@@ -440,14 +472,17 @@ class Collector:
         urgent = [item for item in ticket.items if item.deadline_ms - promote_ms <= until_ms]
         numbers = {item.number for item in urgent}
         others = [item for item in ticket.items if item.number not in numbers]
-        outcomes = await self._ended(others)
-        ended = [item for item in others if item.number in outcomes]
+        over: Collection[int] = ()
+        with suppress(StoreUnavailable):
+            over = await self._ended(others)
+        ended = [item for item in others if item.number in over]
         if not urgent and not ended:
             return found
         leaving = (*urgent, *ended)
         await self._back(ticket, [(item, None) for item in leaving])
         self.counts["promoted"] += len(urgent)
-        await self.store.clear(ticket.id, [item.identity for item in leaving])
+        with suppress(StoreUnavailable):  # then they are marked for longer
+            await self.store.clear(ticket.id, [item.identity for item in leaving])
         gone = {item.number for item in leaving}
         left = tuple(item for item in ticket.items if item.number not in gone)
         if not left:
@@ -461,18 +496,22 @@ class Collector:
         # if nothing is left, the ticket waits for what the batch has answered already: it is paid for
         return replace(found, ticket=replace(ticket, items=left))
 
-    async def _ended(self, items: Sequence[Item]) -> dict[int, Completion]:
-        """How those have ended that have, by their numbers: most were cancelled."""
-        ended: dict[int, Completion] = {}
-        for at in range(0, len(items), ASKED_AT_ONCE):
-            some = items[at : at + ASKED_AT_ONCE]
-            found = await asyncio.gather(*(self.store.find(item.identity) for item in some))
-            ended |= {
-                item.number: each.completion
-                for item, each in zip(some, found, strict=True)
-                if each is not None and each.completion is not None
-            }
-        return ended
+    async def _ended(self, items: Sequence[Item]) -> dict[int, bool]:
+        """Which of them have ended, or their pipelines, by their numbers; and whether each was cancelled by that."""
+        pipelines = {
+            item.number: Identity(item.identity.tenant, id) for item in items if (id := item_of(item.message.headers))
+        }
+        asked, over = (
+            list(dict.fromkeys((*(item.identity for item in items), *pipelines.values()))),
+            dict[Identity, bool](),
+        )
+        for at in range(0, len(asked), ASKED_AT_ONCE):
+            some = asked[at : at + ASKED_AT_ONCE]
+            for identity, ending in zip(some, await self.store.endings(some), strict=True):
+                if ending is not None and ending.is_over:
+                    over[identity] = ending.is_cancelled or ending.code == "cancelled"
+        found = {item.number: over[item.identity] for item in items if item.identity in over}
+        return found | {number: True for number, pipeline in pipelines.items() if pipeline in over}
 
     def _spec(self, ticket: Ticket) -> BatchSpec:
         return self.specs.get(ticket.lane, BatchSpec())
@@ -548,6 +587,10 @@ class Collector:
 
 def _route(ticket: Ticket) -> Route:
     return Route(provider=ticket.provider, model=ticket.model, name=ticket.model, account=ticket.account)
+
+
+def _fence(ticket: Ticket) -> str:
+    return f"create {ticket.id}"
 
 
 def _lease(batch_id: str) -> str:

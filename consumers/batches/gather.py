@@ -49,9 +49,6 @@ BATCHES_IN_HAND: Final = 2
 GROUPS_PER_TENANT: Final = 16
 """A tenant's requests open at most so many batches at a time: what would open another one runs live. So a tenant that
 varies its models or `anthropic-beta` makes no small batches without end."""
-ARRIVING_AT_MOST: Final = 128
-ARRIVING_BYTES: Final = 32 * 1024 * 1024
-"""So much arrives before it is known how large it is."""
 MILLION: Final = 1_000_000
 log = logs.logger()
 
@@ -71,8 +68,8 @@ class _Request:
     delivery: Delivery
     routing_key: str
     batch: BatchHop
-    body: bytes
     params: bytes
+    """What the provider gets."""
 
     @property
     def identity(self) -> Identity:
@@ -80,7 +77,8 @@ class _Request:
 
     @property
     def size(self) -> int:
-        return len(self.delivery.message.body)
+        body = self.delivery.message.body
+        return len(body) if self.params is body else len(body) + len(self.params)
 
     @property
     def lane(self) -> str:
@@ -94,7 +92,7 @@ class _Request:
     def message(self, batch: BatchHop, names: Names) -> Message:
         """As its lane gets it back."""
         headers = with_batch(self.delivery.message.headers, batch, of=names)
-        return replace(self.delivery.message, body=self.body, exchange="", routing_key="", headers=headers)
+        return replace(self.delivery.message, exchange="", routing_key="", headers=headers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +149,6 @@ class Gatherer:
     _groups: dict[_Group, _Gathering] = field(default_factory=dict, init=False)
     _in_hand: set[int] = field(default_factory=set, init=False)
     """The tags of the deliveries that are not settled."""
-    _arrived: set[int] = field(default_factory=set, init=False)
-    """Those of them that count towards the prefetch: not those of consumers that were cancelled."""
 
     @property
     def in_hand(self) -> int:
@@ -164,13 +160,11 @@ class Gatherer:
             async for session in sessions:
                 self._groups.clear()
                 self._in_hand.clear()
-                self._arrived.clear()
                 try:
                     async with asyncio.TaskGroup() as gathering:
                         take = partial(self._take, gathering=gathering)
                         async for delivery in session:
                             self._in_hand.add(delivery.tag)
-                            self._arrived.add(delivery.tag)
                             await supervised(take, delivery, on_fault=partial(self._fault, gathering=gathering))
                         for group in list(self._groups):
                             self._close(group)
@@ -187,26 +181,14 @@ class Gatherer:
         async def one(delivery: Delivery) -> None:
             await settle(delivery)
             self._in_hand.discard(delivery.tag)
-            self._arrived.discard(delivery.tag)
 
         await asyncio.gather(*map(one, deliveries))
-        await self._consume_more()
-
-    async def _consume_more(self) -> None:
-        """If the broker delivers no more because of the prefetch, and no batch is on its way (which would free it),
-        then consume again: what is held already no longer counts. So the prefetch bounds the bytes that come at a time,
-        and `BATCHES_IN_HAND` what is held."""
-        if len(self._arrived) < self.deliveries.prefetch:
-            return
-        if len(self._in_hand) == sum(len(each.requests) for each in self._groups.values()):
-            self._arrived.clear()
-            await self.deliveries.consume_again(keeps_channel=True)
 
     async def _take(self, delivery: Delivery, *, gathering: asyncio.TaskGroup) -> None:
         request = _read(delivery)
         if not isinstance(request, _Request) or not self._join(request, gathering):
+            self.counts["rare"] += isinstance(request, _Request)
             gathering.create_task(self._divert(delivery, request), name=f"divert {delivery.tag}")
-        await self._consume_more()
 
     async def _divert(self, delivery: Delivery, request: _Request | _Unread | None) -> None:
         """Settle a delivery that joins no batch."""
@@ -214,7 +196,6 @@ class Gatherer:
         try:
             match request:
                 case _Request():
-                    self.counts["rare"] += 1
                     await self._send_one_back(_Back(request, replace(request.batch, live=True), 0))
                 case _Unread():
                     await self._publish_back(request.message(self.settler.names), request.routing_key, 0)
@@ -277,9 +258,11 @@ class Gatherer:
             settle = self.settler.nack_later
         except Exception:
             log.exception(signals.HANDLER_FAILED, where="gather")
-            settle = self.settler.reject_later  # which is counted
             if any((delivery.times_delivered or 1) >= FAULTS_AT_MOST for delivery in deliveries):
-                settle = self.settler.ack if await self._part(found.requests) else self.settler.nack_later
+                # each by itself, to run live: so one of them spoils no other
+                await asyncio.gather(*(self._divert(each.delivery, each) for each in found.requests))
+                return
+            settle = self.settler.reject_later  # which is counted
         await self._settle(deliveries, settle)
 
     async def _flush(self, group: _Group, requests: Sequence[_Request], spec: BatchSpec) -> None:
@@ -308,22 +291,6 @@ class Gatherer:
             await self._publish(ticket_id, group, [wanted[each] for each in wanted if each in granted], now_ms)
         await self._send_back(back)
         self.settler.failpoints.reach("after_ticket")
-
-    async def _part(self, requests: Sequence[_Request]) -> bool:
-        """After faults of ours each request goes back by itself to run live, so that one of them spoils no other."""
-        try:
-            for request in requests:
-                try:
-                    await self._send_one_back(_Back(request, replace(request.batch, live=True), 0))
-                except BrokerError:
-                    raise
-                except Exception:
-                    log.exception(signals.HANDLER_FAILED, where="gather")
-                    await self.settler.fall(request.delivery.message)
-        except BrokerError as error:
-            log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
-            return False
-        return True
 
     def _is_paused(self, request: _Request) -> bool:
         batch, pauses = request.batch, self.pauses
@@ -403,8 +370,9 @@ def _read(delivery: Delivery) -> _Request | _Unread | None:
     batch = read_batch(message.headers)
     if batch is not None:
         body, tail = split_tail(message.body, batch.params_bytes)
+        message.body = body  # so that the two are in memory once
         batch = replace(batch, params_bytes=0)
-        return _Request(delivery=delivery, routing_key=key, batch=batch, body=body, params=tail or body)
+        return _Request(delivery=delivery, routing_key=key, batch=batch, params=tail or body)
     if (found := without_params(text)) is None:
         return None
     header, length = found
@@ -412,6 +380,5 @@ def _read(delivery: Delivery) -> _Request | _Unread | None:
 
 
 def prefetch_of(specs: Iterable[BatchSpec]) -> int:
-    """How many deliveries come at a time."""
-    largest = max((spec.largest_bytes for spec in specs if spec.enabled), default=BatchSpec().largest_bytes)
-    return max(1, min(ARRIVING_AT_MOST, ARRIVING_BYTES // largest))
+    """How many requests a worker holds at most."""
+    return BATCHES_IN_HAND * max((spec.count for spec in specs if spec.enabled), default=BatchSpec().count)

@@ -101,8 +101,6 @@ class FakePublisher(Publisher):
     largest: int | None = None
     too_large: set[bytes] = field(default_factory=set)
     """Bodies for which it raises MessageTooLarge."""
-    held: asyncio.Event | None = None
-    """If it is given, what is published surely waits for it."""
     refused_within_s: list[float] = field(default_factory=list)
     """For how many seconds each message would have been repeated that was refused; here none is."""
 
@@ -120,8 +118,6 @@ class FakePublisher(Publisher):
     async def publish_surely(
         self, message: Message, *, exchange: str, routing_key: str, refused_within_s: float = 60, **_: Any
     ) -> None:
-        if self.held is not None:
-            await self.held.wait()
         try:
             await self.publish(message, exchange=exchange, routing_key=routing_key)
         except PublishRefused:
@@ -377,11 +373,6 @@ class FakeDeliveries(Deliveries):
 
     def __init__(self, session: FakeSession) -> None:
         self._only = session
-        self.consumed_again = 0
-
-    @override
-    async def consume_again(self, *, keeps_channel: bool) -> None:
-        self.consumed_again += 1
 
     @override
     async def sessions(self) -> AsyncGenerator[Session, None]:

@@ -174,32 +174,9 @@ async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> N
     assert gathering.items == [["r-2"]]
 
 
-def test_what_arrives_at_a_time_has_32_mib_at_most() -> None:
-    assert prefetch_of([BatchSpec(count=9)]) == prefetch_of([]) == 128
-    large = BatchSpec(enabled=True, bytes=64 * 1024 * 1024)
-    assert prefetch_of([SPEC, large]) * large.largest_bytes == 32 * 1024 * 1024
-    assert prefetch_of([SPEC, replace(large, bytes=10**12)]) == 1
-
-
-async def test_what_is_held_no_longer_counts_when_no_more_would_be_delivered() -> None:
-    bench = Bench()
-    gathering = Gathering(*several(bench, 5), bench=bench, spec=replace(SPEC, count=5))
-    gathering.gatherer.deliveries.prefetch = 2
-    await gathering.run(settled=5)
-    assert gathering.items == [[f"r-{number}" for number in range(1, 6)]]
-    assert gathering.queue.consumed_again == 2
-
-
-async def test_while_a_batch_is_on_its_way_the_prefetch_holds() -> None:
-    bench = Bench()
-    bench.publisher.held = asyncio.Event()
-    gathering = Gathering(*several(bench, 5), bench=bench, spec=replace(SPEC, count=2))
-    gathering.gatherer.deliveries.prefetch = 2
-    running = asyncio.create_task(gathering.run(settled=4))
-    await until(lambda: gathering.gatherer.in_hand == 5)
-    assert gathering.queue.consumed_again == 0
-    bench.publisher.held.set()
-    await running
+def test_a_worker_holds_the_requests_of_two_full_batches() -> None:
+    specs = [replace(SPEC, count=3), replace(SPEC, count=5), BatchSpec(count=9)]
+    assert (prefetch_of(specs), prefetch_of([BatchSpec(count=9)])) == (10, 1000)
 
 
 @pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}])
