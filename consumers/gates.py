@@ -541,10 +541,6 @@ LARGEST_PART = 32
 """A request that is larger than this part of a batch's bytes runs live: others would not fit beside it."""
 
 
-LARGEST_PART = 32
-"""A request that is larger than this part of a batch's bytes runs live: others would not fit beside it."""
-
-
 @dataclass(slots=True, eq=False)
 class BatchGate:
     """Sends requests that can wait to be gathered for a provider's batch (`batches/gather.py`). `estimate`:

@@ -20,7 +20,7 @@ import json
 import struct
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -203,13 +203,18 @@ class Requester:
 
         Returns when the broker has read them; raises the error with which the broker closed the channel.
         """
+        await self.publish_all_raw([(body, properties)], exchange=b"lane.requests", key=key)
+
+    async def publish_all_raw(self, messages: Iterable[tuple[bytes, bytes]], *, exchange: bytes, key: bytes) -> None:
+        """The same for several bodies with their properties, on one channel."""
         channel: Any = await self.connection.channel(publisher_confirms=False)
-        publish = struct.pack(">HHH", 60, 40, 0) + short(b"lane.requests") + short(key) + b"\x00"
-        header = struct.pack(">HHQ", 60, 0, len(body)) + properties
-        frames = frame(1, channel.number, publish) + frame(2, channel.number, header)
-        for at in range(0, len(body), 100_000):
-            frames += frame(3, channel.number, body[at : at + 100_000])
-        await channel.write_queue.put(ChannelFrame(payload=frames, should_close=False))
+        publish = struct.pack(">HHH", 60, 40, 0) + short(exchange) + short(key) + b"\x00"
+        for body, properties in messages:
+            header = struct.pack(">HHQ", 60, 0, len(body)) + properties
+            frames = frame(1, channel.number, publish) + frame(2, channel.number, header)
+            for at in range(0, len(body), 100_000):
+                frames += frame(3, channel.number, body[at : at + 100_000])
+            await channel.write_queue.put(ChannelFrame(payload=frames, should_close=False))
         await channel.queue_declare(self.reply_to, passive=True)
         await channel.close()
 

@@ -29,7 +29,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, HeldPauses, Sent, a_pause
 from tests.support.waiting import until
 from topology.broker.consume import Deliveries
-from topology.codec.headers import BatchHop, HopHeaders, hop_headers
+from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec
 
 HOUR_MS = 3_600_000
@@ -422,6 +422,7 @@ async def test_of_batches_with_as_many_requests_another_ticket_s_is_no_candidate
     await collecting.again(await collecting.gathered(*other, id="b" * 24))
     collecting.provider.refusals = [TransientError("cut off", type="connection")]
     adopting = await collecting.again(await collecting.gathered(*items(2)))
+    collecting.bench.store.now_ms += 60_000
     assert (await collecting.again(adopting)).batch_id == "msgbatch_2"
 
 
@@ -542,6 +543,65 @@ async def test_while_a_worker_that_was_cut_off_may_create_the_batch_its_successo
     await cut_off
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
     assert len(collecting.submitted()) == 1
+
+
+async def test_while_a_call_that_lost_its_channel_may_create_the_batch_the_same_process_makes_none(
+    collecting: Collecting,
+) -> None:
+    ticket = await collecting.gathered(*items(2))
+    collecting.provider.held = asyncio.Event()
+    cut_off = asyncio.create_task(collecting.take(ticket))
+    await collecting.provider.asked_to_create.wait()
+    cut_off.cancel()
+    await asyncio.wait({cut_off})
+    adopting = await collecting.again(await collecting.again(ticket, redelivered=True))
+    assert (adopting.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    info = collecting.provider.add([ticket.custom_id(item) for item in ticket.items])  # it was created all the same
+    adopting = await collecting.again(adopting)
+    assert adopting.candidates == (info.id,)
+    collecting.provider.end(info.id)
+    assert (await collecting.again(adopting)).batch_id == info.id
+    assert len(collecting.submitted()) == 1
+
+
+async def test_after_a_call_that_failed_without_an_answer_its_batch_is_looked_for_before_one_is_made(
+    collecting: Collecting,
+) -> None:
+    collecting.provider.refusals = [TransientError("cut off", type="connection")]
+    adopting = await collecting.again(await collecting.gathered(*items(2)))
+    adopting = await collecting.again(adopting)
+    assert (adopting.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    collecting.bench.store.now_ms += 60_000
+    assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
+
+
+async def test_if_the_store_is_lost_while_a_batch_is_created_its_ticket_knows_it(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(2))
+    collecting.provider.held = held = asyncio.Event()
+    taking = asyncio.create_task(collecting.take(ticket))
+    await collecting.provider.asked_to_create.wait()
+    collecting.bench.store.failing = StoreUnavailable("away")
+    held.set()
+    (sent,) = await taking
+    assert collecting.read(sent).batch_id == "msgbatch_1"
+    assert collecting.bench.log[-1] == "ack"
+
+
+async def test_whose_batch_it_is_is_noted_although_another_worker_asks_just_then(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.batches.collect.ASKS_FOR_S", 0)
+    hold, asked = collecting.bench.store.hold, list[str]()
+
+    async def busy(name: str, owner: str, *, for_s: float) -> bool:
+        if name == "batch msgbatch_1" and name not in asked:
+            asked.append(name)
+            return False
+        return await hold(name, owner, for_s=for_s)
+
+    monkeypatch.setattr(collecting.bench.store, "hold", busy)
+    ticket = await submitted(collecting)
+    assert await collecting.collector._is_its_own("msgbatch_1", ticket)
 
 
 async def test_a_worker_that_was_cut_off_makes_no_batch_after_its_successor_did(collecting: Collecting) -> None:
@@ -876,6 +936,45 @@ async def test_a_cancelled_request_leaves_its_batch(collecting: Collecting) -> N
     assert results(back) == {"id-1": None}
     assert [item.number for item in collecting.read(sent).items] == [0, 2]
     assert not collecting.provider.cancelled
+
+
+def of_pipeline(*numbers: int) -> list[Item]:
+    """Three items, of which these are of the fan-out of the pipeline `id-9`."""
+    flow = FlowHop(step="each", deadline_ms=NOW_MS + 24 * HOUR_MS, item_of="id-9")
+    return [
+        replace(
+            item, message=replace(item.message, headers={**item.message.headers, **hop_headers(HopHeaders(flow=flow))})
+        )
+        if item.number in numbers
+        else item
+        for item in items(3)
+    ]
+
+
+async def test_items_of_a_pipeline_that_has_ended_are_not_submitted(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*of_pipeline(0, 2))
+    await cancel(collecting, 9)
+    *back, sent = await collecting.take(ticket)
+    assert results(back) == {"id-0": None, "id-2": None}
+    await collecting.again(collecting.read(sent))
+    assert [batch.custom_ids for batch in collecting.provider.made.values()] == [[f"{ticket.id}-1"]]
+
+
+async def test_items_of_a_pipeline_that_has_ended_leave_their_batch(collecting: Collecting) -> None:
+    ticket = await collecting.again(await collecting.gathered(*of_pipeline(0, 1, 2)))
+    await cancel(collecting, 9)
+    *back, _ = await collecting.take(ticket)
+    assert results(back) == {"id-0": None, "id-1": None, "id-2": None}
+    assert collecting.provider.cancelled == [ticket.batch_id]
+
+
+async def test_results_for_items_of_a_pipeline_that_has_ended_are_only_counted(collecting: Collecting) -> None:
+    ticket = await collecting.again(await collecting.gathered(*of_pipeline(1)))
+    await cancel(collecting, 9)
+    collecting.provider.end(ticket.batch_id)
+    found = results(await collecting.take(ticket))
+    assert [id for id, each in found.items() if each is None] == ["id-1"]
+    assert collecting.late == [("batch", line(f"{ticket.id}-1").line)]
 
 
 async def test_if_all_its_requests_are_cancelled_the_batch_is(collecting: Collecting) -> None:
