@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from service.config.flows import PipelineSettings
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import Batch, BatchOptions
-from tests.support.brokers import Vhost
+from tests.support.brokers import Vhost, close_connection
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
@@ -19,12 +20,18 @@ KEY = "batch.tests.sum"
 
 
 def batching(
-    vhost: Vhost, *, options: BatchOptions | None = None, speakers: tuple[str, ...] = (), **batches: Any
+    vhost: Vhost,
+    *,
+    options: BatchOptions | None = None,
+    speakers: tuple[str, ...] = (),
+    pipelines: Mapping[str, PipelineSettings] | None = None,
+    **batches: Any,
 ) -> AbstractAsyncContextManager[RunningWorker]:
     """A worker whose batch lane is batched: after half a second, unless `batches` says otherwise."""
     lane = {"slots": 64, "batches": {"enabled": True, "window_s": 0.5, "first_poll_s": 0.1, **batches}}
     simulated = SimulatedOptions(batches=options or BatchOptions(processing_s=0.5), seed=1)
-    return serving(vhost, lanes={"batch": lane}, simulated=simulated, speakers=speakers)
+    given: dict[str, Any] = {} if pipelines is None else {"pipelines": pipelines}
+    return serving(vhost, lanes={"batch": lane}, simulated=simulated, speakers=speakers, **given)
 
 
 async def ask(app: Requester, prompts: Mapping[str, str], **how: Any) -> dict[str, str]:
@@ -199,3 +206,54 @@ async def test_the_same_id_of_two_tenants_gets_two_answers(vhost: Vhost) -> None
             )
         assert [(await app.final(tenant)).text for tenant in ("ann", "bob")] == ["echo: ann", "echo: bob"]
         assert [len(batch.items) for batch in made(worker)] == [2]
+
+
+async def test_a_batch_that_is_still_created_when_its_channel_is_lost_is_not_created_again(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same process gets the ticket again, while its first call goes on at the provider."""
+    async with batching(vhost, count=5, window_s=30) as worker, requester(vhost.amqp_url) as app:
+        create, creating = worker.api.batches._create, list[asyncio.Task[Batch]]()
+
+        async def late(*given: Any) -> Batch:
+            await asyncio.sleep(12)
+            return await create(*given)
+
+        async def goes_on(*given: Any) -> Batch:
+            creating.append(asyncio.create_task(late(*given)))
+            return await asyncio.shield(creating[-1])
+
+        monkeypatch.setattr(worker.api.batches, "_create", goes_on)
+        asked = await ask(app, {f"r-{number}": f"number {number}" for number in range(5)})
+        await until(lambda: creating)
+        await close_connection(vhost, "lanekeeper consume")
+        assert {reply.status for reply in (await outcomes(app, asked)).values()} == {"ok"}
+        assert [len(batch.items) for batch in made(worker)] == [5]
+        assert not worker.api.calls
+
+
+async def test_items_of_a_cancelled_pipeline_are_in_no_batch(vhost: Vhost) -> None:
+    each = {"name": "each", "each": "input", "prompt": "about {{ item }}", "lane": "batch"}
+    flows = {"many": PipelineSettings.model_validate({"steps": [each]})}
+    async with batching(vhost, pipelines=flows, window_s=2) as worker, requester(vhost.amqp_url) as app:
+        asked = await app.publish(list(range(20)), key=KEY, headers={"x-lane-pipeline": "many"}, message_id="p-1")
+        await until(lambda: worker.parts.gatherer.in_hand == 20)
+        assert (await app.control({"cancel": "p-1"}, key="cancel")).control == "accepted"
+        assert (await app.final(asked)).code == "cancelled"
+        await until(lambda: app.holds(0, "lane.batches", "lane.tickets", "lane.batch", "lane.batch.due"))
+        await until(lambda: worker.parts.collector.requests_waiting == 0)
+        assert made(worker) == []
+        assert not worker.api.calls
+
+
+async def test_items_of_a_cancelled_pipeline_leave_their_batch_which_is_cancelled(vhost: Vhost) -> None:
+    each = {"name": "each", "each": "input", "prompt": "about {{ item }}", "lane": "batch"}
+    flows = {"many": PipelineSettings.model_validate({"steps": [each]})}
+    options = BatchOptions(processing_s=3600)
+    async with batching(vhost, options=options, pipelines=flows, count=20) as worker, requester(vhost) as app:
+        asked = await app.publish(list(range(20)), key=KEY, headers={"x-lane-pipeline": "many"}, message_id="p-1")
+        await until(lambda: made(worker))
+        assert (await app.control({"cancel": "p-1"}, key="cancel")).control == "accepted"
+        assert (await app.final(asked)).code == "cancelled"
+        await until(lambda: all(batch.cancelled_s is not None for batch in made(worker)))
+        assert not worker.api.calls

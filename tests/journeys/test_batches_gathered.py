@@ -2,6 +2,7 @@
 hold up nobody, are counted, told and paused like others."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from consumers.batches import gather
+from consumers.state.base import StoreUnavailable
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from service.config.flows import HandlerSettings, PipelineSettings
@@ -101,6 +103,77 @@ async def test_what_a_worker_gathers_when_it_stops_is_gathered_by_the_next(vhost
             assert [len(batch.items) for batch in made(second)] == [100]
         assert not first.api.calls
         assert not made(first)
+
+
+async def test_a_group_whose_ticket_failed_once_loses_no_request_to_a_group_that_is_gathered_meanwhile(
+    vhost: Vhost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = serving(vhost, lanes=lanes(count=10, **LONG))
+    async with ours as worker, requester(vhost) as app:
+        fails, gather_in_store = [StoreUnavailable("away")], worker.parts.store.gather
+
+        async def once(*args: Any, **kwargs: Any) -> Any:
+            if fails:
+                raise fails.pop()
+            return await gather_in_store(*args, **kwargs)
+
+        monkeypatch.setattr(worker.parts.store, "gather", once)
+        first = await ask(app, {f"a-{number}": f"a {number}" for number in range(10)})
+        await until(lambda: not fails)
+        second = [
+            await app.publish(
+                {"prompt": f"b {number}", "model": "claude-sonnet-5-5"}, key=KEY, message_id=f"b-{number}"
+            )
+            for number in range(10)
+        ]
+        for each in second:
+            assert (await app.final(each)).status == "ok"
+        assert {reply.status for reply in (await outcomes(app, first)).values()} == {"ok"}
+        assert sorted(len(batch.items) for batch in made(worker)) == [10, 10]
+
+
+async def test_a_tenant_that_varies_its_betas_makes_no_batches_without_end_and_its_neighbours_batch_is_full(
+    vhost: Vhost,
+) -> None:
+    ours = serving(vhost, lanes=lanes(count=100, window_s=25), speakers=(vhost.user,))
+    async with ours as worker, requester(vhost) as app:
+        how: dict[str, Any] = {"key": KEY, "user_id": vhost.user}
+
+        async def published(tenant: str, number: int, **headers: Any) -> str:
+            return await app.publish({"prompt": tenant}, headers={"x-lane-tenant": tenant, **headers}, **how)
+
+        mixed = [
+            each
+            for number in range(100)
+            for each in (
+                published("ann", number),
+                published("flood", number, **{"anthropic-beta": f"beta-{number}"}),
+                published("flood", number, **{"anthropic-beta": f"beta-{number + 100}"}),
+            )
+        ]
+        for each in await asyncio.gather(*mixed):
+            assert (await app.final(each)).status == "ok"
+        sizes = sorted(len(batch.items) for batch in made(worker))
+        assert sizes[-1] == 100, "ann's"
+        assert set(sizes[:-1]) == {1}
+        assert len(sizes) - 1 <= 2 * gather.GROUPS_PER_TENANT, "in two windows"
+        assert len(worker.api.calls) == 200 - len(sizes) + 1
+
+
+async def test_a_gathered_request_of_a_newer_version_waits_in_its_lane(vhost: Vhost) -> None:
+    """As a worker of that version publishes it, in a rolling upgrade. Here it can read it when the field is gone."""
+    async with serving(vhost, lanes=lanes(**LONG)) as worker, requester(vhost) as app:
+        await app.read_dead()
+        body, tail = b'{"prompt": "newer"}', b'{"for": "the provider"}'
+        batch = {"provider": "anthropic", "deadline_ms": 2**42, "params_bytes": len(tail), "urgency": 1}
+        headers = {"x-lane-batch": json.dumps(batch), "x-lane-routing-key": KEY, "x-lane-attempt": 0}
+        await app.publish(body + tail, key="lane.batches", exchange="", headers=headers, message_id="newer")
+        await until(lambda: app.holds(0, "lane.batches"))
+        await app.read_events()
+        await until(lambda: "deferred" in app.events_of("newer"), within_s=120)
+        assert worker.is_well
+        assert not app.dead
+        assert not worker.api.calls
 
 
 async def test_a_request_published_twice_is_in_one_batch_and_both_get_its_answer(
