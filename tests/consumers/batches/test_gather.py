@@ -212,7 +212,7 @@ async def test_a_tenant_that_holds_most_closes_a_batch_of_its_own_and_not_its_ne
     bench = Bench()
     spec = replace(SPEC, count=20)
     ours = [parked(bench, f"ours-{tag}", tag=tag) for tag in range(15)]
-    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", beta=f"beta-{tag % 10}") for tag in range(100, 126)]
+    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", headers=f"beta-{tag % 10}") for tag in range(100, 126)]
     gathering = Gathering(*ours, *theirs, bench=bench, spec=spec)
     await gathering.run(settled=3)
     assert gathering.items
@@ -222,7 +222,7 @@ async def test_a_tenant_that_holds_most_closes_a_batch_of_its_own_and_not_its_ne
 async def test_what_would_be_one_batch_too_many_of_its_tenant_runs_live() -> None:
     bench = Bench()
     spec = replace(SPEC, count=50)
-    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", beta=f"beta-{tag}") for tag in range(30)]
+    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", headers=f"beta-{tag}") for tag in range(30)]
     ours = parked(bench, "ours", tag=31)
     gathering = Gathering(*theirs, ours, bench=bench, spec=spec)
     await gathering.run(settled=14)
