@@ -22,7 +22,7 @@ from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
-from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, supervised
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 
 TAKEN_AT_ONCE = 16
 FRONT = 200
@@ -140,8 +140,7 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as running:
                 async for delivery in session:
-                    taking = supervised(self._take, delivery, on_fault=self._settler.reject_later)
-                    running.create_task(taking, name=f"{self.queue} {delivery.tag}")
+                    running.create_task(self._take(delivery), name=f"{self.queue} {delivery.tag}")
                     if delivery.tag % TAKEN_AT_ONCE == 0:
                         await asyncio.sleep(0)
         except* ChannelLost as lost:
@@ -164,6 +163,9 @@ class Pool:
                 self._admitter.unread(delivery.queue)
                 return
             await self._take_job(job, self._admitter)
+        except Exception:  # as in `supervised`: nothing in one delivery ends the loop
+            log.exception(signals.HANDLER_FAILED, where=self.queue)
+            await self._settler.reject_later(delivery)
         finally:
             self.in_hand -= 1
 
