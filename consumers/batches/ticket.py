@@ -26,7 +26,6 @@ _GZIP: Final = 16 + zlib.MAX_WBITS
 _QUICK: Final = 1
 _FLUSHED_EACH: Final = 64 * 1024
 """After so many bytes the compressor's output is asked for, so that the size is known."""
-_NO_PROPERTIES: Final = bytes(12)
 
 
 class Stage(StrEnum):
@@ -211,7 +210,7 @@ def _items(raw: bytes) -> Iterator[Item]:
         number, routing_key, tenant, id, deadline_ms, tokens = json.loads(facts)
         yield Item(
             number=number,
-            message=message_from(_NO_PROPERTIES + properties, body, exchange="", routing_key=routing_key),
+            message=message_from(properties, body, exchange="", routing_key=routing_key),
             routing_key=routing_key,
             identity=Identity(tenant, id),
             deadline_ms=deadline_ms,
