@@ -272,11 +272,12 @@ class ControlSettings(Section):
 
 
 class WaitingSettings(Section):
-    """Limits for requests whose publisher asked for a delay of more than a minute."""
+    """Limits for requests whose publisher asked for a delay of more than a minute, and for pipelines that wait."""
 
     per_tenant: Number[int] = Field(default=StoreSpec().waiting_per_tenant, ge=1, le=100_000_000)
-    """How many requests of one tenant may wait for a delay of more than a minute; each begun 16 KiB of a body counts as
-    one. Further ones are answered `too_many_waiting`. As many posts to webhooks may wait."""
+    """How many requests of one tenant may wait for a delay of more than a minute, or for the items of a pipeline; each
+    begun 16 KiB of a body counts as one. Further ones are answered `too_many_waiting`. As many posts to webhooks may
+    wait."""
     in_all: Number[int] = Field(default=StoreSpec().waiting_in_all, ge=1, le=1_000_000_000)
     """The same for all tenants together."""
 
