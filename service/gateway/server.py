@@ -36,6 +36,8 @@ LINGER_S: Final = 2.0
 """For how long a body that was refused is still read, if the caller's key is known: if the connection were closed at
 once, the client would get a TCP reset in place of the error answer. From others nothing more is read."""
 HEALTH_CONNECTIONS: Final = 64
+ENDLESS: Final = ("/v1/requests/{id}/events", "/v1/live", "/v1/ws")
+"""Their answers do not end, so they have no HEAD."""
 MOST_DESCRIPTORS: Final = 65_536
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -90,6 +92,8 @@ class Server:
             app.router.add_get("/metrics", self._metrics, expect_handler=_send_no_100)
         for (method, path), handler in ({} if paths is None else paths.handlers()).items():
             app.router.add_route(method, path, handler, expect_handler=_send_no_100)
+            if method == "GET" and path not in ENDLESS:
+                app.router.add_route("HEAD", path, handler)
         self._runner = web.AppRunner(
             app,
             handle_signals=False,

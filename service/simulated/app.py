@@ -177,7 +177,7 @@ class SimulatedAPI:
             if path.startswith(BATCHES_PATH):
                 return await self.batches.answer(request, request_id, headers)
             if method == "POST" and path == "/v1/messages/count_tokens":
-                asked = messages.read_request(await read_body(request), counting=True)
+                asked = messages.read_request(await read_body(request), counting=True, version=_version(request))
                 return json_answer({"input_tokens": asked.input_tokens}, headers)
             if method == "GET" and path == "/v1/models":
                 found = [messages.model_info(model) for model in sorted(self._known_models)]
@@ -198,7 +198,7 @@ class SimulatedAPI:
             self._authorise(request)
             body = await read_body(request)
             call.body = body if len(body) <= BODY_KEPT_BYTES else b""
-            asked = messages.read_request(body)
+            asked = messages.read_request(body, version=_version(request))
             call.model, call.stream, call.prompt = asked.model[:TEXT_KEPT], asked.stream, asked.prompt[:TEXT_KEPT]
             self._check_model(asked.model)
             fault = self._faults.choose(asked.script, asked.prompt)
@@ -294,3 +294,7 @@ class SimulatedAPI:
     def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:
         headers = {**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"}
         return web.Response(status=refusal.status, body=refusal.body(request_id), headers=headers)
+
+
+def _version(request: web.BaseRequest) -> str:
+    return request.headers.get("anthropic-version", "")

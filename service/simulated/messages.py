@@ -32,6 +32,8 @@ KNOWN_MODELS: Final = (
     "claude-haiku-4-5",
 )
 _SAMPLING: Final = ("temperature", "top_p", "top_k")
+WITHOUT_SAMPLING: Final = "2026-10-21"
+"""From this version on, `temperature`, `top_p` and `top_k` are errors."""
 _FILLING: Final = " and so on"
 _PIECES: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
@@ -85,8 +87,9 @@ class Output:
     tokens: int
 
 
-def read_request(body: bytes, *, counting: bool = False) -> Asked:
-    """`counting`: of tokens, which needs no `max_tokens`. Raises `Refusal` (400)."""
+def read_request(body: bytes, *, counting: bool = False, version: str = WITHOUT_SAMPLING) -> Asked:
+    """`counting`: of tokens, which needs no `max_tokens`. `version`: of the API, which decides about some fields.
+    Raises `Refusal` (400)."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -94,14 +97,14 @@ def read_request(body: bytes, *, counting: bool = False) -> Asked:
     if not isinstance(fields, dict):
         raise invalid("The request body must be a JSON object")
     for name in _SAMPLING:
-        if name in fields:
-            raise invalid(f"{name}: this parameter is not supported")
+        if name in fields and version >= WITHOUT_SAMPLING:
+            raise invalid(f"{name}: this parameter is not supported in version {version}")
     for name in ("model", "messages") if counting else ("model", "max_tokens", "messages"):
         if name not in fields:
             raise invalid(f"{name}: Field required")
     max_tokens = fields.get("max_tokens", 1)
-    if type(max_tokens) is not int or max_tokens < 1:
-        raise invalid("max_tokens: Input should be a valid integer greater than or equal to 1")
+    if type(max_tokens) is not int or max_tokens < 0:
+        raise invalid("max_tokens: Input should be a valid integer greater than or equal to 0")
     if not isinstance(fields["model"], str):
         raise invalid("model: Input should be a valid string")
     prompt, is_result = _text(_last_user_message(fields["messages"])["content"])
@@ -125,8 +128,8 @@ def _last_user_message(messages: Any) -> dict[str, Any]:
     if not isinstance(messages, list) or not messages:
         raise invalid("messages: at least one message is required")
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant"):
-            raise invalid(f"messages.{index}.role: Input should be 'user' or 'assistant'")
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise invalid(f"messages.{index}.role: Input should be 'user', 'assistant' or 'system'")
         if not isinstance(message.get("content"), (str, list)):
             raise invalid(f"messages.{index}.content: Input should be a valid string or list")
     found: dict[str, Any] | None = next((message for message in reversed(messages) if message["role"] == "user"), None)

@@ -28,6 +28,7 @@ from tests.support.serving import serving
 from tests.support.waiting import until
 from topology.broker.deadletters import Scan
 
+NEWEST: dict[str, Any] = {"anthropic_version": "2026-10-21"}  # in which `temperature` is an error
 COOLER = Change(patch={"temperature": None})
 RATE = 20.0
 USER = "lanekeeper"
@@ -64,7 +65,7 @@ async def test_100_dead_letters_of_three_causes_are_mended_and_run_again_once(
     hot = {f"hot-{n}": request(n, "[[fault: invalid]]" if n == 7 else "", temperature=0.5) for n in range(40)}
     wrong = {f"wrong-{n}": request(n, max_tokens="many") for n in range(40)}
     unknown = {f"unknown-{n}": {"prompt": f"number {n}", f"field_{n}": n} for n in range(20)}
-    async with serving(vhost) as worker, requester(vhost) as app, operator(vhost) as letters:
+    async with serving(vhost, **NEWEST) as worker, requester(vhost) as app, operator(vhost) as letters:
         asked = await ask_all(app, {**hot, **wrong, **unknown})
         found = await groups(letters)
         assert sorted((group["code"], group["count"]) for group in found.values()) == [
@@ -137,7 +138,7 @@ async def killed_after(
 
 async def test_a_replay_goes_to_another_lane_and_model_and_keeps_its_trace(vhost: Vhost) -> None:
     trace = f"00-{'a' * 32}-{'b' * 16}-00"
-    async with serving(vhost) as worker, requester(vhost) as app, operator(vhost) as letters:
+    async with serving(vhost, **NEWEST) as worker, requester(vhost) as app, operator(vhost) as letters:
         asked = await app.publish(
             request(1, temperature=1),
             message_id="x",
@@ -163,7 +164,7 @@ async def test_a_replay_goes_to_another_lane_and_model_and_keeps_its_trace(vhost
 
 
 async def test_what_cannot_be_read_is_shown_exported_and_dropped(vhost: Vhost) -> None:
-    async with serving(vhost), requester(vhost) as app, operator(vhost) as letters:
+    async with serving(vhost, **NEWEST), requester(vhost) as app, operator(vhost) as letters:
         await app.ask(b"\xff\x00 no json", message_id="raw")
         await app.publish(b"foreign", exchange="lane.dead", key="what", reply_to=None, correlation_id=None)
         await until(lambda: app.holds(2, "lane.dead"))
@@ -181,7 +182,7 @@ async def test_what_cannot_be_read_is_shown_exported_and_dropped(vhost: Vhost) -
 
 async def test_a_tenants_dead_letter_is_only_replayed_by_those_who_may_speak_for_it(vhost: Vhost) -> None:
     async with (
-        serving(vhost, speakers=(vhost.user,)) as worker,
+        serving(vhost, **NEWEST, speakers=(vhost.user,)) as worker,
         requester(vhost) as app,
         operator(vhost) as mute,
         Connection(vhost.amqp_url, name="speaker") as connection,
@@ -200,7 +201,7 @@ async def test_a_tenants_dead_letter_is_only_replayed_by_those_who_may_speak_for
 
 
 async def test_a_tenant_that_a_requester_only_claims_is_not_in_its_dead_letter(vhost: Vhost) -> None:
-    async with serving(vhost), requester(vhost) as app, operator(vhost) as letters:
+    async with serving(vhost, **NEWEST), requester(vhost) as app, operator(vhost) as letters:
         await app.ask(
             request(1, temperature=1), message_id="x", user_id=vhost.user, headers={"x-lane-tenant": "victim"}
         )
@@ -213,7 +214,7 @@ async def test_a_tenant_that_a_requester_only_claims_is_not_in_its_dead_letter(v
 async def test_over_http_only_operators_see_dead_letters_and_only_some_change_them(vhost: Vhost) -> None:
     keys = {hash_of(right): {"tenant": USER, "operator": right} for right in ("no", "look", "act")}
     async with (
-        serving(vhost, jaeger_url=SecretStr("https://j.example")) as worker,
+        serving(vhost, **NEWEST, jaeger_url=SecretStr("https://j.example")) as worker,
         gate(worker, keys=keys) as url,
         requester(vhost) as app,
         aiohttp.ClientSession() as session,
@@ -257,7 +258,7 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
     vhost: Vhost, tmp_path: Path, bound: dict[str, int]
 ) -> None:
     folder = tmp_path / "dead"
-    async with serving(vhost, dead={"folder": folder, **bound}) as worker, requester(vhost) as app:
+    async with serving(vhost, **NEWEST, dead={"folder": folder, **bound}) as worker, requester(vhost) as app:
         await app.read_events()
         for number in range(4):
             await app.ask(b"rubbish", message_id=f"m-{number}")
@@ -275,7 +276,7 @@ async def test_the_oldest_dead_letters_beyond_the_limit_are_exported_and_the_oth
 
 
 async def test_dead_letters_that_are_too_old_are_dropped_with_a_warning_if_there_is_no_folder(vhost: Vhost) -> None:
-    async with serving(vhost, dead={"keep_s": 1}) as worker, requester(vhost) as app:
+    async with serving(vhost, **NEWEST, dead={"keep_s": 1}) as worker, requester(vhost) as app:
         await app.read_events()
         for number in range(2):
             await app.ask(b"rubbish", message_id=f"m-{number}")
@@ -295,8 +296,8 @@ async def test_several_workers_remove_each_dead_letter_once(vhost: Vhost, tmp_pa
     """One after the other and at the same time: the broker delivers each dead letter to only one of them."""
     folder, dead = tmp_path / "dead", {"max_count": 2}
     async with (
-        serving(vhost, dead={"folder": folder, **dead}) as one,
-        serving(vhost, dead={"folder": folder, **dead}) as other,
+        serving(vhost, **NEWEST, dead={"folder": folder, **dead}) as one,
+        serving(vhost, **NEWEST, dead={"folder": folder, **dead}) as other,
         requester(vhost) as app,
     ):
         for number in range(12):
@@ -316,7 +317,7 @@ async def test_several_workers_remove_each_dead_letter_once(vhost: Vhost, tmp_pa
 async def test_a_tenants_invalid_messages_are_all_answered_but_not_all_parked_and_other_tenants_are_not_affected(
     vhost: Vhost,
 ) -> None:
-    async with serving(vhost, dead={"invalid_per_hour": 3}) as worker, requester(vhost) as app:
+    async with serving(vhost, **NEWEST, dead={"invalid_per_hour": 3}) as worker, requester(vhost) as app:
         ids = [f"r-{number}" for number in range(6)]
         codes = [(await app.ask(b"rubbish", user_id=vhost.user, message_id=id)).code for id in ids]
         assert codes == ["invalid_request"] * 6
@@ -345,7 +346,7 @@ def letter_of(
 
 async def test_a_dead_letter_that_is_there_twice_is_replayed_once_and_both_are_gone(vhost: Vhost) -> None:
     """Its worker died between publishing it and acknowledging its request."""
-    async with serving(vhost) as worker, requester(vhost) as app, operator(vhost) as letters:
+    async with serving(vhost, **NEWEST) as worker, requester(vhost) as app, operator(vhost) as letters:
         for _ in range(2):
             await app.publish(request(1), **letter_of(""))
         await until(lambda: app.holds(2, "lane.dead"))
@@ -362,7 +363,7 @@ async def test_a_dead_letter_that_is_there_twice_is_replayed_once_and_both_are_g
 async def test_another_tenants_letter_of_the_same_id_is_not_touched(vhost: Vhost) -> None:
     keys = {hash_of("act"): {"tenant": USER, "operator": "act"}}
     async with (
-        serving(vhost, speakers=(vhost.user,)) as worker,
+        serving(vhost, **NEWEST, speakers=(vhost.user,)) as worker,
         gate(worker, keys=keys) as url,
         requester(vhost) as app,
         aiohttp.ClientSession() as session,
@@ -393,7 +394,11 @@ async def test_another_tenants_letter_of_the_same_id_is_not_touched(vhost: Vhost
 
 
 async def test_a_tenants_dead_letters_do_not_push_out_those_of_another(vhost: Vhost) -> None:
-    async with serving(vhost, dead={"max_count": 16}) as worker, requester(vhost) as app, operator(vhost) as letters:
+    async with (
+        serving(vhost, **NEWEST, dead={"max_count": 16}) as worker,
+        requester(vhost) as app,
+        operator(vhost) as letters,
+    ):
         for number in range(4):
             await app.publish(b"{}", **letter_of("victim", f"v-{number}"))
         for number in range(40):

@@ -99,13 +99,15 @@ class Request:
         return self.published.ms if self.due_ms is None else max(self.due_ms, self.published.ms)
 
 
+NOT_PACKED = ("identity", "utf-8")
+"""kombu and Spring state the charset of JSON as its encoding."""
+AMQP_VALUE = b"\x00\x53\x77"
+"""So RabbitMQ begins the body of a message that an AMQP 1.0 client sent as a value in place of data."""
 PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
 """Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
 UNPACKED_TIMES = 1032
 NESTED = 200
-FIELDS_AT_MOST = 1000
-"""Pydantic makes an error for each unknown field, which takes time. The short form has five fields."""
 _DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
@@ -119,7 +121,7 @@ def _text_or_blocks(content: Any) -> Any:
 
 TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
-MaxTokens = Annotated[int, Field(ge=1, le=10_000_000)]
+MaxTokens = Annotated[int, Field(ge=0, le=10_000_000)]  # 0 only fills the prompt cache
 
 
 class Turn(BaseModel):
@@ -262,7 +264,8 @@ def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
         raise invalid_request(
             f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(headers.stream).lower()}"
         )
-    model, max_tokens = checked.model or lane.model, checked.max_tokens or lane.max_tokens
+    model = checked.model or lane.model
+    max_tokens = lane.max_tokens if checked.max_tokens is None else checked.max_tokens
     if lane.models is not None and model not in lane.models:
         raise RequestProblem(
             "forbidden_model",
@@ -303,7 +306,11 @@ def unpacked(message: Message) -> bytes:
             f"its address and digest ({BODY}, {BODY_SHA256}) with an empty body",
         )
     encoding = (message.content_encoding or "identity").lower()
-    if encoding == "identity":
+    if encoding in NOT_PACKED:
+        if message.body.startswith(AMQP_VALUE):
+            raise invalid_request(
+                "body: an AMQP 1.0 value (a string); allowed is JSON in UTF-8 as a data section: send the body as bytes"
+            )
         return message.body
     if encoding != "gzip":
         raise RequestProblem("unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity and gzip")
@@ -322,7 +329,8 @@ def unpacked(message: Message) -> bytes:
 def weight(message: Message) -> int:
     """The largest size that a message's body can have after unpacking."""
     size = len(message.body)
-    return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if message.content_encoding else size
+    is_packed = (message.content_encoding or "identity").lower() not in NOT_PACKED
+    return min(UNPACKED_BYTES, UNPACKED_TIMES * size) if is_packed else size
 
 
 def too_large(excess: str) -> RequestProblem:
@@ -404,7 +412,7 @@ def input_of(state: bytes, length: int) -> bytes:
 def _check_unpublished(message: Message) -> None:
     if message.body:
         raise invalid_request(f"body: {len(message.body)} bytes, and header {BODY} says that it lies elsewhere")
-    if (message.content_encoding or "identity").lower() != "identity":
+    if (message.content_encoding or "identity").lower() not in NOT_PACKED:
         raise RequestProblem(
             "unsupported_media", f"content_encoding {message.content_encoding!r}: with header {BODY} there is none"
         )
@@ -533,8 +541,12 @@ def check(found: object) -> MessagesBody | PromptBody:
         raise invalid_request("body: give `messages` or the short form's `prompt`, not both")
     if "prompt" not in found and "messages" not in found:
         raise invalid_request("body: `messages` is missing (or `prompt`, the short form)")
-    if "prompt" in found and len(found) > FIELDS_AT_MOST:
-        raise invalid_request(f"body: {len(found)} fields; {', '.join(PromptBody.model_fields)} are known")
+    if "prompt" in found and (more := found.keys() - PromptBody.model_fields.keys()):
+        known = ", ".join(name for name in PromptBody.model_fields if name != "stream")
+        others = ", ".join(sorted(name[:40] for name in more)[:5])
+        raise invalid_request(
+            f"body: the short form has four fields ({known}), found also {others}; for the others write `messages`"
+        )
     try:
         if "prompt" in found:
             return PromptBody.model_validate(found)

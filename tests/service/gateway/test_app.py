@@ -19,6 +19,7 @@ from service.gateway.access import Access, hash_of
 from service.gateway.app import document
 from service.gateway.calls import REFUSED_HEADERS
 from service.gateway.messages import COUNT_TOKENS, MODEL, MODELS
+from service.gateway.server import ENDLESS
 from service.page.live import FILES
 from service.simulated.app import SimulatedAPI
 from tests.support.gate import SETTINGS, Alone
@@ -163,3 +164,12 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
     paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
     async with SimulatedAPI() as api, Alone(provider=api.base_url) as made:
         assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)
+
+
+async def test_head_is_answered_wherever_get_is_except_where_an_answer_does_not_end() -> None:
+    async with Alone() as made, aiohttp.ClientSession() as session:
+        gets = [path for method, path in made.routes.handlers() if method == "GET"]
+        for path in ("/healthz", *gets):
+            async with session.head(made.url + path.replace("{id}", "x")) as answered:
+                assert (answered.status == 405) == (path in ENDLESS), path
+                assert await answered.read() == b""
