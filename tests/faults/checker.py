@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Literal
 
 Told = Literal["confirmed", "refused", "returned", "unknown"]
@@ -178,6 +179,7 @@ CALLED_AFTER_STEP = "called after its step had ended"
 NOT_PARKED = "not parked"
 SLOTS_LOST = "slots lost"
 NOT_POSTED = "not posted"
+POSTED_AGAIN = "posted again"
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
 """Errors whose requests are also in `lane.dead`."""
 
@@ -221,6 +223,8 @@ class Verdict:
     """Of those that are confirmed."""
     answered_twice: int
     """Replies beyond one for each publish. They are allowed: at-least-once."""
+    posted_again: int
+    """Posts that were accepted beyond one for each publish. They are allowed after a fault: at-least-once."""
     repeated_calls: int
     """Calls beyond the first, except after one that the provider refused or interrupted itself."""
     stalls: Mapping[str, Stall]
@@ -265,7 +269,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
     strangers: list[Replied] = []
     calls: dict[str, list[Called]] = defaultdict(list)
     parked: dict[str, list[Parked]] = defaultdict(list)
-    posted: dict[str, set[str]] = defaultdict(set)
+    posted: dict[str, list[Posted]] = defaultdict(list)
     faults: list[Disturbed] = []
     for event in sorted(events, key=lambda each: each.at_s):
         match event:
@@ -281,7 +285,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
             case Called():
                 calls[event.identity].append(event)
             case Posted():
-                posted[event.identity].add(event.digest)
+                posted[event.identity].append(event)
             case Parked():
                 parked[event.identity].append(event)
             case Disturbed():
@@ -294,7 +298,8 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
     for identity, theirs in by_identity.items():
         violations += _of_identity(identity, theirs, calls[identity], store_was_lost=store_was_lost)
         violations += _of_dead_letters(identity, theirs, parked[identity])
-        violations += _of_webhook(identity, theirs, posted[identity], store_was_lost=store_was_lost)
+        first_s = min((fault.at_s for fault in faults), default=inf)
+        violations += _of_webhook(identity, theirs, posted[identity], first_s=first_s, store_was_lost=store_was_lost)
     for identity in calls.keys() - by_identity.keys():
         violations.append(Violation(NEVER_ASKED, identity, "the provider was called"))
     every = list(questions.values())
@@ -310,6 +315,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
         confirmed=sum(each.confirmed_s is not None for each in every),
         pipelines=sum(each.confirmed_s is not None and each.asked.piped for each in every),
         answered_twice=sum(len(each.doubled) for each in every),
+        posted_again=sum(len(_beyond(theirs, posted[identity])) for identity, theirs in by_identity.items()),
         repeated_calls=len(repeats),
         stalls={lane: worst for lane, pauses in stalls.items() if (worst := longest(pauses)) is not None},
         recoveries=_recoveries(faults, every, repeats, [each for pauses in stalls.values() for each in pauses]),
@@ -369,15 +375,25 @@ def _of_dead_letters(identity: str, questions: Sequence[_Question], parked: Sequ
 
 
 def _of_webhook(
-    identity: str, questions: Sequence[_Question], posted: set[str], *, store_was_lost: bool
+    identity: str, questions: Sequence[_Question], posted: Sequence[Posted], *, first_s: float, store_was_lost: bool
 ) -> list[Violation]:
     if not any(each.asked.posted and each.confirmed_s is not None and not each.is_lost for each in questions):
         return []
     if not posted:
         return [Violation(NOT_POSTED, identity, "its webhook got nothing")]
-    if not store_was_lost and not posted <= {reply.digest for each in questions for reply in each.replies}:
+    if any(again.at_s < first_s for again in _beyond(questions, posted)):
+        return [Violation(POSTED_AGAIN, identity, f"{len(posted)} times, before the first fault")]
+    if not store_was_lost and not {each.digest for each in posted} <= {
+        reply.digest for each in questions for reply in each.replies
+    }:
         return [Violation(TWO_BODIES, identity, "its webhook got something else than its requester")]
     return []
+
+
+def _beyond(questions: Sequence[_Question], posted: Sequence[Posted]) -> Sequence[Posted]:
+    """Posts that were accepted beyond one for each publish that may have arrived."""
+    arrived = sum(each.told in ("confirmed", "unknown") for question in questions for each in question.published)
+    return posted[max(1, arrived) :]
 
 
 def _repeats(calls: Sequence[Called]) -> list[Called]:

@@ -33,7 +33,7 @@ from tests.faults.nodes import Cluster, Node, cluster, single
 from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.defaults import stores
 from tests.support.endpoint import Posted as Post
-from tests.support.endpoint import endpoint
+from tests.support.endpoint import endpoint, secret_of
 from tests.support.processes import Running, environment, interpreter
 from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
@@ -293,6 +293,11 @@ SETTINGS = {
 }
 
 
+TOO_LATE_S = 20.0
+POSTS = {"LANEKEEPER_WEBHOOKS__TIMEOUT_S": "10"}
+"""A slow endpoint answers within half of this time, or after twice as much."""
+
+
 @dataclass
 class Ground:
     """A running service, with methods to break it."""
@@ -401,7 +406,8 @@ async def ground(
         lines = [
             [await stack.enter_async_context(_line_to(url, rng)) for url in broker.amqp_urls] for _ in range(workers)
         ]
-        hook = await stack.enter_async_context(endpoint())
+        hook, slow = [await stack.enter_async_context(endpoint()) for _ in range(2)]
+        hooks = {**hook.environment(slow, tenants=[each for each in mix.tenants if each]), **POSTS}
         environs = []
         for own in lines:
             urls = [_through(url, line) for url, line in zip(broker.amqp_urls, own, strict=True)]
@@ -410,23 +416,33 @@ async def ground(
                 "ANTHROPIC_BASE_URL": f"http://{LOOPBACK}:{provider_line.port}",
                 "LANEKEEPER_STORE_URL": store.url,
             }
-            environs.append(environment(",".join(urls), **{**found, **SETTINGS, **hook.environment(), **settings}))
+            environs.append(environment(",".join(urls), **{**found, **SETTINGS, **hooks, **settings}))
         crew = await stack.enter_async_context(Crew(environs, folder=folder, module=module))
         await crew.ready()
-        hook.answer = partial(_answered, random.Random(seed), written)
-        load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}", webhook=hook.url())
+        hook.answer = partial(_answered, random.Random(seed), written, late_s=(0, 1))
+        slow.answer = partial(_answered, random.Random(seed), written, late_s=(2, 4))
+        posted_to = (hook.url("/hook"), slow.url("/hook"))
+        load = Load(broker.amqp_urls, written, rng=rng, rate=rate, mix=mix, name=f"{on[0]}{seed}", webhooks=posted_to)
         await stack.enter_async_context(load)
         yield Ground(on, broker, api, provider_line, lines, store, crew, load, written, rng)
 
 
-def _answered(rng: random.Random, written: History, posted: Post) -> web.Response | float:
-    """What the endpoint of webhooks answers: sometimes an error, sometimes late. A wrong signature is an error too."""
-    posted.verify()
+def _answered(
+    rng: random.Random, written: History, posted: Post, *, late_s: tuple[float, float]
+) -> web.Response | float:
+    """What an endpoint of webhooks answers: sometimes an error, sometimes `late_s`; a slow one nearly always, and at
+    times too late. A wrong signature is an error too."""
+    posted.verify(secret_of(posted.path.rpartition("/")[2]))
+    is_slow = late_s[0] > 1
     if (roll := rng.random()) < 0.1:
         return web.Response(status=500)
+    if is_slow and roll < 0.15:
+        return web.Response(status=503, headers={"retry-after": "1"})
+    if is_slow and roll < 0.2:
+        return TOO_LATE_S
     digest = blake2b(posted.body, digest_size=8).hexdigest()
     written.add(Posted(at_s=time.monotonic(), identity=posted.id, digest=digest))
-    return rng.uniform(0, 1) if roll < 0.2 else web.Response(status=204)
+    return rng.uniform(*late_s) if roll < 0.2 or is_slow else web.Response(status=204)
 
 
 def _line_to(url: str, rng: random.Random) -> Proxy:

@@ -99,8 +99,8 @@ class Wish:
         return self.reply_to == REPLY_QUEUE
 
 
-def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> Wish:
-    """The next request. `webhook`: where outcomes can be posted."""
+def draw(rng: random.Random, mix: Mix, *, identity: str, webhooks: Sequence[str] = ()) -> Wish:
+    """The next request. `webhooks`: where outcomes can be posted, below a path for each tenant."""
     script = f"[[latency: {round(1000 * rng.uniform(*mix.latency_s))}ms]]"
     headers: dict[str, Any] = {}
     is_refused = rng.random() < mix.refused
@@ -115,8 +115,8 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhook: str = "") -> W
     tenant = rng.choices(list(mix.tenants), weights=list(mix.tenants.values()))[0]
     if tenant:
         headers["x-lane-tenant"] = tenant
-    if webhook and rng.random() < mix.posted:
-        headers["x-lane-webhook"] = webhook
+    if webhooks and rng.random() < mix.posted:
+        headers["x-lane-webhook"] = f"{rng.choice(webhooks)}/{tenant}"
     body: dict[str, Any] = {"prompt": f"{identity} {script}"}
     words, cancelled_after_s = identity, 0.0
     if rng.random() < mix.piped and "x-lane-stream" not in headers:
@@ -275,7 +275,7 @@ class Load:
         rate: float,
         mix: Mix = EVERYTHING,
         name: str = "r",
-        webhook: str = "",
+        webhooks: Sequence[str] = (),
     ) -> None:
         self._urls = urls
         self._user = urlsplit(urls[0]).username or "guest"
@@ -284,7 +284,7 @@ class Load:
         self._rate = rate
         self._mix = mix
         self._name = name
-        self._webhook = webhook
+        self._webhooks = webhooks
         self._publishers = [Publisher(urls, n) for n in range(PUBLISHERS)]
         self._waiting: dict[str, asyncio.Event] = {}
         """Asked and not answered; set when it is."""
@@ -366,7 +366,7 @@ class Load:
         while True:
             due_s = max(due_s + 1 / self._rate, time.monotonic() - 1)
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            wish = draw(self._rng, self._mix, identity=self._next_id(), webhook=self._webhook)
+            wish = draw(self._rng, self._mix, identity=self._next_id(), webhooks=self._webhooks)
             self._spawn(self._one(wish), "one request")
 
     async def _one(self, wish: Wish) -> None:

@@ -90,6 +90,15 @@ def test_a_correct_history_passes() -> None:
             checker.TWO_BODIES,
             (asked(posted=True), published(), replied(), Posted(at_s=2, identity="q", digest="another")),
         ),
+        (
+            checker.POSTED_AGAIN,
+            (
+                asked(posted=True),
+                published(),
+                replied(),
+                *(Posted(at_s=at_s, identity="q", digest="d") for at_s in (2, 3)),
+            ),
+        ),
         (checker.NOT_PARKED, (asked(expects=("provider_rejected",)), published(), replied(code="provider_rejected"))),
     ],
 )

@@ -7,9 +7,11 @@ async with endpoint() as hook:
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from aiohttp import web
@@ -18,6 +20,11 @@ from standardwebhooks import Webhook
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSwMfKQ9r8GKYo="
 OTHER_SECRET = "whsec_AAAQ9r8GKYqrTwjUPD8ILPZIo2LaLaSwMfKQ9r8GKYo="
+
+
+def secret_of(tenant: str) -> str:
+    """The secret of the tests' tenants, for `Endpoint.environment`."""
+    return f"whsec_{b64encode(sha256(tenant.encode()).digest()).decode()}" if tenant else SECRET
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,13 @@ class Endpoint:
         }
         return {**found, **more}
 
-    def environment(self) -> dict[str, str]:
-        """The same for processes."""
+    def environment(self, *others: "Endpoint", tenants: Iterable[str] = ()) -> dict[str, str]:
+        """The same for processes, which may also post to `others`, and for `tenants`."""
+        hosts, name = ",".join(f"*:{each.port}" for each in (self, *others)), "LANEKEEPER_WEBHOOKS__TENANTS"
         return {
-            "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS": f"*:{self.port}",
+            **{f"{name}__{each.upper()}__ALLOW_HOSTS": hosts for each in tenants},
+            **{f"{name}__{each.upper()}__SECRETS": secret_of(each) for each in tenants},
+            "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS": hosts,
             "LANEKEEPER_WEBHOOKS__SECRETS": SECRET,
             "LANEKEEPER_WEBHOOKS__ALLOW_PRIVATE": "true",
             "LANEKEEPER_WEBHOOKS__ALLOW_HTTP": "true",
