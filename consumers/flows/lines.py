@@ -47,11 +47,13 @@ class Line(NamedTuple):
     endpoint: str
 
 
-class Place(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Place:
     """The right to make one post, until `leave`."""
 
     line: Line
     is_quick: bool
+    is_left: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -60,21 +62,28 @@ class _Waiter:
     turn: "asyncio.Future[Place | float | None]"
 
 
+def _has_come(waiter: _Waiter) -> bool:
+    return waiter.turn.done() and not waiter.turn.cancelled()
+
+
 class _Shared:
     """Something of which there is a limited amount, shared by tenants."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.used: Counter[str] = Counter()
+        self.total = 0
 
     def has_room(self, tenant: str, amount: int = 1) -> bool:
-        return self.used[tenant] + amount <= self._limit - self.used.total()
+        return self.used[tenant] + amount <= self._limit - self.total
 
     def take(self, tenant: str, amount: int = 1) -> None:
         self.used[tenant] += amount
+        self.total += amount
 
     def give_back(self, tenant: str, amount: int = 1) -> None:
         self.used[tenant] -= amount
+        self.total -= amount
         if not self.used[tenant]:
             del self.used[tenant]
 
@@ -100,7 +109,7 @@ class Lines:
     _is_closed: bool = field(default=False, init=False)
 
     async def enter(self, line: Line, size: int) -> Place | float | None:
-        """A place: whoever makes the post gives it to `leave`. A number: the post goes back to the broker for so many
+        """A place, which the caller gives to `leave`. A number: the post goes back to the broker for so many
         seconds. None: this process stops."""
         if self._is_closed:
             return None
@@ -118,19 +127,19 @@ class Lines:
             async with asyncio.timeout(WAITS_S):
                 return await waiter.turn
         except TimeoutError:
-            return self._turn_s(line)
+            # its turn may have come at the same moment
+            return waiter.turn.result() if _has_come(waiter) else self._turn_s(line)
         except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled() and isinstance(place := waiter.turn.result(), Place):
-                self._end(place)
+            if _has_come(waiter) and isinstance(place := waiter.turn.result(), Place):
+                self.leave(place)
             raise
         finally:
             self._waiting.remove(waiter)
             self._memory.give_back(tenant)
             self._memory_bytes.give_back(tenant, size)
 
-    def leave(self, place: Place, *, took_s: float, is_answered: bool, not_for_s: float = 0) -> None:
-        """`not_for_s`: the endpoint has asked for no post within this time."""
-        line = place.line
+    def learn(self, line: Line, *, took_s: float, is_answered: bool, not_for_s: float = 0) -> None:
+        """How a post ended. `not_for_s`: the endpoint has asked for no post within this time."""
         if is_answered and took_s < QUICK_S:
             self._quick[line] = True
         else:
@@ -142,7 +151,19 @@ class Lines:
             for waiter in self._waiting:
                 if waiter.line == line and not waiter.turn.done():
                     waiter.turn.set_result(self._turn_s(line))
-        self._end(place)
+
+    def leave(self, place: Place) -> None:
+        """May be called again."""
+        if place.is_left:
+            return
+        place.is_left, line = True, place.line
+        self.running -= Counter({line: 1})  # removes it at 0
+        self._places.give_back(line.tenant)
+        if not place.is_quick:
+            self._slow_places.give_back(line.tenant)
+        for waiter in self._waiting:  # in the order in which they came
+            if not waiter.turn.done() and self._may_run(waiter.line):
+                waiter.turn.set_result(self._begin(waiter.line))
 
     def close(self) -> None:
         self._is_closed = True
@@ -174,16 +195,6 @@ class Lines:
         if not place.is_quick:
             self._slow_places.take(line.tenant)
         return place
-
-    def _end(self, place: Place) -> None:
-        line = place.line
-        self.running -= Counter({line: 1})  # removes it at 0
-        self._places.give_back(line.tenant)
-        if not place.is_quick:
-            self._slow_places.give_back(line.tenant)
-        for waiter in self._waiting:  # in the order in which they came
-            if not waiter.turn.done() and self._may_run(waiter.line):
-                waiter.turn.set_result(self._begin(waiter.line))
 
     def _turn_s(self, line: Line) -> float:
         """When a post that finds no place has its turn: after those that went back before it, if they take as long as

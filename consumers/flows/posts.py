@@ -48,9 +48,14 @@ class Poster:
     tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
     async def post(self, url: URL, *, headers: Mapping[str, str], body: bytes, within_s: float) -> Answer:
-        """Raises TimeoutError, PrivateAddress, NotReached, BadAnswer, ssl.SSLError, OSError."""
-        async with asyncio.timeout(within_s):
-            reader, writer = await self._connected(url, within_s=within_s)
+        """Raises TimeoutError, PrivateAddress, NotReached, BadAnswer, ssl.SSLError, OSError.
+
+        A name server that does not answer holds a thread. So no time limit ends the wait for it: as long as the thread
+        is held, so is the place of its post, of which each tenant has a share."""
+        end_s = asyncio.get_running_loop().time() + within_s
+        addresses = await self._addresses(url)
+        async with asyncio.timeout_at(end_s):
+            reader, writer = await self._connected(url, addresses, each_s=within_s / len(addresses))
             try:
                 connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_BYTES)
                 for event in _request(url, headers, body):
@@ -61,22 +66,25 @@ class Poster:
             finally:
                 writer.transport.abort()
 
-    async def _connected(self, url: URL, *, within_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, port = (url.raw_host or "").rstrip("."), url.port or 443
+    async def _addresses(self, url: URL) -> Sequence[str]:
         try:
-            found = [each["host"] for each in await self.resolver.resolve(host, port)]
+            return [each["host"] for each in await self.resolver.resolve(_host(url), url.port or 443)]
         except UnicodeError as error:  # a label of over 63 characters
             raise NotReached("no name of a host") from error
         except PrivateAddress:
             raise
         except OSError as error:
             raise NotReached("its name is not found") from error
-        tls, name = (self.tls, host) if url.scheme == "https" else (None, None)
+
+    async def _connected(
+        self, url: URL, addresses: Sequence[str], *, each_s: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        tls, name = (self.tls, _host(url)) if url.scheme == "https" else (None, None)
         failed: OSError = NotReached("no address")
-        for address in found:
+        for address in addresses:
             try:
-                async with asyncio.timeout(within_s / len(found)):
-                    return await asyncio.open_connection(address, port, ssl=tls, server_hostname=name)
+                async with asyncio.timeout(each_s):
+                    return await asyncio.open_connection(address, url.port or 443, ssl=tls, server_hostname=name)
             except ssl.SSLError:
                 raise
             except OSError as error:  # TimeoutError is one
@@ -84,6 +92,10 @@ class Poster:
         if isinstance(failed, TimeoutError):
             raise failed
         raise NotReached(type(failed).__name__) from failed
+
+
+def _host(url: URL) -> str:
+    return (url.raw_host or "").rstrip(".")
 
 
 def _request(url: URL, headers: Mapping[str, str], body: bytes) -> Sequence[h11.Event]:

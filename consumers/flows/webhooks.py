@@ -12,6 +12,7 @@ It could also choose another tenant's receiver, and an id of its. So each tenant
 only the other tenant's takes no post of this one for genuine.
 """
 
+import asyncio
 import hashlib
 import json
 import random
@@ -66,6 +67,7 @@ PRIVATE: Final = "its host has a private address"
 KEPT_MS: Final = 86_400_000
 """For how long the log of a webhook is kept after its end."""
 GONE: Final = 410
+STORED_WITHIN_S: Final = 5.0
 UNIT_BYTES: Final = 16 * 1024
 """Each begun one counts in the number of posts that a tenant may have waiting."""
 FAULTS_AT_MOST: Final = 5
@@ -388,8 +390,11 @@ class Posting:
             return True
         place = await self.lines.enter(line, len(message.body))
         if isinstance(place, Place):
-            with self.settler.tracing.process(message, queue=delivery.queue, delivery_tag=delivery.tag):
-                await self._attempt(replace(post, attempts=post.attempts + 1), delivery, place)
+            try:
+                with self.settler.tracing.process(message, queue=delivery.queue, delivery_tag=delivery.tag):
+                    await self._attempt(replace(post, attempts=post.attempts + 1), delivery, place)
+            finally:
+                self.lines.leave(place)
         elif place is not None:
             await self._put_off(post, delivery, round(1000 * place))
         return place is not None
@@ -412,7 +417,8 @@ class Posting:
             error = failed
         finally:
             took_s = time.monotonic() - began_s
-            self.lines.leave(place, took_s=took_s, is_answered=answer is not None, not_for_s=not_for_s)
+            self.lines.learn(place.line, took_s=took_s, is_answered=answer is not None, not_for_s=not_for_s)
+            self.lines.leave(place)
         self.settler.failpoints.reach("after_post")
         status = 0 if answer is None else answer.status
         await self._conclude(post, delivery, error, status=status, took_ms=round(1000 * took_s), not_for_s=not_for_s)
@@ -493,9 +499,10 @@ class Posting:
             at=moment_text(now_ms),
             next_at=None if next_ms is None else moment_text(next_ms),
         )
-        with suppress(StoreUnavailable):  # it is for people only: the message itself has what is needed
+        with suppress(StoreUnavailable, TimeoutError):  # it is for people only: the message itself has what is needed
             identity, until_ms = Identity(post.tenant, post.id), max(now_ms, next_ms or 0) + KEPT_MS
-            await self.store.note_webhook(identity, json.dumps(asdict(row)).encode(), until_ms=until_ms)
+            async with asyncio.timeout(STORED_WITHIN_S):
+                await self.store.note_webhook(identity, json.dumps(asdict(row)).encode(), until_ms=until_ms)
 
     def _give_up_ms(self, post: Post, now_ms: int) -> int:
         return (now_ms if post.first_ms is None else post.first_ms) + round(1000 * self.spec.give_up_s)
@@ -527,13 +534,14 @@ class Posting:
             body_hash=bytes(16), mark=mark[:16], redelivered=delivery.redelivered, nonce=mark[16:24]
         )
         try:
-            limit = await self.store.reserve(
-                Identity(f"webhooks of {post.tenant}", post.id),
-                fingerprint,
-                weight=1 + len(delivery.message.body) // UNIT_BYTES,
-                until_ms=self.settler.now_ms() + delay_ms,
-            )
-        except StoreUnavailable:  # the limit is not worth a post
+            async with asyncio.timeout(STORED_WITHIN_S):
+                limit = await self.store.reserve(
+                    Identity(f"webhooks of {post.tenant}", post.id),
+                    fingerprint,
+                    weight=1 + len(delivery.message.body) // UNIT_BYTES,
+                    until_ms=self.settler.now_ms() + delay_ms,
+                )
+        except (StoreUnavailable, TimeoutError):  # the limit is not worth a post
             return True
         return limit is WaitingLimit.WITHIN
 

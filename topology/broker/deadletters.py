@@ -28,7 +28,7 @@ from lanekeeper.amqp.connection import Connection, depth
 from lanekeeper.amqp.driver import RPC_TIMEOUT_S, border, close, delivered
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE, Depth, Encoded, Headers, Message
-from lanekeeper.contract.problems import AccessRefused
+from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
 from lanekeeper.telemetry.tracing import context_in
 from topology.codec.decoding import app_of
 from topology.lanes import MIB
@@ -39,6 +39,8 @@ OTHERS_END_WITHIN_S: Final = 10.0
 """After that long, a scan begins although there are other consumers, and sees what these have not taken. RabbitMQ also
 counts one that was cancelled and still holds messages, such as that of a replay."""
 ARRIVED_WITHIN_S: Final = 0.5
+SILENT: Final = 20
+"""How often nothing arrives within this time, although the queue has messages, until a scan gives up."""
 LOOKS: Final = 20
 LOOK_PAUSE_S: Final = 0.01
 """How often, and with which pause, a scan looks whether the queue has what it gave back."""
@@ -244,14 +246,18 @@ class Scan(Generic[R]):
         return await depth(self._channel, self._queue)
 
     async def _arrived(self, count: int) -> None:
+        silent = 0
         while self._seen < count and not (self.reader.is_enough or self._failed or self._channel.is_closed):
             before = self._seen
             with suppress(TimeoutError):
                 async with asyncio.timeout(ARRIVED_WITHIN_S):
                     await self._changed.wait()
             self._changed.clear()
-            if self._seen == before and not (await self._look()).ready:
+            silent = 0 if self._seen > before else silent + 1
+            if silent and not (await self._look()).ready:
                 return
+            if silent > SILENT:
+                raise BrokerUnreachable(f"{self._queue}: the broker says that it has messages, and delivers none")
 
     async def _on_delivery(self, found: DeliveredMessage) -> None:
         self._seen = found.delivery_tag or 0

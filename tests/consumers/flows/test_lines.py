@@ -29,6 +29,12 @@ def clocked() -> Lines:
     return Lines(clock=asyncio.get_running_loop().time)
 
 
+def leave(lines: Lines, place: Place, *, took_s: float, is_answered: bool, not_for_s: float = 0) -> None:
+    lines.learn(place.line, took_s=took_s, is_answered=is_answered, not_for_s=not_for_s)
+    lines.leave(place)
+    lines.leave(place)  # changes nothing
+
+
 def many(tenant: str, count: int) -> list[Line]:
     return [Line(tenant, f"https://{number}.example") for number in range(count)]
 
@@ -64,7 +70,7 @@ def test_a_line_runs_a_few_and_goes_on_in_order() -> None:
         lines = clocked()
         tasks = await entering(lines, *[A] * (AT_ONCE + 3))
         assert [task.done() for task in tasks] == [True] * AT_ONCE + [False] * 3
-        lines.leave(places(tasks)[0], took_s=10, is_answered=True)
+        leave(lines, places(tasks)[0], took_s=10, is_answered=True)
         await asyncio.sleep(0)
         assert [task.done() for task in tasks] == [True] * (AT_ONCE + 1) + [False] * 2
         await end(tasks)
@@ -81,13 +87,13 @@ def test_an_endpoint_that_answers_quickly_gets_more_at_once_until_it_is_slow() -
             (0.1, False, AT_ONCE),
         ):
             (first,) = places(await entering(lines, A))
-            lines.leave(first, took_s=took_s, is_answered=is_answered)
+            leave(lines, first, took_s=took_s, is_answered=is_answered)
             tasks = await entering(lines, *[A] * (QUICK_AT_ONCE + 1))
             found = places(tasks)
             assert len(found) == at_once
             await end(tasks)
             for place in found:
-                lines.leave(place, took_s=took_s, is_answered=is_answered)
+                leave(lines, place, took_s=took_s, is_answered=is_answered)
         assert not lines.running
 
     virtually(story())
@@ -110,7 +116,7 @@ def test_slow_endpoints_leave_their_own_tenants_quick_ones_room() -> None:
     async def story() -> None:
         lines = clocked()
         (first,) = places(await entering(lines, A))
-        lines.leave(first, took_s=0.1, is_answered=True)
+        leave(lines, first, took_s=0.1, is_answered=True)
         flood = await entering(lines, *many("a", 200))
         assert places(await entering(lines, A))
         assert lines.running.total() < PLACES
@@ -123,7 +129,7 @@ def test_a_backlog_of_a_slow_endpoint_goes_back_once_in_a_while_and_not_round_an
     async def story() -> None:
         lines = clocked()
         (first,) = places(await entering(lines, A))
-        lines.leave(first, took_s=14, is_answered=True)
+        leave(lines, first, took_s=14, is_answered=True)
         tasks = await entering(lines, *[A] * 20_000)
         waits = backs(tasks)
         assert len(waits) == 20_000 - AT_ONCE - WAITING_IN_LINE
@@ -158,11 +164,27 @@ def test_nobody_waits_in_memory_for_long() -> None:
     virtually(story())
 
 
+def test_a_turn_that_comes_when_the_wait_ends_is_not_lost() -> None:
+    async def story() -> None:
+        lines = clocked()
+        tasks = await entering(lines, *[A] * (AT_ONCE + 1))
+        await asyncio.sleep(WAITS_S - 0.001)
+        leaving = places(tasks)[0]
+        asyncio.get_running_loop().call_later(0.001, lines.leave, leaving)
+        await asyncio.sleep(0.1)
+        for each in places(tasks):
+            lines.leave(each)
+        assert not lines.running
+        assert lines._places.total == lines._slow_places.total == lines._memory.total == 0
+
+    virtually(story())
+
+
 def test_an_endpoint_that_asks_for_a_pause_gets_it() -> None:
     async def story() -> None:
         lines = clocked()
         tasks = await entering(lines, *[A] * (AT_ONCE + 2))
-        lines.leave(places(tasks)[0], took_s=0.1, is_answered=True, not_for_s=60)
+        leave(lines, places(tasks)[0], took_s=0.1, is_answered=True, not_for_s=60)
         await asyncio.sleep(0)
         assert [round(each) for each in backs([*tasks, *await entering(lines, A)])] == [60, 60, 60]
         assert places(await entering(lines, Line("b", A.endpoint))), "it was asked of this tenant"
@@ -178,13 +200,13 @@ def test_whoever_is_cancelled_takes_no_place_with_it() -> None:
         tasks = await entering(lines, *[A] * (AT_ONCE + 2))
         place = places(tasks)[0]
         waiting = next(task for task in tasks if not task.done())
-        lines.leave(place, took_s=10, is_answered=True)  # the next one has its turn
+        leave(lines, place, took_s=10, is_answered=True)  # the next one has its turn
         waiting.cancel()  # before it notices
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert tasks[-1].done(), "the place went on to the next one"
         for each in places(tasks)[1:]:
-            lines.leave(each, took_s=10, is_answered=True)
+            leave(lines, each, took_s=10, is_answered=True)
         assert not lines.running
         assert lines._places.used.total() == lines._slow_places.used.total() == 0
 
