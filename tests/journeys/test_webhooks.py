@@ -12,6 +12,7 @@ from aiohttp import web
 from pydantic import SecretStr
 from standardwebhooks import WebhookVerificationError
 
+from consumers.flows.lines import AT_ONCE, Line
 from consumers.state.base import Identity
 from service.config.flows import PipelineSettings
 from tests.support.brokers import Vhost
@@ -198,12 +199,9 @@ async def test_a_backlog_of_one_slow_endpoint_holds_no_other_post_up(vhost: Vhos
             await until(lambda: app.holds(0, "lane.webhooks"), within_s=60)
             for at in range(20):
                 await post(f"quick-{at}", quick.url())
-            loop = asyncio.get_running_loop()
-            began_s = loop.time()
             await until(lambda: len({posted.id for posted in quick.posts}) == 20)
-            assert loop.time() - began_s < 10, "a slow post takes longer"
-            assert len(slow.posts) <= 8
-            assert worker.parts.posting.running <= 8
+            assert len(slow.posts) < 100, "nearly all of the backlog still waits"
+            assert worker.parts.posting.lines.running[Line("", slow.url(""))] <= AT_ONCE
 
 
 async def test_a_tenant_cannot_make_anothers_receiver_take_its_post_for_genuine(vhost: Vhost) -> None:
