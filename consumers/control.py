@@ -429,6 +429,8 @@ class Control:
     async def _handle(self, delivery: Delivery) -> bool:
         message = delivery.message
         try:
+            if delivery.cut_bytes:
+                raise invalid_request(f"body: {delivery.cut_bytes} bytes, allowed are {MESSAGE_BYTES}")
             if message.type in n.BRAKE_KEYS:
                 await self.answers.tell(message, await self.brake.carry_out(message), control="accepted")
             elif message.type in n.WEBHOOK_COMMANDS:

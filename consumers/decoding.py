@@ -41,6 +41,9 @@ class Decoding:
     pipelines: Collection[str] = ()
 
     async def decode(self, job: Job, lane: LaneSpec) -> Decoded:
+        """Raises RequestProblem if the request is invalid or too large."""
+        if job.delivery.cut_bytes:
+            raise decoding.larger_than_allowed(job.delivery.cut_bytes)
         rank = (lane.rank, decoding.weight(job.message))
         is_state = job.hop.flow is not None and job.hop.flow.input_bytes > 0
         if is_state or rank[1] <= bounds.SMALL_BYTES:

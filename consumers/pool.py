@@ -17,7 +17,7 @@ from consumers.lifecycle import record
 from consumers.outcomes import Outcome, ended
 from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
-from consumers.slots.admission import Admission, LaneSlots, PausedAdmitter, QueueAdmitter
+from consumers.slots.admission import Admission, AtOnce, LaneSlots, PausedAdmitter, QueueAdmitter
 from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
 from lanekeeper.telemetry import logs, signals
@@ -63,6 +63,7 @@ class Pool:
         self._tracing = tracing
         self._admitter = admitter or QueueAdmitter(LaneSlots().queue(deliveries.prefetch))
         self._paused = PausedAdmitter()
+        self._at_once = AtOnce()
         self._looking = asyncio.Lock()
         self._look_s: dict[str, float] = {}
         self._brake = brake
@@ -87,7 +88,7 @@ class Pool:
 
     @property
     def has_room(self) -> bool:
-        return self.in_hand < self._deliveries.prefetch
+        return self.in_hand < self._deliveries.prefetch and not self._deliveries.is_short_of_room
 
     async def consume_again(self) -> None:
         await self._deliveries.consume_again(keeps_channel=self.in_hand > 0)
@@ -162,7 +163,11 @@ class Pool:
                 await self._settler.reject_later(delivery)
                 self._admitter.unread(delivery.queue)
                 return
-            await self._take_job(job, self._admitter)
+            if delivery.cut_bytes:  # it will be refused, and would only wait for a slot
+                self._admitter.unread(delivery.queue)
+                await self._take_job(job, self._at_once)
+            else:
+                await self._take_job(job, self._admitter)
         except Exception:  # as in `supervised`: nothing in one delivery ends the loop
             log.exception(signals.HANDLER_FAILED, where=self.queue)
             await self._settler.reject_later(delivery)

@@ -432,6 +432,8 @@ class Settler:
                     "the store has lost the state of a pipeline, which the message that keeps it has"
                 )
             job.message.body = state
+        if job.delivery.cut_bytes:
+            log.warning(signals.DEAD_LETTER_CUT, size=job.delivery.cut_bytes, limit=PACKED_BYTES)
         letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
         key = letter.headers[n.ROUTING_KEY]
         self.failpoints.reach_soon("after_publish")

@@ -130,6 +130,12 @@ def items_in(packed: bytes) -> bytes:
     return packed[_LENGTH.size + _LENGTH.unpack_from(packed)[0] :]
 
 
+def weight(message: Message) -> int:
+    """How many bytes a ticket takes when it is unpacked: gzip says so at its end."""
+    body = message.body
+    return len(body) + min(int.from_bytes(body[-4:], "little"), _UNPACKED_AT_MOST)
+
+
 class UnreadTicket(ValueError):
     """It is a ticket: another version may be able to read it."""
 

@@ -343,12 +343,27 @@ class QueueAdmitter:
         return outcome
 
 
-class PausedAdmitter(QueueAdmitter):
+class AtOnce(QueueAdmitter):
+    """Lets each request begin, without a slot: for those that are refused."""
+
+    def __init__(self) -> None:
+        super().__init__(LaneSlots().queue(0))
+
+    @override
+    async def admit(self, job: Job) -> Admission:
+        return Admission.BEGIN
+
+    @override
+    def leave(self, job: Job) -> None:
+        pass
+
+
+class PausedAdmitter(AtOnce):
     """Takes from the queue of a paused lane what is late, without a slot. What was looked at, and returned, several
     times as RabbitMQ counts (before 4.3 it does) is put off instead, so that it never reaches the delivery limit."""
 
     def __init__(self, *, now_ms: NowMs = now_ms) -> None:
-        super().__init__(LaneSlots().queue(0))
+        super().__init__()
         self._now_ms = now_ms
 
     def takes(self, job: Job) -> bool:
@@ -361,10 +376,6 @@ class PausedAdmitter(QueueAdmitter):
     @override
     async def set_aside(self, job: Job) -> Outcome | None:
         return Deferred(delay_ms=PUT_OFF_MS, reason="paused", redelivered=job.redelivered)
-
-    @override
-    def leave(self, job: Job) -> None:
-        pass
 
     def _is_late(self, job: Job) -> bool:
         return job.deadline_ms is not None and job.deadline_ms <= self._now_ms()

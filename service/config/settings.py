@@ -37,6 +37,7 @@ from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.hooks import WebhooksSettings
 from service.config.schedules import ScheduleSettings
 from service.config.value_types import Disagreement, Number, Section, clash, matching, words, wrong
+from topology.broker.memory import HELD_BYTES
 from topology.codec.bounds import ANSWER_BYTES, VALUES
 from topology.codec.decoding import user_hash
 from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, BatchSpec, LaneSpec, nearest
@@ -794,6 +795,9 @@ class Settings(BaseSettings):
     json_values: Number[int] = Field(default=VALUES, ge=1000, le=10_000_000)
     """How many keys and values the JSON of a request (else `too_large`) or an answer (else `answer_too_large`) may
     have."""
+    held_bytes: Number[int] = Field(default=HELD_BYTES, ge=16 * MIB, le=1024 * GIB)
+    """How many bytes of messages a worker holds at a time, running and waiting; the others stay in the broker. The
+    default is for 512 MiB of memory; with more slots for large requests, raise both."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may take to finish when the process is stopped; Kubernetes kills it after 30 s."""
     log_format: Literal["auto", "json", "console"] = "auto"

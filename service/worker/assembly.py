@@ -1,7 +1,7 @@
 """Creates every part of a worker process, connects the parts, and closes them in reverse order: `assemble`."""
 
 import random
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,13 +11,14 @@ from opentelemetry.trace import TracerProvider
 from consumers import gates
 from consumers.attempt import Attempts
 from consumers.background import background_task, restarted
+from consumers.batches import ticket
 from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
 from consumers.brake import Brake
 from consumers.claiming import Claiming
 from consumers.clock import now_ms
-from consumers.control import BrakeCommands, Control, ControlAnswers
+from consumers.control import MESSAGE_BYTES, BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.failures import ProviderError
 from consumers.fallen import Fallen
@@ -53,6 +54,7 @@ from consumers.state import open_store
 from consumers.state.base import FollowedStore, Store, StoreUnavailable
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -69,7 +71,9 @@ from service.connections import connection_for, management_of
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
 from topology.broker.consume import Deliveries, Delivery, Heads
+from topology.broker.memory import HeldBytes
 from topology.broker.notices import Notices
+from topology.codec import decoding
 from topology.declaration import RECOMMENDED, Topology, declare, is_before
 from topology.lanes import LaneSpec
 
@@ -89,8 +93,18 @@ class BrokerParts:
     rights: WritingRights
     notices: Notices
     reply_sender: ReplySender
+    held: HeldBytes
 
-    def deliveries(self, queue: str, *, prefetch: int, heads: Heads | None = None) -> Deliveries:
+    def deliveries(
+        self,
+        queue: str,
+        *,
+        prefetch: int,
+        heads: Heads | None = None,
+        holder: str | None = None,
+        most_bytes: int | None = None,
+        weight: Callable[[Message], int] = lambda message: len(message.body),
+    ) -> Deliveries:
         first = queue if heads is None else heads.queues[0]
         # for the messages of quorum queues the broker counts the deliveries
         counted = any(each.name == first and each.type == "quorum" for each in self.topology.queues)
@@ -101,6 +115,10 @@ class BrokerParts:
             counted=counted,
             on_missing=self.watch.check_soon,
             heads=heads,
+            held=self.held,
+            holder=holder,
+            most_bytes=most_bytes,
+            weight=weight,
         )
 
     async def ready(self, queues: list[str]) -> Mapping[str, int]:
@@ -150,6 +168,7 @@ async def open_broker(
         rights=rights,
         notices=notices,
         reply_sender=ReplySender(publisher, own=direct),
+        held=HeldBytes(settings.held_bytes),
     )
 
 
@@ -461,12 +480,19 @@ class Pools:
             queue: str, own: QueueSlots, *, reserved: int, max_slots: int, side_pool: Pool | None = None
         ) -> None:
             admitter = QueueAdmitter(own, side_queues, names=names)
+            # what comes back may be larger: a worker has added the state of a pipeline, or the result of a batch
+            most_bytes = decoding.PACKED_BYTES if queue == names.intake(lane.name) else None
+
+            def deliveries(prefetch: int) -> Deliveries:
+                return self.broker.deliveries(
+                    queue, prefetch=prefetch, holder=lane.name, most_bytes=most_bytes, weight=decoding.weight
+                )
 
             def new_pool(slots: int) -> Pool:
-                return pool(self.broker.deliveries(queue, prefetch=slots), admitter, slots)
+                return pool(deliveries(slots), admitter, slots)
 
             def scout() -> Pool:
-                return pool(self.broker.deliveries(queue, prefetch=SCOUT_PREFETCH), admitter, 0)
+                return pool(deliveries(SCOUT_PREFETCH), admitter, 0)
 
             self.made.append(new_pool(own.size))
             load = QueueLoad(slots=own.size, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s)
@@ -486,7 +512,13 @@ class Pools:
         intake, due = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
         side_pool = None
         if side_queues is not None:
-            fetching = self.broker.deliveries(side_of(names.intake(lane.name)), prefetch=SIDE_PREFETCH, heads=heads)
+            fetching = self.broker.deliveries(
+                side_of(names.intake(lane.name)),
+                prefetch=SIDE_PREFETCH,
+                heads=heads,
+                holder=lane.name,
+                weight=decoding.weight,
+            )
             side_pool = pool(fetching, SideQueueAdmitter(intake, side_queues), 0)
             self.made.append(side_pool)
         add_queue(names.due(lane.name), due, reserved=lane.due_slots, max_slots=lane.most_due_slots)
@@ -668,7 +700,7 @@ async def assemble(
                 pauses=brake,
             ),
             collector=Collector(
-                broker.deliveries(names.tickets, prefetch=TICKETS),
+                broker.deliveries(names.tickets, prefetch=TICKETS, weight=ticket.weight),
                 specs={lane.name: lane.batches for lane in all_lanes},
                 limits=settings.batch_limits(),
                 batches=budgeting.registry.batches,
@@ -732,7 +764,7 @@ def _control(
     settings: Settings, broker: BrokerParts, settler: Settler, *, store: Store, brake: Brake, providers: Collection[str]
 ) -> Control:
     return Control(
-        broker.deliveries(broker.names.control, prefetch=CONTROL_PREFETCH),
+        broker.deliveries(broker.names.control, prefetch=CONTROL_PREFETCH, most_bytes=MESSAGE_BYTES),
         claiming=settler.claiming,
         settler=settler,
         answers=ControlAnswers(broker.reply_sender, rule=settings.reply_rule(), notices=broker.notices),

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from consumers.background import background_task, end
+from consumers.control import MESSAGE_BYTES
 from consumers.housekeeping import probing, sweeping
 from consumers.slots.activity import WINDOWS, note_ends
 from consumers.spending import CapsSpec, Spending
@@ -106,7 +107,11 @@ async def _answer_status(worker: Worker) -> None:
     while True:
         with suppress(BrokerError):
             async with (
-                Inbox(worker.broker.consuming, bindings=((worker.broker.names.control, STATUS_KEY),)) as inbox,
+                Inbox(
+                    worker.broker.consuming,
+                    bindings=((worker.broker.names.control, STATUS_KEY),),
+                    most_bytes=MESSAGE_BYTES,
+                ) as inbox,
                 background_task(_bind_again(inbox), name="status binding"),
             ):
                 async for question in inbox:

@@ -38,6 +38,7 @@ class FakeDeliveries(Deliveries):
     trouble = None
     prefetch = 4
     is_paused = False
+    is_short_of_room = False
 
     def __init__(self) -> None:
         self.arriving: asyncio.Queue[FakeDelivery | Exception | None] = asyncio.Queue()

@@ -63,6 +63,7 @@ class FakeDelivery(Delivery):
     redelivered: bool = False
     times_delivered: int | None = 1
     is_lost: bool = False
+    cut_bytes: int = 0
 
     @override
     async def ack(self) -> None:

@@ -14,6 +14,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Final, Self
 
 from aiormq.abc import DeliveredMessage
@@ -27,6 +29,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
 from lanekeeper.telemetry import logs, signals
+from topology.broker.memory import HELD_BYTES, HeldBytes, Waiting, size_of
 
 OPEN_TIMEOUT_S = 5
 """If `stop` is called while a channel is opened, it takes effect only when the channel is open or this time is over."""
@@ -45,12 +48,24 @@ class ChannelLost(BrokerError):
 
 
 class Delivery:
-    """A message that was delivered and must be settled by `ack`, `nack` or `reject`."""
+    """A message that was delivered and must be settled by `ack`, `nack` or `reject`. `cut_bytes`: the size of a body
+    that was larger than its queue allows, and was dropped."""
 
-    __slots__ = ("_channel", "_counted", "message", "queue", "redelivered", "tag")
+    __slots__ = ("_channel", "_counted", "_on_settled", "cut_bytes", "message", "queue", "redelivered", "tag")
 
-    def __init__(self, delivered: Delivered, *, queue: str, channel: Channel, counted: bool = True) -> None:
+    def __init__(
+        self,
+        delivered: Delivered,
+        *,
+        queue: str,
+        channel: Channel,
+        counted: bool = True,
+        cut_bytes: int = 0,
+        on_settled: Callable[[int], None] = lambda tag: None,
+    ) -> None:
         self.message: Message = delivered.message
+        self.cut_bytes = cut_bytes
+        self._on_settled = on_settled
         self.queue = queue
         self.redelivered = delivered.redelivered
         self.tag = delivered.tag
@@ -85,6 +100,7 @@ class Delivery:
         await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
     async def _settle(self, call: Awaitable[None]) -> None:
+        self._on_settled(self.tag)
         with border(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
             await call
 
@@ -105,14 +121,33 @@ async def supervised(take: Take, delivery: Delivery, *, on_fault: Take) -> None:
             log.exception(signals.HANDLER_FAILED, where=delivery.queue)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Of the bytes that this process may hold, those of one holder. `most_bytes`: the body of a larger message is
+    dropped when it is delivered. `weight`: how many bytes a message's body takes, also unpacked."""
+
+    held: HeldBytes
+    holder: str
+    most_bytes: int
+    weight: Callable[[Message], int] = lambda message: len(message.body)
+
+    def size(self, message: Message) -> int:
+        """Never so large that there could be no room for it."""
+        return min(self.weight(message) + size_of(message.headers), self.held.at_most // 2)
+
+
 class Session:
     """Consumes one queue on one channel: an iterator over the deliveries, which ends after `stop`, and raises
     ChannelLost if the channel is lost."""
 
-    def __init__(self, channel: Channel, *, queue: str, counted: bool) -> None:
+    def __init__(self, channel: Channel, *, queue: str, counted: bool, share: Share) -> None:
         self._channel = channel
         self._queue = queue
         self._counted = counted
+        self._share = share
+        self._held: dict[int, int] = {}
+        """The size of each message that is not settled, by its tag."""
+        self._without_room: dict[int, Waiting] = {}
         self._tag: str | None = None
         self._consume_lock = asyncio.Lock()
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
@@ -141,6 +176,10 @@ class Session:
                 self._tag = None
                 with suppress(BrokerError), border("cancelling"):
                     await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
+                for delivered, waiting in list(self._without_room.items()):
+                    if self._without_room.pop(delivered, None) is not None:
+                        self._share.held.forget(waiting)
+                        await self._nack(delivered)
 
     async def resume(self) -> None:
         """Consume again, under a new consumer tag, because the broker may still use the old one."""
@@ -171,10 +210,48 @@ class Session:
             raise StopAsyncIteration
         return delivery
 
-    async def _on_delivery(self, found: DeliveredMessage) -> None:
-        self._arrived.put_nowait(
-            Delivery(delivered(found), queue=self._queue, channel=self._channel, counted=self._counted)
+    @property
+    def is_short_of_room(self) -> bool:
+        return bool(self._without_room)
+
+    async def _on_delivery(self, message: DeliveredMessage) -> None:
+        found = delivered(message)
+        if (delivery := self._taken(found, self._queue)) is not None:
+            self._arrived.put_nowait(delivery)
+        elif self._lost is None:
+            tag, share, size = found.tag, self._share, self._share.size(found.message)
+            self._without_room[tag] = share.held.wait(share.holder, size, partial(self._give_back, tag, size))
+
+    def _taken(self, found: Delivered, queue: str) -> Delivery | None:
+        """The delivery, without its body if this is too large. None: there is no room for it."""
+        message, share, cut_bytes = found.message, self._share, 0
+        if len(message.body) > share.most_bytes:
+            cut_bytes, message.body = len(message.body), b""
+        size = share.size(message)
+        if not share.held.take(share.holder, queue, size, redelivered=found.redelivered):
+            return None
+        self._held[found.tag] = size
+        return Delivery(
+            found,
+            queue=queue,
+            channel=self._channel,
+            counted=self._counted,
+            cut_bytes=cut_bytes,
+            on_settled=self._settled,
         )
+
+    def _settled(self, tag: int) -> None:
+        if (size := self._held.pop(tag, None)) is not None:
+            self._share.held.release(self._share.holder, size)
+
+    def _give_back(self, tag: int, size: int) -> None:
+        self._without_room.pop(tag, None)
+        self._share.held.expect(self._share.holder, self._queue, size)
+        self._channel.create_task(self._nack(tag))
+
+    async def _nack(self, tag: int) -> None:
+        with suppress(ChannelLost), border(f"channel lost before {self._queue} delivery {tag}", lost=ChannelLost):
+            await self._channel.basic_nack(tag, requeue=True, wait=False)
 
     def _on_closed(self, closing: "asyncio.Future[object]") -> None:
         error = None if closing.cancelled() else closing.exception()
@@ -187,6 +264,10 @@ class Session:
     def _end(self, reason: str) -> None:
         if self._lost is None:
             self._lost = reason
+            while self._without_room:
+                self._share.held.forget(self._without_room.popitem()[1])
+            while self._held:
+                self._settled(next(iter(self._held)))
             self._arrived.put_nowait(None)
 
 
@@ -251,8 +332,8 @@ class HeadsSession(Session):
     """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, more seldom while the lane is
     idle, passive declarations find out which queues have messages; the answer to a fetch says how many are left."""
 
-    def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool) -> None:
-        super().__init__(channel, queue=queue, counted=counted)
+    def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool, share: Share) -> None:
+        super().__init__(channel, queue=queue, counted=counted, share=share)
         self._heads = heads
         self._fetching = False
         self._next_reading_s = 0.0
@@ -281,7 +362,7 @@ class HeadsSession(Session):
                 raise ChannelLost(f"{self._queue}: {self._lost}")
             if self._stopped:
                 raise StopAsyncIteration
-            if self._fetching and (queue := self._heads.next()) is not None:
+            if self._fetching and not self._without_room and (queue := self._heads.next()) is not None:
                 if (delivery := await self._fetch(queue)) is not None:
                     return delivery
             elif self._fetching and loop.time() >= self._next_reading_s:
@@ -303,8 +384,23 @@ class HeadsSession(Session):
         if found is None:
             self._heads.found(queue, 0)
             return None
+        if (delivery := self._taken(found[0], queue)) is None:
+            self._wait_for_room(found[0], queue)
+            await self._nack(found[0].tag)
+            return None
         self._heads.fetched(queue, left=found[1])
-        return Delivery(found[0], queue=queue, channel=self._channel, counted=self._counted)
+        return delivery
+
+    def _wait_for_room(self, delivered: Delivered, queue: str) -> None:
+        """Fetch nothing until there is room for this message; it is at the front of its queue again."""
+        tag, share, size = delivered.tag, self._share, self._share.size(delivered.message)
+
+        def fetch() -> None:
+            self._without_room.pop(tag, None)
+            share.held.expect(share.holder, queue, size)
+            self._heads.changed.set()
+
+        self._without_room[tag] = share.held.wait(share.holder, size, fetch)
 
     async def _read_lengths(self) -> None:
         asked_ms = time.time_ns() // 1_000_000
@@ -325,7 +421,8 @@ class Deliveries:
 
     `counted`: whether the queue counts how often each message is delivered (quorum queues do). `on_missing` is called
     if the queue does not exist, or if the broker ended the consumer. `heads`: fetch from its queues instead of
-    consuming; `queue` is then only a name for logs.
+    consuming; `queue` is then only a name for logs. `held`: what this process holds, and in it `holder` (None: the
+    queue). `most_bytes`: the body of a larger message is dropped. `weight`: how many bytes a body takes, also unpacked.
     """
 
     brake: str | None = None
@@ -340,7 +437,14 @@ class Deliveries:
         counted: bool = True,
         on_missing: Callable[[], None] = lambda: None,
         heads: Heads | None = None,
+        held: HeldBytes | None = None,
+        holder: str | None = None,
+        most_bytes: int | None = None,
+        weight: Callable[[Message], int] = lambda message: len(message.body),
     ) -> None:
+        held = HeldBytes() if held is None else held
+        most_bytes = held.at_most if most_bytes is None else min(most_bytes, held.at_most)
+        self._share = Share(held=held, holder=holder or queue, most_bytes=most_bytes, weight=weight)
         self._connection = connection
         self.queue = queue
         self.prefetch = prefetch
@@ -362,6 +466,11 @@ class Deliveries:
     @property
     def is_paused(self) -> bool:
         return self._paused is not None
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether it has deliveries that must wait until this process holds less."""
+        return self._session is not None and self._session.is_short_of_room
 
     @property
     def is_stopping(self) -> bool:
@@ -487,9 +596,11 @@ class Deliveries:
     async def _open(self) -> Session:
         channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
         if self._heads is not None:
-            session: Session = HeadsSession(channel, self._heads, queue=self.queue, counted=self._counted)
+            session: Session = HeadsSession(
+                channel, self._heads, queue=self.queue, counted=self._counted, share=self._share
+            )
         else:
-            session = Session(channel, queue=self.queue, counted=self._counted)
+            session = Session(channel, queue=self.queue, counted=self._counted, share=self._share)
         try:
             with border(f"cannot consume {self.queue!r}"):
                 await session.start(prefetch=self.prefetch)
@@ -504,11 +615,14 @@ class Deliveries:
 class Inbox:
     """An exclusive queue for replies or control messages. The broker names it, and deletes it when the connection
     closes. Iterating acknowledges each message as it is read, and raises ChannelLost when the queue is lost.
-    `bindings`: pairs of an exchange and a routing key."""
+    `bindings`: pairs of an exchange and a routing key. `most_bytes`: the body of a larger message is dropped."""
 
-    def __init__(self, connection: Connection, *, bindings: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(
+        self, connection: Connection, *, bindings: tuple[tuple[str, str], ...] = (), most_bytes: int = HELD_BYTES
+    ) -> None:
         self._connection = connection
         self._bindings = bindings
+        self._most_bytes = most_bytes
         self._channel: Channel
         self._session: Session
         self.name = ""
@@ -519,7 +633,8 @@ class Inbox:
             declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
             self.name = declared.queue or ""
             await self.bind()
-            self._session = Session(self._channel, queue=self.name, counted=False)
+            share = Share(held=HeldBytes(), holder=self.name, most_bytes=self._most_bytes)
+            self._session = Session(self._channel, queue=self.name, counted=False, share=share)
             await self._session.start(prefetch=WAITING)
         return self
 

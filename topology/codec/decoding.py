@@ -300,11 +300,7 @@ def unpacked(message: Message) -> bytes:
     """The body, unpacked according to `content_encoding`. Raises RequestProblem (unsupported_media, too_large,
     invalid_request)."""
     if len(message.body) > PACKED_BYTES:
-        raise RequestProblem(
-            "too_large",
-            f"body: {len(message.body)} bytes, allowed are {PACKED_BYTES}; put a larger body into a store, and publish "
-            f"its address and digest ({BODY}, {BODY_SHA256}) with an empty body",
-        )
+        raise larger_than_allowed(len(message.body))
     encoding = (message.content_encoding or "identity").lower()
     if encoding in NOT_PACKED:
         if message.body.startswith(AMQP_VALUE):
@@ -324,6 +320,15 @@ def unpacked(message: Message) -> bytes:
     if not unpacker.eof or unpacker.unused_data:
         raise invalid_request("body: the gzip data is cut short, or something follows it")
     return body
+
+
+def larger_than_allowed(size: int) -> RequestProblem:
+    """The error for a body of so many bytes in a message."""
+    return RequestProblem(
+        "too_large",
+        f"body: {size} bytes, allowed are {PACKED_BYTES}; put a larger body into a store, and publish "
+        f"its address and digest ({BODY}, {BODY_SHA256}) with an empty body",
+    )
 
 
 def weight(message: Message) -> int:

@@ -1,0 +1,164 @@
+"""Bounds how many bytes of messages a process holds: one bound for all its consumers.
+
+RabbitMQ limits by number, never by size, what it delivers before anything is acknowledged. So the bytes are counted
+here. A message for which there is no room is given back to the broker as soon as there is some; until then only its
+delivery tag is kept. Because it counts as unacknowledged, the broker delivers no other message in its place.
+
+No consumer can take all the room. A *holder* (a lane, or another queue) gets room only while it holds no more than is
+left: one alone gets half of the bound, two get a third each, and some is always left for the next one. The reasons are
+in docs/decisions/0028.
+"""
+
+import asyncio
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+MIB: Final = 1024 * 1024
+HELD_BYTES: Final = 64 * MIB
+"""A worker with this bound stays below 512 MiB, the limit in deploy/kubernetes (tests/journeys/test_memory.py): while
+it is worked on, a message exists several times, as what was delivered, as a request, and as what is sent."""
+EXPECTED_FOR_S: Final = 2.0
+"""The room for a message that was given back is kept for so long. Another process may get the message."""
+LATE_S: Final = 10.0
+"""After so long a holder that holds nothing gets room beyond the bound. Else one message that is large could wait as
+long as others are busy."""
+GIVEN_BACK_AFTER_S: Final = 600.0
+"""And after so long any: the broker cancels a consumer, or closes its channel, if a delivery is not acknowledged for
+half an hour."""
+
+
+@dataclass(eq=False, slots=True)
+class Waiting:
+    """Something for which there was no room: its size, and what is called when there is."""
+
+    holder: str
+    size: int
+    then: Callable[[], None]
+    since_s: float
+    timer: asyncio.TimerHandle | None = None
+
+
+@dataclass(slots=True, eq=False)
+class HeldBytes:
+    """The bytes of messages that this process holds, and what waits for room."""
+
+    at_most: int = HELD_BYTES
+    in_all: int = field(default=0, init=False)
+    _held: Counter[str] = field(default_factory=Counter, init=False)
+    _waiting: defaultdict[str, deque[Waiting]] = field(default_factory=lambda: defaultdict(deque), init=False)
+    _expected: defaultdict[tuple[str, str, int], deque[asyncio.TimerHandle]] = field(
+        default_factory=lambda: defaultdict(deque), init=False
+    )
+
+    @property
+    def waiting(self) -> int:
+        """How many messages have no room."""
+        return sum(map(len, self._waiting.values()))
+
+    def take(self, holder: str, queue: str, size: int, *, redelivered: bool) -> bool:
+        """Count a message that was delivered. False: there is no room for it."""
+        if redelivered and (kept := self._expected.get((holder, queue, size))) is not None:
+            kept.popleft().cancel()
+            if not kept:
+                del self._expected[holder, queue, size]
+            return True
+        if holder in self._waiting or not self._has_room(holder, size):
+            return False
+        self._count(holder, size)
+        return True
+
+    def release(self, holder: str, size: int) -> None:
+        self._count(holder, -size)
+        self._serve()
+
+    def wait(self, holder: str, size: int, then: Callable[[], None]) -> Waiting:
+        """When there is room for so many bytes, count them, and call `then`: holder by holder, in order."""
+        loop = asyncio.get_running_loop()
+        waiting = Waiting(holder, size, then, loop.time())
+        self._waiting[holder].append(waiting)
+        waiting.timer = loop.call_later(LATE_S, self._look_late, waiting)
+        return waiting
+
+    def forget(self, waiting: Waiting) -> None:
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        if (line := self._waiting.get(waiting.holder)) is not None and waiting in line:
+            line.remove(waiting)
+            if not line:
+                del self._waiting[waiting.holder]
+            self._serve()
+
+    def expect(self, holder: str, queue: str, size: int) -> None:
+        """Keep the room that was counted for a message until it is delivered again, or for `EXPECTED_FOR_S`."""
+        kept = self._expected[holder, queue, size]
+
+        def end() -> None:
+            kept.popleft()
+            if not kept:
+                del self._expected[holder, queue, size]
+            self.release(holder, size)
+
+        kept.append(asyncio.get_running_loop().call_later(EXPECTED_FOR_S, end))
+
+    @asynccontextmanager
+    async def room(self, holder: str, size: int) -> AsyncIterator[None]:
+        """Wait for room for so many bytes that are in no message; they count until the end of the block. What is larger
+        than half of the bound counts as half."""
+        size = min(size, self.at_most // 2)
+        if not self.take(holder, "", size, redelivered=False):
+            has_room = asyncio.get_running_loop().create_future()
+            waiting = self.wait(holder, size, lambda: None if has_room.done() else has_room.set_result(None))
+            try:
+                await has_room
+            except asyncio.CancelledError:
+                self.forget(waiting)
+                if has_room.done() and not has_room.cancelled():
+                    self.release(holder, size)
+                raise
+        try:
+            yield
+        finally:
+            self.release(holder, size)
+
+    def _has_room(self, holder: str, size: int) -> bool:
+        return self._held[holder] + size <= self.at_most - self.in_all
+
+    def _count(self, holder: str, size: int) -> None:
+        self.in_all += size
+        self._held[holder] += size
+
+    def _serve(self) -> None:
+        for holder in sorted(self._waiting, key=lambda each: self._held[each]):
+            while (line := self._waiting.get(holder)) and self._has_room(holder, line[0].size):
+                self._admit(line[0])
+
+    def _look_late(self, waiting: Waiting) -> None:
+        loop = asyncio.get_running_loop()
+        is_first = self._waiting[waiting.holder][0] is waiting
+        if (is_first and not self._held[waiting.holder]) or loop.time() - waiting.since_s >= GIVEN_BACK_AFTER_S:
+            self._admit(waiting)
+        else:
+            waiting.timer = loop.call_later(LATE_S, self._look_late, waiting)
+
+    def _admit(self, waiting: Waiting) -> None:
+        line = self._waiting[waiting.holder]
+        line.remove(waiting)
+        if not line:
+            del self._waiting[waiting.holder]
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        self._count(waiting.holder, waiting.size)
+        waiting.then()
+
+
+def size_of(headers: Mapping[str, Any]) -> int:
+    """How many bytes a message's headers take, about: requesters may send large ones."""
+    size = 0
+    for name, value in headers.items():
+        size += len(name) + (len(value) if isinstance(value, str | bytes) else 8)
+        if isinstance(value, list | dict):
+            size += len(repr(value))
+    return size
