@@ -7,6 +7,7 @@ and its rate limits allow the call at once, because an attempt waits for its rat
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, assert_never
@@ -63,7 +64,7 @@ class _FailedCall(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Attempts:
     """Makes one attempt to get an answer for a job (a delivery that is worked on): calls a provider, and another one if
-    that call fails."""
+    that call fails. `call_begins`: awaited before the first call."""
 
     registry: Registry
     _: KW_ONLY
@@ -76,6 +77,7 @@ class Attempts:
     now_ms: NowMs = now_ms
     rng: random.Random = field(default_factory=random.Random)
     handlers: Handlers = field(default_factory=Handlers)
+    call_begins: Callable[[Job], Awaitable[None]]
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
         """Make one attempt within the time left until the request's deadline, and return its outcome. When this method
@@ -133,7 +135,7 @@ class Attempts:
     async def _read_result(self, job: Job, line: bytes) -> Answer:
         """The answer that a provider's batch gave to the request: nothing is called."""
         assert job.batch is not None
-        self._begin(job)
+        await self._begin(job)
         batch = job.batch
         route = Route(provider=batch.provider, model=batch.model, name=batch.model, account=batch.account)
         return await self.registry.from_batch(route, line)
@@ -144,7 +146,7 @@ class Attempts:
         # after an attempt that failed, which may have been its neighbours' fault or have been theirs, once alone
         alone = job.hop.attempts % 2 == 1
         async with self.handlers.turn(name, caller, alone=alone) as call:
-            self._begin(job)
+            await self._begin(job)
             try:
                 body = await call(request.body, request.call_s)
             except HandlerDied as died:
@@ -154,7 +156,8 @@ class Attempts:
                 raise
             return Answer(body=body, model=name, provider=HANDLER)
 
-    def _begin(self, job: Job) -> None:
+    async def _begin(self, job: Job) -> None:
+        await self.call_begins(job)
         job.attempted = Attempted(started_ms=self.now_ms())
         self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
         if job.progress is not None:
@@ -174,7 +177,7 @@ class Attempts:
             if permit is None:
                 continue
             if failed is None:
-                self._begin(job)
+                await self._begin(job)
             else:
                 _restart(failed, route, parts)
                 limit.reschedule(ends_s)

@@ -36,6 +36,10 @@ from lanekeeper.telemetry import logs, signals
 RENEW_EVERY_S = 0.5
 """The seconds between two renewals of a process's claims. The store's answer to a renewal also says which requests were
 cancelled, so the call to a provider for a cancelled request ends within this time and one round trip to the store."""
+WAITS_FROM = 2
+"""At this renewal of its claim a request whose call has not begun counts as waiting. Most calls begin at once, and cost
+no write to the store for it."""
+NOTE_WITHIN_S = 1.0
 RELEASE_AWAITED_S = 1.0
 RELEASE_WITHIN_S = 60.0
 RELEASES_AT_MOST = 1000
@@ -77,11 +81,30 @@ class Claiming:
         except StoreUnavailable as error:  # jobs continue: without the store, no other worker can get their claims
             log.debug(signals.RENEWAL_FAILED, error=str(error))
             return
+        for held, waiting in self._held.items():
+            waiting.renewals += 1
+            if waiting.renewals >= WAITS_FROM and waiting.attempted is None and waiting.noting is None:
+                waiting.noting = self._background.begin(self._note_waiting(held), name=f"waits {waiting.id}")
         for held, why in stops.items():
             if (job := self._held.get(held)) is not None and job.stopped is None:
                 with logs.about(job):
                     log.info(signals.REQUEST_STOPPED, reason=why.value)
                 job.stop(why)
+
+    async def call_begins(self, job: Job) -> None:
+        """Call it before a request's first call: from now on the request may be at fault if this process dies. Awaits
+        the store only if the request has waited for its call."""
+        if job.noting is None or job.claim is None:
+            return
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(NOTE_WITHIN_S):
+                await asyncio.wait({job.noting})
+                await self._store.note_waiting(job.claim, is_waiting=False)
+        job.noting = None
+
+    async def _note_waiting(self, held: Held) -> None:
+        with suppress(StoreUnavailable):
+            await self._store.note_waiting(held, is_waiting=True)
 
     async def claim(self, job: Job) -> ClaimAnswer:
         """Ask the store for the claim of a job's request. Raises StoreUnavailable after `CLAIM_WITHIN_S`.

@@ -10,7 +10,7 @@ from typing import Any
 
 from consumers.clock import NowMs, now_ms
 from consumers.job import Job, Source, source_of
-from consumers.outcomes import Outcome, Refused, ended
+from consumers.outcomes import Deferred, Outcome, Refused, ended
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -66,6 +66,11 @@ class Fallen:
                 "deadline_exceeded", f"expired in {queue}" + (f" after its expiration of {bound} ms" if bound else "")
             )
         if message.exchange == self._names.fallen and reason == "delivery_limit":
+            if job.lane is not None and not job.deaths:
+                # The broker also counts deliveries that only waited in workers which others killed. Under what kills
+                # them itself they go on dying, and it comes here again.
+                job.died = True
+                return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
             return ended("poison", f"delivered from {queue} again and again, and never settled")
         return ended("internal", f"fell out of exchange {message.exchange!r}, queue {queue!r}, reason {reason!r}")
 

@@ -178,6 +178,10 @@ class Job:
         self.span: Span = INVALID_SPAN
         self.standing: Standing | None = None
         self.died = False
+        self.renewals = 0
+        """How often its claim was renewed."""
+        self.noting: asyncio.Task[None] | None = None
+        """Notes in the store that it waits."""
         self.stopped: Stop | None = None
         self.waiting: Interruptible | None = None
 

@@ -111,7 +111,8 @@ class Granted:
     token: int
     """The fencing token: higher than that of every earlier claim of the request."""
     deaths: int = 0
-    """How many workers that held the claim earlier did not release it, because they died or hung."""
+    """How many workers that held the claim earlier did not release it, because they died or hung while the request did
+    not wait."""
     followed: bool = False
 
 
@@ -532,6 +533,10 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
     async def shelter(self, held: Held) -> None:
         """Let no redelivery of the message take the claim over while its lease is valid, because the request has an
         answer that was paid for, and storing it may take longer than the delivery lasts."""
+
+    async def note_waiting(self, held: Held, *, is_waiting: bool) -> None:
+        """Note that the request of a claim waits, so that it is not at fault if its worker dies (`Granted.deaths`); or
+        that it waits no longer, which is how each claim begins."""
 
     async def release(
         self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""

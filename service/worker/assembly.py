@@ -857,6 +857,7 @@ def _handler(
             lifecycle=lifecycle,
             pausing=pausing,
             policy=settings.retry_policy(),
+            call_begins=claiming.call_begins,
         ),
         replies=settler.replies,
         webhooks=settler.webhooks,

@@ -13,6 +13,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.attempt import Attempts
+from consumers.claiming import Claiming
 from consumers.failures import TIMEOUT, RetryPolicy
 from consumers.gates import BudgetGate
 from consumers.job import Chain, Decoded, Job, Reserved, Route
@@ -30,6 +31,7 @@ from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.support.jobs import NOW_MS, Bench, Told, decoded, read
+from tests.support.memory_store import MemoryStore
 from topology.lanes import NORMAL
 
 MODEL, FALLBACK = "claude-haiku-5-5", "claude-sonnet-5-5"
@@ -82,6 +84,7 @@ class TwoProviders:
             policy=RetryPolicy(),
             now_ms=self.now_ms,
             rng=rng,
+            call_begins=Claiming(MemoryStore()).call_begins,
         )
 
     def now_ms(self) -> int:

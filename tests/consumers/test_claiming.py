@@ -395,3 +395,27 @@ async def test_what_is_expected_to_come_is_known_for_a_minute_after_its_deadline
     store = Noting()
     await Claiming(store).expect(Identity("", "m-1"), deadline_ms=NOW_MS)
     assert store.kept_until_ms == NOW_MS + 60_000
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "calls", "counted"), [(0.0, True, 1), (5.0, False, 0), (5.0, True, 1)], ids=["at once", "waits", "late"]
+)
+def test_a_death_counts_for_a_request_only_if_its_call_had_begun(waits_s: float, calls: bool, counted: int) -> None:
+    async def story() -> int:
+        store = MemoryStore()
+        claiming, job = Claiming(store), Bench().job(exchange="lane.due")
+        renewing = asyncio.create_task(claiming.run())
+        assert isinstance(await claiming.claim(job), Granted)
+        await asyncio.sleep(waits_s)
+        if calls:
+            await claiming.call_begins(job)
+            job.attempted = Attempted(started_ms=NOW_MS)
+            await asyncio.sleep(2)
+        renewing.cancel()  # the worker dies
+        again = Bench().job(exchange="lane.due")
+        again.delivery.redelivered = True
+        found = await Claiming(store).claim(again)
+        assert isinstance(found, Granted)
+        return found.deaths
+
+    assert virtually(story()) == counted

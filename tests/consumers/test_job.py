@@ -18,7 +18,7 @@ from consumers.job import (
     side_priority,
     tenant_of,
 )
-from consumers.outcomes import Buried, Refused
+from consumers.outcomes import Buried, Deferred, Refused
 from consumers.settle import set_aside
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
@@ -234,7 +234,14 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
             "deadline_exceeded",
             "after its expiration of 500 ms",
         ),
-        ("lane.fallen", "batch.a.b", death("lane.batch.due", "delivery_limit"), Buried, "poison", "lane.batch.due"),
+        (
+            "lane.fallen",
+            "batch.a.b",
+            {**death("lane.batch.due", "delivery_limit"), n.DEATHS: 1},
+            Buried,
+            "poison",
+            "lane.batch.due",
+        ),
         (
             "lane.requests",
             "urgent.a.b",
@@ -267,6 +274,16 @@ async def test_the_outcome_of_a_fallen_request_follows_from_its_last_death(
     assert isinstance(outcome, kind)
     assert outcome.problem.code == code
     assert named in outcome.problem.detail
+
+
+async def test_a_request_that_exceeds_the_delivery_limit_for_the_first_time_goes_back_to_its_lane() -> None:
+    """It may only have waited in workers that another request killed."""
+    delivery = Bench().delivery(
+        exchange="lane.fallen", routing_key="batch.a.b", headers=death("lane.batch", "delivery_limit")
+    )
+    job = FALLEN.job_of(delivery)
+    assert isinstance(await FALLEN.handle(job), Deferred)
+    assert job.deaths == 1
 
 
 @pytest.mark.parametrize(

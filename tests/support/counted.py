@@ -386,7 +386,7 @@ def _slowed(name: str) -> Callable[..., Awaitable[Any]]:
     return call
 
 
-for _name in ("claim", "renew", "shelter", "release", "complete", "defer"):
+for _name in ("claim", "renew", "shelter", "note_waiting", "release", "complete", "defer"):
     setattr(_SlowStore, _name, _slowed(_name))
 
 

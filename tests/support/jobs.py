@@ -217,6 +217,7 @@ def attempts(
     pausing: Pausing | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
     budget_gate: BudgetGate | None = None,
+    claiming: Claiming | None = None,
 ) -> Attempts:
     """An `Attempts`. Unless `budget_gate` is given, its budget suffices for everything."""
     breakers, rng, spec = breakers or Breakers(), random.Random(5), BudgetSpec()
@@ -238,6 +239,7 @@ def attempts(
         policy=RetryPolicy(),
         now_ms=now_ms,
         rng=rng,
+        call_begins=(claiming or Claiming(MemoryStore())).call_begins,
     )
 
 

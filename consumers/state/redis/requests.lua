@@ -42,7 +42,7 @@ local function runs_again(row, dead_at)
 end
 local function other_body(row, hash) return row.hash ~= '' and row.hash ~= hash end
 local function is_held(row, mark, redelivered, nonce)
-  local is_own = row.mark == mark and row.nonce:sub(1, 1) == nonce:sub(1, 1)
+  local is_own = row.mark == mark and row.nonce:sub(1, 1):lower() == nonce:sub(1, 1)
   return row.lease > now and not (redelivered == '1' and is_own)
 end
 local function ending_for(row, mark)
@@ -79,7 +79,7 @@ function run.claim(lease_ms, keep_ms, cancelled_ms, hash, mark, redelivered, dea
       end_as_cancelled(cancelled_ms)
       return {'ended', 1, ending()}
     end
-    attempts, deaths = row.attempts, row.deaths + (row.lease > 0 and 1 or 0)
+    attempts, deaths = row.attempts, row.deaths + (row.lease > 0 and not row.nonce:find('^%u') and 1 or 0)
   end
   -- of a request that has not ended, the field `headers` says where its pipeline stands
   local step = row and row.status == '' and redis.call('HGET', request, 'headers') or ''
@@ -115,6 +115,15 @@ function run.shelter(token)
   local row = read(request)
   if row and row.token == tonumber(token) and row.lease > 0 and not row.ended then
     redis.call('HSET', request, 'nonce', '')
+  end
+end
+
+function run.note_waiting(token, is_waiting)
+  local row = read(request)
+  if row and row.token == tonumber(token) and row.lease > 0 and not row.ended then
+    local kind = row.nonce:sub(1, 1)
+    kind = is_waiting == '1' and kind:upper() or kind:lower()
+    redis.call('HSET', request, 'nonce', kind .. row.nonce:sub(2))
   end
 end
 

@@ -98,6 +98,9 @@ class RedisStore:
     async def shelter(self, held: Held) -> None:
         await self._run("shelter", self._keys(held.identity), held.token)
 
+    async def note_waiting(self, held: Held, *, is_waiting: bool) -> None:
+        await self._run("note_waiting", self._keys(held.identity), held.token, int(is_waiting))
+
     async def release(
         self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""
     ) -> None:

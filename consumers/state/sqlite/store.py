@@ -408,6 +408,7 @@ class SqliteStore:
 
     renew = _in_writer(Tables.renew, durable=False)
     shelter = _in_writer(Tables.shelter, durable=False)
+    note_waiting = _in_writer(Tables.note_waiting, durable=False)
     release = _in_writer(Tables.release)
     defer = _in_writer(Tables.defer)
     note = _in_writer(Tables.note)

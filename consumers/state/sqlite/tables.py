@@ -81,10 +81,20 @@ class Row(NamedTuple):
         """True if the message is the dead letter of the stored error, and was published again."""
         return self.ended and self.status == "error" and message.dead_at_ms == self.ended_ms
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether its holder has noted that the request waits: the first letter of the nonce is large then."""
+        return (self.nonce or b"")[:1].isupper()
+
+    @property
+    def all_deaths(self) -> int:
+        """With that of its holder, if this has not released the claim."""
+        return self.deaths + (self.lease_ms > 0 and not self.is_waiting)
+
     def is_held_against(self, message: Fingerprint, now: int) -> bool:
         """True if a worker holds the claim for another message, and the lease is valid. A message that was redelivered
         may take over its own earlier claim."""
-        is_own = self.mark == message.mark and (self.nonce or b"")[:1] == message.nonce[:1]
+        is_own = self.mark == message.mark and (self.nonce or b"")[:1].lower() == message.nonce[:1]
         return self.lease_ms > now and not (message.redelivered and is_own)
 
     def ended_by(self, completion: Completion) -> "Row":
@@ -338,7 +348,7 @@ class Tables:
         if row.cancelling:  # the holder died before it could end the request
             self._end_as_cancelled(at, identity, row)
             return base.Ended(completion=row.completion(), is_same_message=True)
-        return self._grant(at, identity, message, row, attempts=row.attempts, deaths=row.deaths + bool(row.lease_ms))
+        return self._grant(at, identity, message, row, attempts=row.attempts, deaths=row.all_deaths)
 
     def renew(self, at: Times, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
         claims = as_json([(claim.identity.tenant, claim.identity.id, claim.token, claim.item_of) for claim in held])
@@ -352,6 +362,12 @@ class Tables:
         row = self.read(at, held.identity)
         if row is not None and row.token == held.token and row.lease_ms:
             self._write(held.identity, row._replace(nonce=None))
+
+    def note_waiting(self, at: Times, held: Held, *, is_waiting: bool) -> None:
+        row = self.read(at, held.identity)
+        if row is not None and row.token == held.token and row.lease_ms and row.nonce:
+            kind = row.nonce[:1].upper() if is_waiting else row.nonce[:1].lower()
+            self._write(held.identity, row._replace(nonce=kind + row.nonce[1:]))
 
     def release(
         self,

@@ -269,6 +269,33 @@ async def test_holders_that_never_released_their_claim_are_counted(store: Store)
     assert [await deaths(store) for _ in range(4)] == [1, 2, 3, 4]
 
 
+async def test_a_holder_whose_request_waits_is_not_counted(store: Store) -> None:
+    async def taken_over(number: int) -> tuple[Held, int]:
+        found = await store.claim(ME, fingerprint(redelivered=True, nonce=b"q%d" % number))
+        assert isinstance(found, Granted)
+        return Held(ME, found.token), found.deaths
+
+    first, _ = await taken_over(1)
+    await store.note_waiting(first, is_waiting=True)
+    second, deaths = await taken_over(2)
+    assert deaths == 0, "the first waited"
+    await store.note_waiting(second, is_waiting=True)
+    await store.note_waiting(second, is_waiting=False)
+    third, deaths = await taken_over(3)
+    assert deaths == 1, "the second waited no longer"
+    await store.note_waiting(second, is_waiting=True)
+    assert (await taken_over(4))[1] == 2, "who holds the claim no longer notes nothing"
+    assert third.token > second.token
+
+
+async def test_while_a_request_waits_only_its_own_message_takes_over_its_claim(store: Store) -> None:
+    await store.note_waiting(Held(ME, await granted(store, nonce=b"q1")), is_waiting=True)
+
+    assert isinstance(await store.claim(ME, fingerprint(mark="other", redelivered=True, nonce=b"q2")), Running)
+    assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"s2")), Running)
+    assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2")), Granted)
+
+
 async def test_a_release_by_a_worker_that_survived_the_request_forgets_earlier_deaths(store: Store) -> None:
     for _ in range(3):
         token = await granted(store, redelivered=True)

@@ -43,6 +43,7 @@ steps = st.one_of(
     st.tuples(st.just("renew"), identities, nth),
     st.tuples(st.just("release"), identities, nth, due, st.booleans()),
     st.tuples(st.just("shelter"), identities, nth),
+    st.tuples(st.just("note_waiting"), identities, nth, st.booleans()),
     st.tuples(st.just("defer"), identities, due),
     st.tuples(st.just("note"), identities, endings),
     st.tuples(st.just("cancel"), identities),
@@ -90,6 +91,10 @@ class Player:
     async def _shelter(self, identity: Identity, which: int) -> None:
         if held := self._held(identity, which):
             await self._store.shelter(held)
+
+    async def _note_waiting(self, identity: Identity, which: int, is_waiting: bool) -> None:
+        if held := self._held(identity, which):
+            await self._store.note_waiting(held, is_waiting=is_waiting)
 
     async def _defer(self, identity: Identity, due_ms: int) -> None:
         await self._store.defer(identity, due_ms=due_ms, keep_until_ms=LATE_MS)

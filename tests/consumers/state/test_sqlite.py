@@ -310,6 +310,7 @@ def waits_for_the_disk(tables: Tables, _: Times) -> bool:
         (lambda store: store.claim(ME, fingerprint()), False),
         (lambda store: store.renew([]), False),
         (lambda store: store.shelter(Held(ME, 1)), False),
+        (lambda store: store.note_waiting(Held(ME, 1), is_waiting=True), False),
         (lambda store: store.append([]), False),
         (lambda store: store.submission(ME), False),
         (lambda store: store.firings(), False),

@@ -1,0 +1,177 @@
+"""A worker with 512 MiB, the limit in deploy/kubernetes, takes whatever is sent to its queues: it is not killed, and
+each request is answered or refused. The test prints the most memory that the worker used so far after each part."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from consumers.flows.webhooks import Post
+from lanekeeper.contract import names as n
+from service.simulated.app import SimulatedOptions
+from service.simulated.batches import BatchOptions
+from tests.support.brokers import Vhost
+from tests.support.endpoint import Endpoint, endpoint
+from tests.support.limited import cgroup
+from tests.support.processes import Running, environment, interpreter, run
+from tests.support.requester import Requester, requester
+from tests.support.serving import HELD, HeldCalls
+from tests.support.waiting import until
+
+MIB = 1024 * 1024
+LIMIT_BYTES = 512 * MIB
+KEY = "normal.tests.ask"
+SETTINGS = {
+    "LANEKEEPER_SPEAKERS": "guest",
+    "LANEKEEPER_LANES__NORMAL__SLOTS": "4",
+    "LANEKEEPER_LANES__NORMAL__SLOTS_MAX": "4",
+    "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "true",
+}
+pytestmark = pytest.mark.slow
+
+
+class Limited:
+    """A worker with little memory, its provider, and an application."""
+
+    def __init__(self, running: Running, api: HeldCalls, app: Requester, vhost: Vhost) -> None:
+        self.vhost = vhost
+        self.running = running
+        self.api = api
+        self.app = app
+
+    def report(self, what: str) -> int:
+        """Print and return the most memory that it used, in MiB."""
+        assert not self.running.has_ended, f"{what}: ended with {self.running.process.returncode}"
+        status = Path(f"/proc/{self.running.process.pid}/status").read_text()
+        (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        most_mib = int(line.split()[1]) // 1024
+        print(f"{what}: at most {most_mib} MiB")
+        return most_mib
+
+
+@asynccontextmanager
+async def limited(vhost: Vhost, folder: Path, hook: Endpoint) -> AsyncIterator[Limited]:
+    options = SimulatedOptions(batches=BatchOptions(processing_s=3600))
+    with cgroup(LIMIT_BYTES) as group:
+        async with HeldCalls(options) as api, requester(vhost) as app:
+            environ = environment(vhost, api, CGROUP=str(group or ""), **SETTINGS, **hook.environment())
+            assert (await run("topology", "apply", environ=environ, folder=folder))[0] == 0
+            for begin in range(0, COUNT, 50):
+                await asyncio.gather(*(_publish_gathered(app, f"m-{number}") for number in range(begin, begin + 50)))
+            async with interpreter(
+                "consume", environ=environ, folder=folder, module="tests.support.limited"
+            ) as running:
+                await running.ready()
+                print(f"in a cgroup: {group}")
+                yield Limited(running, api, app, vhost)
+                running.send(signal.SIGTERM)
+                assert await running.ended() == 0
+
+
+COUNT = int(os.environ.get("COUNT", "1500"))
+
+
+async def test_a_worker_with_512_mebibytes_is_not_killed(vhost: Vhost, tmp_path: Path) -> None:
+    async with endpoint() as hook, limited(vhost, tmp_path, hook) as worker:
+        worker.report("started")
+        try:
+            app = worker.app
+            running = await app.publish({"prompt": f"neighbour {HELD}"}, key=KEY, headers={n.TENANT: "neighbour"})
+            for part in os.environ.get("PARTS", "gathered,large,aside,control,webhooks").split(","):
+                began_s = time.monotonic()
+                await PARTS[part](worker, hook)
+                worker.report(f"{part} {time.monotonic() - began_s:.1f}")
+            worker.api.release("neighbour")
+            assert (await app.final(running)).status == "ok"
+            assert worker.report("end") < LIMIT_BYTES // MIB
+            assert len(worker.api.calls) == len({call.prompt for call in worker.api.calls})
+        finally:
+            for each in worker.running.events[-5:]:
+                print({name: str(value)[:300] for name, value in each.items() if name not in ("timestamp", "service")})
+
+
+async def gathered(worker: Limited, hook: Endpoint) -> None:
+    made = worker.api.batches.all
+
+    def is_done() -> bool:
+        found = worker.vhost.api("GET", f"queues/{worker.vhost.quoted}/lane.batches")
+        print(worker.report("gathering"), len(made), found.get("messages"), found.get("messages_unacknowledged"))
+        return found.get("messages", 1) == 0 and len(made) > 5
+
+    began_s = time.monotonic()
+    while not is_done() and time.monotonic() < began_s + 120:
+        await asyncio.sleep(3)
+
+
+async def large(worker: Limited, hook: Endpoint) -> None:
+    app = worker.app
+    held = [
+        await app.publish({"prompt": f"l-{number} {HELD}"}, key=KEY, headers={n.TENANT: f"l-{number % 3}"})
+        for number in range(60)
+    ]
+    await until(lambda: worker.api.running == 4)
+    body = os.urandom(10 * MIB)
+    refused = [await app.publish(body, key=KEY, headers={n.TENANT: "large"}) for _ in range(60)]
+    for each in refused:
+        reply = await app.final(each)
+        assert (reply.code, str(len(body)) in reply.json["detail"]) == ("too_large", True)
+    worker.api.release("l-")
+    assert {(await app.final(each)).status for each in held} == {"ok"}
+
+
+async def aside(worker: Limited, hook: Endpoint) -> None:
+    app = worker.app
+    bodies = [{"prompt": f"s-{number} {HELD}" + os.urandom(MIB // 2 - 100).hex()} for number in range(100)]
+    asked = [
+        await app.publish(body, key=KEY, headers={n.TENANT: f"s-{number % 10}"}) for number, body in enumerate(bodies)
+    ]
+    await until(lambda: worker.api.running == 4)
+
+    async def stand_aside() -> bool:
+        return sum([await app.depth(f"lane.normal.side.{number:02}") for number in range(8)]) > 40
+
+    await until(stand_aside)
+    print("aside", worker.report("aside"))
+    worker.api.release("s-")
+    assert {(await app.final(each, within_s=60)).status for each in asked} == {"ok"}
+
+
+async def control(worker: Limited, hook: Endpoint) -> None:
+    app = worker.app
+    body = b'{"cancel": "' + b"x" * (10 * MIB) + b'"}'
+    asked = [await app.publish(body, exchange="lane.control", key="cancel", message_type="cancel") for _ in range(20)]
+    for each in asked:
+        await until(lambda each=each: app.replies[each])
+        assert app.replies[each][0].code == "invalid_request"
+
+
+async def webhooks(worker: Limited, hook: Endpoint) -> None:
+    app = worker.app
+    hook.answer = lambda posted: 0.3
+    for number in range(24):
+        post = Post(
+            url=hook.url(), id=f"w-{number}", status="ok", routing_key=KEY, content_type="application/json", tenant=""
+        )
+        await app.publish(b"x" * (12 * MIB), exchange="lane.webhooks", key="webhook.normal", headers=post.headers())
+    await until(lambda: len({post.id for post in hook.posts}) == 24, within_s=60)
+
+
+PARTS = {"gathered": gathered, "large": large, "aside": aside, "control": control, "webhooks": webhooks}
+
+
+async def _publish_gathered(app: Requester, id: str) -> None:
+    now_ms = int(time.time() * 1000)
+    prompt = os.urandom(90_000).hex() + "x" * 55_000
+    body = {"model": "claude-haiku-5-5", "max_tokens": 10, "messages": [{"role": "user", "content": prompt}]}
+    batch = {
+        "account": "anthropic/haiku", "provider": "anthropic", "model": "claude-haiku-5-5", "tokens": 20,
+        "deadline_ms": now_ms + 86_400_000, "tenant": "",
+    }  # fmt: skip
+    headers = {n.BATCH: json.dumps(batch), n.ROUTING_KEY: "batch.tests.ask", n.FIRST_SEEN_MS: now_ms}
+    await app.publish(body, exchange="", key="lane.batches", headers=headers, message_id=id, reply_to=None)
