@@ -119,6 +119,9 @@ class Status:
     """How many requests are gathered for providers' batches, or are in one. None: the broker does not tell."""
     batches: Mapping[str, int] = field(default_factory=dict)
     """What became of batches, and of requests in them, since the workers started."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Of all workers together: how many bytes of messages they hold and may hold, how many messages have no room, and
+    how many processes of theirs the kernel has killed for memory (`kills`)."""
     undelivered: int = 0
     dead_letters: Mapping[str, int] = field(default_factory=dict)
     control: Mapping[str, int] = field(default_factory=dict)
@@ -245,6 +248,7 @@ def _merged(
         dead=_ready(found, [names.dead]),
         in_batches=None if gathering is None else gathering + in_hand,
         batches=batches,
+        memory=_sums(answers, "memory"),
         undelivered=sum(answer.get("undelivered", 0) for answer in answers),
         dead_letters=_sums(answers, "dead_letters"),
         control=_sums(answers, "control"),

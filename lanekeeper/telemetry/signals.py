@@ -13,6 +13,7 @@ from typing import Final
 
 # Log events; docs/logs.md explains those that need it. First the service as a whole.
 SERVICE_READY: Final = "service.ready"
+MEMORY_KILLED: Final = "service.memory_killed"
 SERVICE_STOPPING: Final = "service.stopping"
 SERVICE_STOPPED: Final = "service.stopped"
 GATEWAY_READY: Final = "gateway.ready"

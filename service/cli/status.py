@@ -185,6 +185,8 @@ def _show_status(found: "Status", console: "Console") -> None:
     for counts, words in ((found.dead_letters, DEAD_LETTERS), (found.webhooks, WEBHOOKS), (found.control, CONTROL)):
         if text := ", ".join(f"{count} {words[name]}" for name in words if (count := counts.get(name))):
             say(f"since the workers began: {text}")
+    if kills := found.memory.get("kills"):
+        say(f"the kernel has killed {kills} processes of workers at their memory limit")
     if found.undelivered:
         say(f"{found.undelivered} replies were never taken by their queues")
     if found.simulated:

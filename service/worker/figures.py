@@ -21,6 +21,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerError
 from lanekeeper.telemetry.figures import added
 from service.metrics import Sample, Source, of_connection, of_publishes, of_store
 from service.status import packed
+from service.worker.memory import memory_kills
 from topology.broker.consume import Heads
 from topology.lanes import LaneSpec
 
@@ -151,6 +152,12 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
         },
         "prices_as_of": budgeting.registry.prices.source,
         "simulated": worker.simulated,
+        "memory": {
+            "held_bytes": worker.broker.held.in_all,
+            "at_most_bytes": worker.broker.held.at_most,
+            "without_room": worker.broker.held.waiting,
+            "kills": memory_kills() or 0,
+        },
         "tenants": {lane: slots.snapshot() for lane, slots in worker.lane_slots.items()},
         "failures": list(worker.settler.lifecycle.failures),
         "undelivered": worker.settler.reply_retries.given_up,

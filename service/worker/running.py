@@ -21,6 +21,7 @@ from lanekeeper.telemetry import logs, signals
 from service.status import quantiles
 from service.worker.assembly import Worker
 from service.worker.figures import status
+from service.worker.memory import memory_kills
 from topology.broker.consume import Inbox
 
 SUMMARY_EVERY_S = 60
@@ -35,6 +36,8 @@ async def run(
 ) -> None:
     """Run until `stop` is set. Then take no more, return what has not begun, let calls finish within `grace_s`, and
     return the rest. If a lane has lost slots, `stop` is set here, and RuntimeError raised at the end."""
+    if kills := memory_kills():
+        log.warning(signals.MEMORY_KILLED, kills=kills)
     beside_lanes = (worker.posting, worker.gatherer, worker.collector)
     async with asyncio.TaskGroup() as group:
         consuming = {

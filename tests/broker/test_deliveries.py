@@ -15,6 +15,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from tests.support.brokers import Vhost, close_connection
 from tests.support.waiting import until
 from topology.broker.consume import ChannelLost, Deliveries, Delivery
+from topology.broker.memory import EXPECTED_FOR_S, HeldBytes
 
 QUORUM: dict[str, Any] = {"x-queue-type": "quorum"}
 
@@ -47,10 +48,15 @@ class Lines:
 
     @asynccontextmanager
     async def at_work(
-        self, work: Callable[[Delivery], Coroutine[Any, Any, None]], *, prefetch: int = 4, counted: bool = True
+        self,
+        work: Callable[[Delivery], Coroutine[Any, Any, None]],
+        *,
+        prefetch: int = 4,
+        counted: bool = True,
+        **more: Any,
     ) -> AsyncIterator[Deliveries]:
         """Like a pool: a task for each delivery, until stopped or the channel is lost."""
-        deliveries = Deliveries(self.consuming, queue="some", prefetch=prefetch, counted=counted)
+        deliveries = Deliveries(self.consuming, queue="some", prefetch=prefetch, counted=counted, **more)
 
         async def run() -> None:
             async with aclosing(deliveries.sessions()) as sessions:
@@ -308,3 +314,60 @@ async def test_a_stop_does_not_wait_for_a_missing_connection(lines: Lines) -> No
         loop = asyncio.get_running_loop()
         began_s = loop.time()
     assert loop.time() - began_s < 10
+
+
+@pytest.mark.oldest_version
+async def test_what_has_no_room_comes_when_there_is_some_and_others_are_delivered_meanwhile(lines: Lines) -> None:
+    held, taken = HeldBytes(4000), list[Delivery]()
+
+    async def hold(delivery: Delivery) -> None:
+        taken.append(delivery)
+
+    await lines.publish(*(b"%d" % at * 1000 for at in range(6)))
+    async with lines.at_work(hold, prefetch=6, held=held) as deliveries:
+        await until(lambda: len(taken) == 2 and deliveries.is_short_of_room)
+        await asyncio.sleep(0.2)
+        assert (len(taken), held.waiting, held.in_all) == (2, 4, 2000)
+        began_s = asyncio.get_running_loop().time()
+        for number in range(6):
+            await until(lambda number=number: len(taken) > number)
+            await taken[number].ack()
+        assert asyncio.get_running_loop().time() - began_s < EXPECTED_FOR_S, "each uses the room that is kept for it"
+        assert [each.message.body[:1] for each in taken] == [b"0", b"1", b"2", b"3", b"4", b"5"]
+        assert max(each.times_delivered or 0 for each in taken) <= 2
+    await lines.until_ready(0)
+    assert held.in_all == held.waiting == 0
+
+
+async def test_a_pause_and_a_lost_channel_leave_nothing_counted(lines: Lines) -> None:
+    held, taken = HeldBytes(4000), list[Delivery]()
+
+    async def hold(delivery: Delivery) -> None:
+        taken.append(delivery)
+
+    await lines.publish(*(b"%d" % at * 1000 for at in range(6)))
+    async with lines.at_work(hold, prefetch=6, held=held) as deliveries:
+        await until(lambda: held.waiting == 4)
+        await deliveries.pause("test")
+        assert (held.waiting, held.in_all) == (0, 2000)
+        await lines.until_ready(4)
+        await deliveries.resume()
+        await until(lambda: held.waiting == 4)
+        await close_connection(lines.vhost, f"{lines.vhost.name} consume")
+        await until(lambda: lines.lost)
+        await until(lambda: held.waiting == 4 and held.in_all == 2000)
+    assert held.in_all == held.waiting == 0
+
+
+async def test_a_body_that_is_too_large_is_dropped_at_once_whatever_is_held(lines: Lines) -> None:
+    held, taken = HeldBytes(4000), list[Delivery]()
+
+    async def hold(delivery: Delivery) -> None:
+        taken.append(delivery)
+
+    await lines.publish(b"x" * 2000, b"y" * 3000, b"z" * 9000)
+    async with lines.at_work(hold, prefetch=6, held=held, most_bytes=2000):
+        await until(lambda: len(taken) == 3)
+        assert [(len(each.message.body), each.cut_bytes) for each in taken] == [(2000, 0), (0, 3000), (0, 9000)]
+        for each in taken:
+            await each.ack()

@@ -16,6 +16,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from lanekeeper.contract import names
+
 MIB: Final = 1024 * 1024
 HELD_BYTES: Final = 64 * MIB
 """A worker with this bound stays below 512 MiB, the limit in deploy/kubernetes (tests/journeys/test_memory.py): while
@@ -28,6 +30,9 @@ long as others are busy."""
 GIVEN_BACK_AFTER_S: Final = 600.0
 """And after so long any: the broker cancels a consumer, or closes its channel, if a delivery is not acknowledged for
 half an hour."""
+
+
+_COUNTS: Final = frozenset({names.DELIVERY_COUNT, names.ACQUIRED_COUNT})
 
 
 @dataclass(eq=False, slots=True)
@@ -155,9 +160,12 @@ class HeldBytes:
 
 
 def size_of(headers: Mapping[str, Any]) -> int:
-    """How many bytes a message's headers take, about: requesters may send large ones."""
+    """How many bytes a message's headers take, about: requesters may send large ones. Without those that the broker
+    adds when it delivers a message again, so that this does not change it."""
     size = 0
     for name, value in headers.items():
+        if name in _COUNTS:
+            continue
         size += len(name) + (len(value) if isinstance(value, str | bytes) else 8)
         if isinstance(value, list | dict):
             size += len(repr(value))
