@@ -64,7 +64,7 @@ class _FailedCall(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Attempts:
     """Makes one attempt to get an answer for a job (a delivery that is worked on): calls a provider, and another one if
-    that call fails. `call_begins`: awaited before the first call."""
+    that call fails. `call_begins`: awaited before the first call of one that has waited for it."""
 
     registry: Registry
     _: KW_ONLY
@@ -157,7 +157,8 @@ class Attempts:
             return Answer(body=body, model=name, provider=HANDLER)
 
     async def _begin(self, job: Job) -> None:
-        await self.call_begins(job)
+        if job.noting is not None:  # it has waited
+            await self.call_begins(job)
         job.attempted = Attempted(started_ms=self.now_ms())
         self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
         if job.progress is not None:
