@@ -98,7 +98,7 @@ async def gathered(worker: Limited) -> None:
     batch: the rest goes on beside what follows."""
 
     async def are_in_tickets() -> bool:
-        return await worker.app.depth("lane.tickets") >= 12
+        return await worker.app.depth("lane.tickets") >= 2
 
     await until(are_in_tickets)
     worker.report("1,500 requests of 235 KB are gathered")
