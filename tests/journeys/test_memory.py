@@ -14,6 +14,7 @@ import pytest
 
 from consumers.flows.webhooks import Post
 from lanekeeper.contract import names as n
+from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
 from tests.support.endpoint import Endpoint, endpoint
 from tests.support.limited import cgroup
@@ -158,7 +159,9 @@ async def webhooks(worker: Limited, hook: Endpoint) -> None:
             url=hook.url(), id=f"w-{number}", status="ok", routing_key=KEY, content_type="application/json", tenant=""
         )
         outcome = b"x" * (12 * MIB)
-        await worker.app.publish(outcome, exchange="lane.webhooks", key="webhook.normal", headers=post.headers())
+        await worker.app.publish(
+            outcome, exchange="lane.webhooks", key=Names().webhook_key("normal"), headers=post.headers()
+        )
     await until(lambda: len({post.id for post in hook.posts}) == 16)
     worker.report("16 outcomes of 12 MiB are posted")
 

@@ -100,7 +100,7 @@ class Endpoint:
 async def endpoint() -> AsyncIterator[Endpoint]:
     """One on a free port of this machine."""
     found = Endpoint()
-    app = web.Application()
+    app = web.Application(client_max_size=64 * 1024 * 1024)
     app.router.add_route("*", "/{path:.*}", found._post)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
