@@ -215,12 +215,16 @@ class Session:
         return bool(self._without_room)
 
     async def _on_delivery(self, message: DeliveredMessage) -> None:
+        if self._lost is not None:  # what is counted now, nobody would release
+            return
         found = delivered(message)
         if (delivery := self._taken(found, self._queue)) is not None:
             self._arrived.put_nowait(delivery)
-        elif self._lost is None:
+        else:
             tag, share, size = found.tag, self._share, self._share.size(found.message)
-            self._without_room[tag] = share.held.wait(share.holder, size, partial(self._give_back, tag, size))
+            self._without_room[tag] = share.held.wait(
+                share.holder, size, partial(self._give_back, tag, size), after_long=partial(self._return, tag)
+            )
 
     def _taken(self, found: Delivered, queue: str) -> Delivery | None:
         """The delivery, without its body if this is too large. None: there is no room for it."""
@@ -245,8 +249,11 @@ class Session:
             self._share.held.release(self._share.holder, size)
 
     def _give_back(self, tag: int, size: int) -> None:
-        self._without_room.pop(tag, None)
         self._share.held.expect(self._share.holder, self._queue, size)
+        self._return(tag)
+
+    def _return(self, tag: int) -> None:
+        self._without_room.pop(tag, None)
         self._channel.create_task(self._nack(tag))
 
     async def _nack(self, tag: int) -> None:
@@ -381,6 +388,8 @@ class HeadsSession(Session):
 
     async def _fetch(self, queue: str) -> Delivery | None:
         found = await _head(self._channel, queue)
+        if self._lost is not None:  # meanwhile
+            raise ChannelLost(f"{self._queue}: {self._lost}")
         if found is None:
             self._heads.found(queue, 0)
             return None

@@ -11,8 +11,7 @@ in docs/decisions/0028.
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -28,8 +27,8 @@ LATE_S: Final = 10.0
 """After so long a holder that holds nothing gets room beyond the bound. Else one message that is large could wait as
 long as others are busy."""
 GIVEN_BACK_AFTER_S: Final = 600.0
-"""And after so long any: the broker cancels a consumer, or closes its channel, if a delivery is not acknowledged for
-half an hour."""
+"""After so long a delivery is given back although there is no room for it: the broker cancels a consumer, or closes its
+channel, if one is not acknowledged for half an hour."""
 
 
 _COUNTS: Final = frozenset({names.DELIVERY_COUNT, names.ACQUIRED_COUNT})
@@ -37,11 +36,13 @@ _COUNTS: Final = frozenset({names.DELIVERY_COUNT, names.ACQUIRED_COUNT})
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """Something for which there was no room: its size, and what is called when there is."""
+    """Something for which there was no room: its size, what is called when there is, and what is called instead after
+    `GIVEN_BACK_AFTER_S`."""
 
     holder: str
     size: int
     then: Callable[[], None]
+    after_long: Callable[[], None] | None
     since_s: float
     timer: asyncio.TimerHandle | None = None
 
@@ -79,10 +80,13 @@ class HeldBytes:
         self._count(holder, -size)
         self._serve()
 
-    def wait(self, holder: str, size: int, then: Callable[[], None]) -> Waiting:
-        """When there is room for so many bytes, count them, and call `then`: holder by holder, in order."""
+    def wait(
+        self, holder: str, size: int, then: Callable[[], None], *, after_long: Callable[[], None] | None = None
+    ) -> Waiting:
+        """When there is room for so many bytes, count them, and call `then`: holder by holder, in order. If there is
+        none for long, count nothing, and call `after_long`."""
         loop = asyncio.get_running_loop()
-        waiting = Waiting(holder, size, then, loop.time())
+        waiting = Waiting(holder, size, then, after_long, loop.time())
         self._waiting[holder].append(waiting)
         waiting.timer = loop.call_later(LATE_S, self._look_late, waiting)
         return waiting
@@ -108,26 +112,6 @@ class HeldBytes:
 
         kept.append(asyncio.get_running_loop().call_later(EXPECTED_FOR_S, end))
 
-    @asynccontextmanager
-    async def room(self, holder: str, size: int) -> AsyncIterator[None]:
-        """Wait for room for so many bytes that are in no message; they count until the end of the block. What is larger
-        than half of the bound counts as half."""
-        size = min(size, self.at_most // 2)
-        if not self.take(holder, "", size, redelivered=False):
-            has_room = asyncio.get_running_loop().create_future()
-            waiting = self.wait(holder, size, lambda: None if has_room.done() else has_room.set_result(None))
-            try:
-                await has_room
-            except asyncio.CancelledError:
-                self.forget(waiting)
-                if has_room.done() and not has_room.cancelled():
-                    self.release(holder, size)
-                raise
-        try:
-            yield
-        finally:
-            self.release(holder, size)
-
     def _has_room(self, holder: str, size: int) -> bool:
         return self._held[holder] + size <= self.at_most - self.in_all
 
@@ -143,8 +127,11 @@ class HeldBytes:
     def _look_late(self, waiting: Waiting) -> None:
         loop = asyncio.get_running_loop()
         is_first = self._waiting[waiting.holder][0] is waiting
-        if (is_first and not self._held[waiting.holder]) or loop.time() - waiting.since_s >= GIVEN_BACK_AFTER_S:
+        if is_first and not self._held[waiting.holder]:
             self._admit(waiting)
+        elif waiting.after_long is not None and loop.time() - waiting.since_s >= GIVEN_BACK_AFTER_S:
+            self.forget(waiting)
+            waiting.after_long()
         else:
             waiting.timer = loop.call_later(LATE_S, self._look_late, waiting)
 

@@ -2,15 +2,25 @@
 
 import asyncio
 from contextlib import aclosing
+from typing import cast
 
 import pytest
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
 from aiormq.exceptions import AMQPConnectionError, ChannelClosed, ChannelNotFoundEntity
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
 
 from lanekeeper.amqp.connection import Connection
+from lanekeeper.amqp.driver import Delivered, delivered
+from lanekeeper.amqp.tolerant import AS_READ, Properties
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
 from tests.support.waiting import until
+from topology.broker import consume
 from topology.broker.admin import broker_errors
-from topology.broker.consume import Deliveries
+from topology.broker.consume import ChannelLost, Deliveries, Heads, HeadsSession, Session, Share
+from topology.broker.memory import HeldBytes
 
 
 class FakeConnection(Connection):
@@ -118,3 +128,54 @@ def test_a_refused_declaration_and_a_lost_connection_have_different_errors(
     with pytest.raises(ours) as raised:
         asyncio.run(declare())
     assert not isinstance(raised.value, BrokerUnreachable)
+
+
+class FakeChannel:
+    """A channel that says nothing, of which the fetch of a message ends when it is lost."""
+
+    def __init__(self) -> None:
+        self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_consumer_cancel_callbacks: set[object] = set()
+
+    async def basic_qos(self, **_: object) -> None: ...
+
+    async def basic_consume(self, *_: object, **__: object) -> Basic.ConsumeOk:
+        return Basic.ConsumeOk("tag")
+
+
+def found(body: bytes) -> DeliveredMessage:
+    properties = Properties(Message(body=body)).marshal()
+    header = ContentHeader(body_size=len(body), properties=Basic.Properties(headers={AS_READ: properties}))
+    delivery = Basic.Deliver(consumer_tag="tag", delivery_tag=1)
+    return DeliveredMessage(delivery=delivery, header=header, body=body, channel=cast("Channel", None))
+
+
+async def test_what_was_on_its_way_when_the_broker_ended_the_consumer_leaves_nothing_counted() -> None:
+    held, channel = HeldBytes(1000), FakeChannel()
+    share = Share(held=held, holder="lane.batch", most_bytes=1000)
+    session = Session(cast("Channel", channel), queue="lane.batch", counted=True, share=share)
+    await session.start(prefetch=10)
+    session._on_cancelled(Basic.Cancel("tag"))  # aiormq calls it before the task of a message that came just before
+    await session._on_delivery(found(b"x" * 100))
+    assert held.in_all == 0
+    with pytest.raises(ChannelLost):
+        await anext(session)
+
+
+async def test_a_message_that_was_fetched_as_the_channel_was_lost_leaves_nothing_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held, channel, heads = HeldBytes(1000), FakeChannel(), Heads(["lane.batch.side.00"])
+    share = Share(held=held, holder="lane.batch", most_bytes=1000)
+    session = HeadsSession(cast("Channel", channel), heads, queue="sides", counted=True, share=share)
+    await session.start(prefetch=1)
+    heads.publish_seen("lane.batch.side.00")
+
+    async def fetch(*_: object) -> tuple[Delivered, int]:
+        session._end("connection lost")
+        return delivered(found(b"x" * 100)), 0
+
+    monkeypatch.setattr(consume, "fetch", fetch)
+    with pytest.raises(ChannelLost):
+        await anext(session)
+    assert held.in_all == 0
