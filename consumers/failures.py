@@ -19,7 +19,9 @@ The attribute `means` of each class is its row of the table.
 import math
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from enum import Enum, auto
 from typing import Final, assert_never
 
@@ -386,3 +388,24 @@ def _with_retry_after(error: ProviderError, pause_s: float, *, policy: RetryPoli
         return pause_s
     wanted_s += rng.uniform(0, min(1.0, 0.1 * wanted_s))  # so that not all come back at the same instant
     return max(policy.floor_s if error.means.retry is Retry.RETRY_AFTER else pause_s, wanted_s)
+
+
+_LONGEST_WAIT_S: Final = 86_400.0
+
+
+def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
+    """The seconds to wait, by `retry-after-ms` or `retry-after` (seconds or a date); None if neither has a sensible
+    value."""
+    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        try:
+            wait_s = float(headers.get(name, "")) * unit_s
+        except ValueError:
+            continue
+        if math.isfinite(wait_s) and 0 <= wait_s <= _LONGEST_WAIT_S:
+            return wait_s
+    try:
+        wait_s = parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - now_s
+    except (ValueError, OverflowError):  # no date, or the year 99999
+        return None
+    # a date in the past means that the clocks differ: do not wait
+    return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None

@@ -120,7 +120,7 @@ class _Gathering:
     bytes: int = 0
     part: int = 0
     """How large a part of a full batch it is, in millionths."""
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter, init=False)
     """The same of each tenant."""
     full: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -32,9 +32,9 @@ from yarl import URL
 from consumers.addresses import PrivateAddress, Resolver, is_private
 from consumers.background import background_task
 from consumers.clock import moment_text
+from consumers.failures import read_retry_after_s
 from consumers.flows.lines import Line, Lines, Place
 from consumers.flows.posts import Answer, NotReached, Poster
-from consumers.providers.errors import read_retry_after_s
 from consumers.state.base import Completion, Fingerprint, Identity, Store, StoreUnavailable, WaitingLimit
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -30,6 +29,7 @@ from consumers.failures import (
     RateLimitedError,
     RejectedError,
     TransientError,
+    read_retry_after_s,
 )
 from consumers.limits.base import LEAST_LIMITS, ROUNDED_UP_BY, BucketHeaders, RateHeaders
 from lanekeeper.contract.identity import encodable
@@ -81,7 +81,6 @@ REQUEST_CODES: Final = frozenset(
 whatever the status."""
 LIMIT_CODES: Final = frozenset({"ramp_limit_exceeded"})
 """Their status says it."""
-_LONGEST_WAIT_S: Final = 86_400.0
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
@@ -94,7 +93,7 @@ _WRONG_ADDRESS: Final[Mapping[type[Exception], str]] = {
     aiohttp.ClientConnectorSSLError: "TLS fails there",
     aiohttp.ClientConnectorDNSError: "the name of its host cannot be resolved",
     aiohttp.ClientHttpProxyError: "the HTTP proxy refuses the way to it",
-    httpx2.UnsupportedProtocol: "its base URL is no http or https URL",
+    aiohttp.NonHttpUrlClientError: "its base URL is no http or https URL",
     aiohttp.InvalidURL: "its base URL is not valid",
     UnicodeError: "the name of its host is not valid",
 }
@@ -250,24 +249,6 @@ def refuse_html(status: int, headers: Mapping[str, str]) -> None:
     if is_html(headers.get("content-type", "")):
         broken = TransientError("the answer is a page of HTML", type="broken_answer")
         raise html_instead(broken.detail, otherwise=broken, status=status, type=broken.type)
-
-
-def read_retry_after_s(headers: Mapping[str, str], *, now_s: float) -> float | None:
-    """The seconds to wait, by `retry-after-ms` or `retry-after` (seconds or a date); None if neither has a sensible
-    value."""
-    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        try:
-            wait_s = float(headers.get(name, "")) * unit_s
-        except ValueError:
-            continue
-        if math.isfinite(wait_s) and 0 <= wait_s <= _LONGEST_WAIT_S:
-            return wait_s
-    try:
-        wait_s = parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - now_s
-    except (ValueError, OverflowError):  # no date, or the year 99999
-        return None
-    # a date in the past means that the clocks differ: do not wait
-    return max(0.0, wait_s) if abs(wait_s) <= _LONGEST_WAIT_S else None
 
 
 _MOST_LIMIT: Final = 1e12

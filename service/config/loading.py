@@ -392,7 +392,10 @@ def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
         yield pattern
         return
     at = pattern.index(ANY)
-    for name in settings.lanes if pattern[at - 1] == "lanes" else getattr(settings, pattern[0]):
+    table: Any = settings
+    for part in ("lanes",) if pattern[at - 1] == "lanes" else pattern[:at]:
+        table = getattr(table, part)
+    for name in table:
         yield (*pattern[:at], name, *pattern[at + 1 :])
 
 

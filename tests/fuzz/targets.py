@@ -18,10 +18,10 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
 from consumers.control import _id_of, read_command
-from consumers.failures import ProviderError
+from consumers.failures import ProviderError, read_retry_after_s
 from consumers.providers.anthropic import parse_message, set_stream
 from consumers.providers.cloud import FrameSplitter
-from consumers.providers.errors import classify, from_event, read_rate, read_retry_after_s
+from consumers.providers.errors import classify, from_event, read_rate
 from consumers.providers.streams import (
     EventSplitter,
     StreamedMessage,

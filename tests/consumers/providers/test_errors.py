@@ -15,6 +15,7 @@ from consumers.failures import (
     RateLimitedError,
     RejectedError,
     TransientError,
+    read_retry_after_s,
 )
 from consumers.limits.base import BucketHeaders, RateHeaders
 from consumers.providers.errors import (
@@ -25,7 +26,6 @@ from consumers.providers.errors import (
     classify,
     from_event,
     read_rate,
-    read_retry_after_s,
     refuse_html,
 )
 
