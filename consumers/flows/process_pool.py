@@ -2,7 +2,7 @@
 
 They are started with a fresh interpreter, not forked. A process whose call takes too long, or is cancelled, is killed,
 because nothing else stops a function that computes; the next call starts another one. Why this is no library's pool:
-docs/decisions/0028-processes-of-our-own.md.
+docs/decisions/0031-processes-of-our-own.md.
 """
 
 import asyncio
