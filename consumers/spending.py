@@ -7,16 +7,17 @@ was used is added to the second one; if there is room by this one alone, the cal
 enough to wait for them. The totals are counted in memory, for this process alone, even if there are no caps.
 
 Adding and correcting run in tasks of their own. So what is held for a cancelled request is given back, and an answer
-does not wait for the correction, and is not lost if the correction fails."""
+does not wait for the correction, and is not lost if the correction fails. A correction is tried again while the store
+is unavailable: without it, what was held would stay counted until the period ends, which may be a month."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from cachetools import LRUCache
 
@@ -28,10 +29,13 @@ from lanekeeper.telemetry import logs, signals
 LEVELS = (50, 80, 100)
 EVERY_TENANT = "*"
 TENANTS_COUNTED = 10_000
+CORRECT_WITHIN_S = 180.0
+CORRECT_EVERY_S = 1.0
 LANE, TENANT, KEY, USER = "lane", "tenant", "key", "user"
 DAY, WEEK, MONTH = "day", "week", "month"
 _THIS = {DAY: "today", WEEK: "this week", MONTH: "this month"}
 Publish = Callable[..., None]
+T = TypeVar("T")
 log = logs.logger()
 
 
@@ -188,8 +192,8 @@ class Spending:
         return await self._background.sheltered(taking, name="caps", if_left=self._give_back)
 
     def correct(self, hold: Hold, used: Spent, *, publish: Publish = _tell_nobody) -> None:
-        """Replace what is held for a request by what it used. If the store is unavailable, what is held stays counted
-        in this period."""
+        """Replace what is held for a request by what it used. If the store stays unavailable for `CORRECT_WITHIN_S`, or
+        this process ends meanwhile, what is held stays counted in this period."""
         self._background.begin(self._correct(hold, used, publish), name="caps")
 
     async def finish(self, *, within_s: float) -> None:
@@ -224,7 +228,7 @@ class Spending:
                     return await self._over(bound, wanted, period, publish)
                 hold = Hold((*hold.bounds, bound), spent, now_ms)
         except StoreUnavailable:
-            await self._correct(hold, Spent(), publish)
+            self.correct(hold, Spent(), publish=publish)
             raise
         return hold
 
@@ -237,16 +241,19 @@ class Spending:
         return Over(bound=bound, wanted=wanted, used=used, resets_in_s=resets_in_s, ends_soon=ends_soon)
 
     async def _correct(self, hold: Hold, used: Spent, publish: Publish) -> None:
-        now_ms = self._now_ms()
+        now_ms, allowances = self._now_ms(), self._allowances
+        began_s = asyncio.get_running_loop().time()
         for bound in hold.bounds:
             held, spent, period = getattr(hold.spent, bound.what), getattr(used, bound.what), bound.period(now_ms)
             if bound.period(hold.at_ms) != period:  # what was held ended with its period
                 continue
+            until_s = began_s + min(CORRECT_WITHIN_S, (period.ends_ms - now_ms) / 1000)
             try:
                 if held != spent:
-                    await self._allowances.give_back(bound.name, held - spent, period=period)
+                    await _until(until_s, partial(allowances.give_back, bound.name, held - spent, period=period))
                 if spent:
-                    taken = await self._allowances.take(f"spent {bound.name}", spent, limit=inf, period=period)
+                    adding = partial(allowances.take, f"spent {bound.name}", spent, limit=inf, period=period)
+                    taken = await _until(until_s, adding)
                     await self._report(bound, taken.used, is_full=False, period=period, publish=publish)
             except StoreUnavailable as error:
                 log.warning(signals.CAP_UNCORRECTED, cap=bound.name, error=str(error))
@@ -278,6 +285,17 @@ class Spending:
             return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period=period)).granted
         except StoreUnavailable:
             return True
+
+
+async def _until(until_s: float, call: Callable[[], Awaitable[T]]) -> T:
+    """Raises StoreUnavailable if the store still is at that time of the event loop."""
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable:
+            if asyncio.get_running_loop().time() >= until_s:
+                raise
+            await asyncio.sleep(CORRECT_EVERY_S)
 
 
 def _of(caps: Mapping[str, Caps], name: str) -> Caps | None:

@@ -116,7 +116,11 @@ def pack(ticket: Ticket, items: bytes | None = None) -> bytes:
         for item in ticket.items:
             packing.add(item)
         items = packing.finish()
-    head = json.dumps({name: getattr(ticket, name) for name in _HEAD}).encode()
+    fields = {name: getattr(ticket, name) for name in _HEAD}
+    if ticket.items:  # they say it
+        del fields["lane"]
+    # 0.4.0 knows no lane, headers and returned: its workers can read a ticket that needs none of them
+    head = json.dumps({name: value for name, value in fields.items() if value or name not in _SINCE_0_5}).encode()
     return _LENGTH.pack(len(head)) + head + items
 
 
@@ -154,9 +158,11 @@ def unpack(packed: bytes) -> Ticket:
             raise ValueError
         if beta := head.pop("beta", ""):  # of an earlier version
             head["headers"] = provider_headers_json({ANTHROPIC_BETA: beta})
-        lists = {name: tuple(head.get(name, ())) for name in ("candidates", "returned")}
+        items, lists = tuple(_items(raw)), {name: tuple(head.get(name, ())) for name in ("candidates", "returned")}
         head |= {"stage": Stage(head["stage"]), **lists}
-        return Ticket(**head, items=tuple(_items(raw)))
+        if items and "lane" not in head:
+            head["lane"] = items[0].routing_key.partition(".")[0]
+        return Ticket(**head, items=items)
     except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError) as error:
         raise UnreadTicket(f"not a ticket that this version reads: {type(error).__name__}") from error
 
@@ -179,6 +185,7 @@ _HEAD: Final = (
     "id", "lane", "stage", "account", "provider", "model", "headers", "gathered_ms", "batch_id", "candidates",
     "requests", "polls", "returned",
 )  # fmt: skip
+_SINCE_0_5: Final = frozenset({"headers", "returned"})
 
 
 def _record(item: Item) -> bytes:

@@ -480,7 +480,7 @@ class Pipelines:
         headers = hop_headers(here) | {
             name: value
             for name, value in job.message.headers.items()
-            if name in n.TRACE_CONTEXT or name in (n.TENANT, n.ANTHROPIC_BETA)
+            if name in n.TRACE_CONTEXT or name in (n.TENANT, n.KEY) or name.lower().startswith(n.ANTHROPIC)
         }
         if job.identity.tenant != (job.hop.user_id or ""):
             headers[n.TENANT] = job.identity.tenant

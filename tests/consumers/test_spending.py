@@ -232,8 +232,30 @@ async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> 
 
     with pytest.raises(StoreUnavailable):
         await take(spending, spending.bounds("batch", ""), Spent(1, 10))
+    await spending.finish(within_s=30)
 
     assert counted(store) == {"cap lane batch requests": 0}
+
+
+@pytest.mark.parametrize(("away_s", "counts"), [(100, 10), (200, 100)])
+def test_what_is_held_is_corrected_when_the_store_is_back_within_three_minutes(away_s: int, counts: int) -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": {"month": Cap(tokens=1000)}}), now_ms=Clock())
+
+    async def story() -> None:
+        hold = await take(spending, spending.bounds("batch", ""), Spent(1, 100))
+        assert isinstance(hold, Hold)
+        store.is_away = True
+        spending.correct(hold, Spent(1, 10))
+        await asyncio.sleep(away_s)
+        store.is_away = False
+        await spending.finish(within_s=30)
+
+    with capture_logs() as logs:
+        virtually(story())
+
+    assert counted(store) == {"cap lane batch tokens month": counts}
+    assert [each["event"] for each in logs] == ([signals.CAP_UNCORRECTED] if counts == 100 else [])
 
 
 async def test_an_amount_taken_yesterday_is_corrected_for_the_month_and_not_for_today() -> None:

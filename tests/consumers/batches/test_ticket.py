@@ -1,3 +1,5 @@
+import base64
+import json
 import random
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -182,3 +184,33 @@ def test_a_ticket_that_was_cut_off_is_one_that_this_version_cannot_read(cut: int
     assert unpack(packed).items[0].params == item().params
     with pytest.raises(UnreadTicket):
         unpack(packed[:-cut])
+
+
+OF_0_4_0 = base64.b64decode(
+    "AAAArHsiaWQiOiAiYWIiLCAic3RhZ2UiOiAiZ2F0aGVyZWQiLCAiYWNjb3VudCI6ICJhIiwgInByb3ZpZGVyIjogInAiLCAibW9k"
+    "ZWwiOiAibSIsICJiZXRhIjogImIiLCAiZ2F0aGVyZWRfbXMiOiAxLCAiYmF0Y2hfaWQiOiAiIiwgImNhbmRpZGF0ZXMiOiBbXSwg"
+    "InJlcXVlc3RzIjogMCwgInBvbGxzIjogMH0fiwgAAAAAAAQDY2BgUI020FFQSkosSc7QSywo0CtJLM5WAoqUgIhMIGGqo2Aey8DA"
+    "4LCvQQCoICczObEkMz9PP6s4Pw8orMhboZuTmJeqW5Kal5hXEgwUYixhzi/PywGyQICdiZkxmbGIMRPI1qpWys1PSc1RslLKVdJR"
+    "yk2siC/Jz07NK1ayMgRyU4uLE9NTgZzo2FqQVgCBoHYznwAAAA=="
+)
+"""A ticket with one request, as 0.4.0 packed it."""
+
+
+def test_a_ticket_of_the_version_before_is_read() -> None:
+    found = unpack(OF_0_4_0)
+    (only,) = found.items
+
+    assert (found.lane, found.headers, found.returned) == ("batch", '{"anthropic-beta": "b"}', ())
+    assert (only.identity, only.message.headers) == (Identity("t", "i"), {"x-lane-tenant": "t", "own": 7})
+    assert (only.params, only.message.reply_to, only.message.priority) == (only.message.body, "r", 3)
+
+
+def test_a_ticket_without_what_is_new_says_only_what_the_version_before_reads() -> None:
+    def head(packed: bytes) -> set[str]:
+        end = 4 + int.from_bytes(packed[:4], "big")
+        return set(json.loads(packed[4:end]))
+
+    new = {"lane", "headers", "returned"}
+    assert head(pack(ticket(item()))) == head(OF_0_4_0) - {"beta"}
+    assert head(pack(ticket(item(), headers="h", returned=(0,)))) & new == {"headers", "returned"}
+    assert head(pack(ticket())) & new == {"lane"}

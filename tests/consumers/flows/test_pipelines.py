@@ -646,14 +646,15 @@ async def test_an_item_has_its_number_and_goes_to_a_side_queue_or_else_at_once_t
 
 
 @pytest.mark.parametrize("step", [{"handler": "h"}, {"prompt": "x"}])
-async def test_an_item_is_a_fresh_request_of_its_pipelines_app_with_its_trace_and_its_betas(
+async def test_an_item_is_a_fresh_request_of_its_pipelines_app_with_its_trace_its_key_and_what_the_provider_gets(
     step: dict[str, str],
 ) -> None:
     bench = Bench()
     steps = pipelines(bench, StepSpec(name="s", each="input", **step))  # type: ignore[arg-type]
     steps.reach_soon = bench.log.append
     job, found = given(bench, b"[1]")
-    carried = {n.TRACEPARENT: f"00-{'1' * 32}-{'2' * 16}-01", n.ANTHROPIC_BETA: "b"}
+    carried = {n.TRACEPARENT: f"00-{'1' * 32}-{'2' * 16}-01", n.ANTHROPIC_BETA: "b", n.KEY: "k"}
+    carried |= {n.ANTHROPIC_VERSION: "2024-01-01", "Anthropic-Workspace-Id": "w"}
     job.delivery.message.headers = {**carried, "x-own": 7}
     await steps.enter(job, found)
     (sent,) = bench.publisher.sent
