@@ -209,10 +209,11 @@ class Pipelines:
         is_there = state is not None and state.size > 0
         left_ms = flow.deadline_ms - self.now_ms()
         was_emptied = state is not None and not is_there  # when the request ended, which the store may have forgotten
-        if left_ms <= 0 or was_emptied or (request is not None and request.is_over):
+        is_over = request is not None and request.is_over
+        if left_ms <= 0 or was_emptied or is_over:
             # what it came to may have still to be put into `lane.dead`, for which the state is needed
             is_parked = request is not None and request.code != "" and PROBLEMS[request.code].parked
-            if is_there != is_parked:
+            if is_over and is_there != is_parked:
                 body = job.message.body if is_parked else b""
                 await self.claiming.keep_state(kept, body, deadline_ms=flow.deadline_ms)
             return Refused(RequestProblem("superseded", "its pipeline has ended"), is_repeat=True)

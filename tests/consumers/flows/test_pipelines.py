@@ -758,7 +758,7 @@ async def test_a_request_whose_state_the_store_has_lost_is_buried_when_it_is_bac
 
 @pytest.mark.parametrize(
     ("end", "kept"),
-    [("cancelled", b""), ("ok", b""), ("attempts_exhausted", state_of(LARGE)), ("deadline", b"")],
+    [("cancelled", b""), ("ok", b""), ("attempts_exhausted", state_of(LARGE)), ("deadline", state_of(LARGE))],
 )
 async def test_the_message_that_keeps_a_state_ends_in_silence_with_its_pipeline(end: str, kept: bytes) -> None:
     bench = Bench()
