@@ -38,6 +38,7 @@ ERROR_TYPES: Final[Mapping[int, str]] = {
 
 REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     "invalid": (400, "messages: this request is invalid because its prompt asked for that"),
+    "prompt_too_long": (400, "prompt is too long: 1000001 tokens > 1000000 maximum"),
     "usage_limit": (400, "You have reached your specified API usage limits. You will regain access on 2026-12-01."),
     "authentication": (401, "invalid x-api-key"),
     "billing": (402, "Your organization's payment failed."),

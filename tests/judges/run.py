@@ -2,7 +2,8 @@
 
 What is called: the Python SDK's own tests (`upstream.py`), its examples and that of the TypeScript SDK's README, and
 calls with both SDKs (`calls.py`, `calls.js`): messages, the streams that the Python SDK's tests have recorded, errors,
-timeouts and retries. A difference without a reason in `reasons.py`, or a reason without a difference, is a failure.
+timeouts and retries. Claude Code (`claude_code.py`) is run too. A difference without a reason in `reasons.py`, or a
+reason without a difference, is a failure.
 
 The tests and examples come from the source package of the locked version. The package of the TypeScript SDK (locked in
 tests/support/typescript) has neither."""
@@ -22,7 +23,7 @@ from asyncio.subprocess import DEVNULL, PIPE
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from benchmarks.harness.report import between
 from service.simulated import messages
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.faults import Fault
+from service.simulated.sending import send_stream
+from tests.judges import claude_code
 from tests.judges.reasons import REASONS
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.defaults import stores
@@ -44,7 +47,7 @@ HERE = Path(__file__).parent
 KEPT = HOUSE / ".cache" / "judges"
 PYTHON = KEPT / "bin" / "python"
 PAGE = HOUSE / "docs" / "sdks.md"
-PARTS = ("calls", "examples", "tests")
+PARTS = ("calls", "examples", "claude", "tests")
 WITHIN_S = 600
 PATIENCE_S = 10
 """How long a call that meets an error may take: what the gateway waits out until then is a difference."""
@@ -206,11 +209,13 @@ def refused_calls() -> list[Call]:
 CLIENTS = ("sync", "async", "typescript")
 _STATUS = re.compile(r"\[\[status: (\d+)((?: [a-z-]+=\S+)*)( x1)?\]\]")
 _REPLAY = re.compile(r"\[\[replay: (\S+)\]\]")
+_CALL = re.compile(r"\[\[call: (\w+) (\{.*?\})\]\]")
+_FORWARDED = ("anthropic-version", "anthropic-beta")
 _TYPES = {409: "conflict_error", 422: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
 class Judged(SimulatedAPI):
-    """It also sends recorded streams, and errors with any status and headers."""
+    """It also sends recorded streams, errors with any status and headers, and calls the tools of Claude Code."""
 
     def __init__(self, made: Sequence[Call], recorded: Mapping[str, bytes]) -> None:
         models = {
@@ -219,6 +224,8 @@ class Judged(SimulatedAPI):
         super().__init__(SimulatedOptions(models=frozenset({*models, *MODELS} - {"claude-nobody"}), keep_calls=20_000))
         self._recorded = recorded
         self._seen: Counter[str] = Counter()
+        self.arrived: list[tuple[dict[str, str], str]] = []
+        """Of Claude Code's calls: the headers that a gateway has to pass on, and the body."""
 
     def start_over(self) -> None:
         """Forget which prompts have been seen."""
@@ -231,6 +238,8 @@ class Judged(SimulatedAPI):
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
     ) -> web.StreamResponse:
         headers = {"request-id": request_id}
+        if claude_code.BETA in request.headers.get("anthropic-beta", ""):
+            return await self._answer_claude_code(request, asked, fault, request_id)
         if (found := _REPLAY.search(asked.prompt)) is not None:
             headers["content-type"] = "text/event-stream; charset=utf-8"
             return web.Response(body=self._recorded[found[1]], headers=headers)
@@ -247,6 +256,25 @@ class Judged(SimulatedAPI):
                 }
                 return web.json_response(error, status=status, headers=headers)
         return await super()._answer(request, asked, fault, request_id)
+
+    async def _answer_claude_code(
+        self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
+    ) -> web.StreamResponse:
+        passed = {name.lower(): value for name, value in request.headers.items() if name.lower() in _FORWARDED}
+        self.arrived.append((passed, (await request.read()).decode()))
+        called = _CALL.findall(asked.prompt) if asked.tool is not None else []
+        asked = replace(asked, tool=None)
+        if not called:
+            return await super()._answer(request, asked, fault, request_id)
+        thought = [block for block in messages.answer(asked, output_tokens=None).blocks if block["type"] == "thinking"]
+        tools = [
+            {"type": "tool_use", "id": f"toolu_{index}", "name": name, "input": json.loads(given)}
+            for index, (name, given) in enumerate(called)
+        ]
+        output = messages.Output(blocks=(*thought, *tools), stop_reason="tool_use", tokens=50)
+        events = messages.events(asked, output, id=f"msg_{request_id[4:]}", deltas=8)
+        headers = {"request-id": request_id}
+        return await send_stream(request, events, headers=headers, pause_s=0, fault=None, request_id=request_id)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -325,6 +353,21 @@ async def typescript_sdk(folder: Path) -> Path:
     return folder
 
 
+async def claude() -> tuple[Path, str]:
+    """Claude Code's program, and its version."""
+    version = json.loads((claude_code.HERE / "package.json").read_text())["dependencies"]["@anthropic-ai/claude-code"]
+    folder = KEPT / f"claude-code-{version}"
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=KEPT) as name:
+            shutil.copytree(claude_code.HERE, made := Path(name, folder.name))
+            await output("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", folder=made)
+            made.rename(folder)
+    found = sorted(folder.glob("node_modules/@anthropic-ai/claude-code-*/claude"))
+    if not found:
+        raise NotJudged(f"Claude Code has no program for this machine in {folder}")
+    return found[0], version
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """One of the two ways to the API."""
@@ -350,6 +393,8 @@ class Verdict:
 
     same: Counter[str] = field(default_factory=Counter)
     differ: list[tuple[str, str, str, str]] = field(default_factory=list)
+    printed: dict[str, str] = field(default_factory=dict)
+    """What Claude Code printed through the gateway, by scene."""
 
     def compare(self, kind: str, name: str, direct: object, through: object) -> None:
         one, other = _plain(direct), _plain(through)
@@ -468,6 +513,23 @@ async def judge_calls(
                 verdict.compare(kind, f"calls of: {call.name}", directly, passed_on)
 
 
+async def judge_claude_code(verdict: Verdict, program: Path, folder: Path, ways: Sequence[Way], api: Judged) -> None:
+    for name, scene in claude_code.SCENES.items():
+        found = []
+        for way in ways:
+            api.start_over()
+            api.arrived.clear()
+            environ = claude_code.environment(folder, way.url, scene)
+            run: list[str | Path] = [program, *claude_code.arguments(scene)]
+            _, printed = await output(*run, folder=folder / "work", fails=True, environ=environ)
+            arrived = sorted(claude_code.plain(json.dumps(each, sort_keys=True)) for each in api.arrived)
+            found.append((claude_code.told(printed), arrived))
+        (direct, arrived_directly), (through, arrived_through) = found
+        verdict.printed[name] = claude_code.shown(through["result"])
+        verdict.compare("Claude Code", f"Claude Code: {name}", direct, through)
+        verdict.compare("Claude Code", f"what arrives of Claude Code: {name}", arrived_directly, arrived_through)
+
+
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -476,6 +538,7 @@ KINDS = {
     "Python, sync": "calls, Python",
     "Python, async": "calls, Python async",
     "TypeScript": "calls, TypeScript",
+    "Claude Code": "Claude Code: what it prints, and what then arrives at the API",
 }
 
 
@@ -500,6 +563,8 @@ def table(verdict: Verdict, known: Mapping[str, Sequence[tuple[str, str, str, st
         lines.append(f"| {title} | {verdict.same[kind]} | {different} |")
     lines += ["", "| why they differ | how many |", "|---|---|"]
     lines += [f"| {why} | {len(known[why])} |" for why in dict.fromkeys(why for _, why in REASONS)]
+    lines += ["", "| what Claude Code is asked | what it prints |", "|---|---|"]
+    lines += [f"| {name} | {printed} |" for name, printed in verdict.printed.items()]
     return "\n".join(lines)
 
 
@@ -524,7 +589,8 @@ async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
         for each in ("calls", "tests"):
             (folder / each).mkdir()
         typescript = await typescript_sdk(folder / "typescript")
-        tell("the SDKs are here")
+        program, version = await claude()
+        tell(f"the SDKs and Claude Code {version} are here")
         async with Judged([*made, *refused], recorded) as api:
             async with gateway(vhost, api.base_url, folder / "calls") as url:
                 ways = (Way("direct", api.base_url), Way("through", url))
@@ -534,6 +600,9 @@ async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
                 if "examples" in parts:
                     await judge_examples(verdict, sdk, typescript, ways)
                     tell("examples")
+                if "claude" in parts:
+                    await judge_claude_code(verdict, program, folder / "claude", ways, api)
+                    tell(f"{len(claude_code.SCENES)} runs of Claude Code")
                 if "calls" in parts:
                     await judge_calls(verdict, typescript, ways, refused, api)
             if "tests" in parts:
@@ -549,10 +618,12 @@ if __name__ == "__main__":
     parser.add_argument("--differences", action="store_true", help="print all differences, also those with a reason")
     options = parser.parse_args()
     if absent := [each for each in ("node", "npm") if shutil.which(each) is None]:
-        print(f"judges SKIPPED: {', '.join(absent)} is missing")
-        sys.exit(1 if os.environ.get("CI") == "true" else 0)
+        sys.exit(f"judges: {', '.join(absent)} is missing")
     at = RunningBroker.at(os.environ["LANEKEEPER_AMQP_URL"], os.environ.get("LANEKEEPER_MANAGEMENT_URL"))
-    judged = asyncio.run(main(at, options.parts or PARTS))
+    try:
+        judged = asyncio.run(main(at, options.parts or PARTS))
+    except NotJudged as problem:
+        sys.exit(f"judges: {problem}")
     with_reason, without = explained(judged)
     for kind, name, direct, through in judged.differ if options.differences else without:
         print(f"DIFFERENT: {kind}: {name}\n    direct:  {direct[:600]}\n    through: {through[:600]}")

@@ -15,6 +15,7 @@ LONG = " and a prompt that is long enough for an answer in several pieces"
 
 REFUSALS: dict[str, tuple[type[anthropic.APIStatusError], int, str, str | None]] = {
     "invalid": (anthropic.BadRequestError, 400, "invalid_request_error", None),
+    "prompt_too_long": (anthropic.BadRequestError, 400, "invalid_request_error", None),
     "usage_limit": (anthropic.BadRequestError, 400, "invalid_request_error", None),
     "authentication": (anthropic.AuthenticationError, 401, "authentication_error", None),
     "billing": (anthropic.PaymentRequiredError, 402, "billing_error", None),
