@@ -180,7 +180,11 @@ class Settler:
         kept. Raises BrokerError."""
         fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=self.names))
         fallen.user_id = fallen.expiration = None
-        await self.publisher.publish_surely(fallen, exchange=self.names.fallen, routing_key="")
+        # where it can be published again: `lane.batches` has it in a header
+        key = message.headers.get(n.ROUTING_KEY) if message.routing_key == self.names.batches else message.routing_key
+        await self.publisher.publish_surely(
+            fallen, exchange=self.names.fallen, routing_key=key if isinstance(key, str) else ""
+        )
 
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the

@@ -212,18 +212,26 @@ class Publisher:
             end = asyncio.get_running_loop().time() + timeout_s
             await self.connection.flowing(timeout_s=timeout_s)
             timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
-        if self._confirming is None or self._confirming.channel.is_closed:
-            async with self._opening:
-                if self._confirming is None or self._confirming.channel.is_closed:
-                    channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
-                    if self._on_channel is not None:
-                        try:
-                            await self._on_channel(channel)
-                        except BaseException:
-                            await close(channel)
-                            raise
-                    self._confirming = Confirming(channel)
-        return self._confirming, timeout_s
+        if (found := self._confirming) is not None and not found.channel.is_closed:
+            return found, timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):  # also of the wait for those before it, each of which tries it
+                return await self._open(timeout_s), timeout_s
+        except TimeoutError as error:
+            raise BrokerUnreachable(f"no channel on {self.connection.address} within {timeout_s:g} s") from error
+
+    async def _open(self, timeout_s: float) -> "Confirming":
+        async with self._opening:
+            if (found := self._confirming) is None or found.channel.is_closed:
+                channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
+                if self._on_channel is not None:
+                    try:
+                        await self._on_channel(channel)
+                    except BaseException:
+                        await close(channel)
+                        raise
+                found = self._confirming = Confirming(channel)
+        return found
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
         if isinstance(error, ChannelNotFoundEntity | ChannelAccessRefused):

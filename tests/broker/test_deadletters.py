@@ -165,6 +165,14 @@ async def test_held_letters_come_with_all_their_copies_also_those_behind_a_full_
     assert await seen(connection) == ["other"]
 
 
+async def test_what_was_removed_does_not_come_back_when_the_channel_closes(connection: Connection) -> None:
+    await fill(connection, 1000)
+    async with scanned(connection, QUEUE, lambda: Seen(nth=2)) as scan:
+        await scan.remove_all()
+    await until(lambda: holds(connection, 500))
+    assert [id for id in await seen(connection) if int(id.removeprefix("m-")) % 2] == []
+
+
 HEADERS = {"text": "x", "number": 5, "flag": True, "double": 1.5, "list": [1, "a"], "raw": b"\xff", "none": None}
 
 

@@ -359,6 +359,23 @@ async def test_a_pause_and_a_lost_channel_leave_nothing_counted(lines: Lines) ->
     assert held.in_all == held.waiting == 0
 
 
+async def test_a_delivery_that_is_settled_twice_costs_no_channel(lines: Lines) -> None:
+    taken: list[bytes] = []
+
+    async def settle_twice(delivery: Delivery) -> None:
+        await delivery.ack()
+        await delivery.reject()
+        taken.append(delivery.message.body)
+
+    await lines.publish(b"1", b"2")
+    async with lines.at_work(settle_twice, prefetch=1):
+        await until(lambda: len(taken) == 2)
+        await lines.publish(b"3")
+        await until(lambda: len(taken) == 3)
+    assert not lines.lost
+    await lines.until_ready(0)
+
+
 async def test_a_body_that_is_too_large_is_dropped_at_once_whatever_is_held(lines: Lines) -> None:
     held, taken = HeldBytes(4000), list[Delivery]()
 

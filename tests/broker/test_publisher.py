@@ -128,6 +128,24 @@ async def test_a_missing_connection_is_reported_within_the_time_limit(publisher:
     assert loop.time() - began_s < 15, "they wait one after the other"
 
 
+async def test_a_broker_that_opens_no_channel_is_reported_within_the_time_limit(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(*, confirms: bool, timeout_s: float) -> Channel:
+        await asyncio.sleep(timeout_s)
+        raise BrokerUnreachable("silent")
+
+    monkeypatch.setattr(publisher.connection, "channel", silent)
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    found = await asyncio.gather(
+        *(publisher.publish(Message(body=b""), exchange="", routing_key="k", timeout_s=0.3) for _ in range(100)),
+        return_exceptions=True,
+    )
+    assert {type(each) for each in found} == {BrokerUnreachable}
+    assert loop.time() - began_s < 15, "they wait one after the other"
+
+
 async def test_after_a_closed_connection_publishes_in_progress_are_unknown_and_confirmed_ones_are_kept(
     publisher: Publisher, vhost: Vhost
 ) -> None:

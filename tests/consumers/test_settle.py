@@ -750,3 +750,26 @@ async def test_a_message_from_a_worker_keeps_its_history_and_the_last_five_error
     assert hop.errors == (f"attempt 7: {RETRIED.error}", "e", "d", "c", "b")
     assert (hop.first_seen_ms, hop.due_ms, hop.user_id) == (NOW_MS - 9, NOW_MS - 5, "shop")
     assert "lane-d07" not in copy.headers
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"queue": "lane.critical.due", "exchange": "lane.due", "routing_key": "critical.shop.chat"},
+        {
+            "queue": "lane.batches",
+            "exchange": "",
+            "routing_key": "lane.batches",
+            "headers": {n.ROUTING_KEY: "critical.shop.chat"},
+        },
+    ],
+)
+async def test_what_only_causes_errors_is_kept_with_the_routing_key_under_which_it_can_be_published_again(
+    bench: Bench, where: dict[str, Any]
+) -> None:
+    delivery = bench.delivery(**where)
+    delivery.times_delivered = settle.FAULTS_AT_MOST
+    await bench.settler.reject_later(delivery)
+    (sent,) = bench.publisher.sent
+    assert (sent.exchange, sent.routing_key) == ("lane.fallen", "critical.shop.chat")
+    assert bench.log[-1] == "ack"

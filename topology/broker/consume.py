@@ -51,7 +51,9 @@ class Delivery:
     """A message that was delivered and must be settled by `ack`, `nack` or `reject`. `cut_bytes`: the size of a body
     that was larger than its queue allows, and was dropped."""
 
-    __slots__ = ("_channel", "_counted", "_on_settled", "cut_bytes", "message", "queue", "redelivered", "tag")
+    __slots__ = (
+        "_channel", "_counted", "_is_settled", "_on_settled", "cut_bytes", "message", "queue", "redelivered", "tag",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Delivery:
         self.tag = delivered.tag
         self._channel = channel
         self._counted = counted
+        self._is_settled = False
 
     @property
     def times_delivered(self) -> int | None:
@@ -88,21 +91,24 @@ class Delivery:
         return count + 1 if self._counted and isinstance(count, int) else None
 
     async def ack(self) -> None:
-        await self._settle(self._channel.basic_ack(self.tag, wait=False))
+        await self._settle(lambda: self._channel.basic_ack(self.tag, wait=False))
 
     async def reject(self) -> None:
         """Return the message to its queue, and let the broker count a failed delivery."""
-        await self._settle(self._channel.basic_reject(self.tag, requeue=True, wait=False))
+        await self._settle(lambda: self._channel.basic_reject(self.tag, requeue=True, wait=False))
 
     async def nack(self) -> None:
         """Return the message to its queue. RabbitMQ 4.3 does not count this: use it if the message is not the cause of
         the failure."""
-        await self._settle(self._channel.basic_nack(self.tag, requeue=True, wait=False))
+        await self._settle(lambda: self._channel.basic_nack(self.tag, requeue=True, wait=False))
 
-    async def _settle(self, call: Awaitable[None]) -> None:
+    async def _settle(self, call: Callable[[], Awaitable[None]]) -> None:
+        if self._is_settled:  # as after an error that comes later: the broker would close the channel, with all others
+            return
+        self._is_settled = True
         self._on_settled(self.tag)
         with border(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
-            await call
+            await call()
 
 
 Take = Callable[[Delivery], Coroutine[object, object, None]]
