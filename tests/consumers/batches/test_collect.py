@@ -284,7 +284,8 @@ async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Colle
 
 async def test_that_a_lane_with_requests_in_batches_is_not_declared_any_more_is_told(collecting: Collecting) -> None:
     collecting.collector.deliveries._trouble = None
-    await collecting.again(await collecting.gathered(*items(2), lane="former"))
+    former = [replace(item, routing_key="former.shop.sum") for item in items(2)]
+    await collecting.again(await collecting.gathered(*former, lane="former"))
     collecting.now_ms += 25_600 + 600_000 - 1  # it came back, and another worker may have it since
     assert "batches of former" in (collecting.collector.trouble or "")
     collecting.now_ms += 1
