@@ -53,6 +53,10 @@ class Item:
     tokens: int = 0
     """How many it is expected to use."""
 
+    @property
+    def lane(self) -> str:
+        return self.routing_key.partition(".")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -117,7 +121,7 @@ def pack(ticket: Ticket, items: bytes | None = None) -> bytes:
             packing.add(item)
         items = packing.finish()
     fields = {name: getattr(ticket, name) for name in _HEAD}
-    if ticket.items:  # they say it
+    if ticket.items and ticket.items[0].lane == ticket.lane:  # they say it
         del fields["lane"]
     # 0.4.0 knows no lane, headers and returned: its workers can read a ticket that needs none of them
     head = json.dumps({name: value for name, value in fields.items() if value or name not in _SINCE_0_5}).encode()
@@ -161,7 +165,7 @@ def unpack(packed: bytes) -> Ticket:
         items, lists = tuple(_items(raw)), {name: tuple(head.get(name, ())) for name in ("candidates", "returned")}
         head |= {"stage": Stage(head["stage"]), **lists}
         if items and "lane" not in head:
-            head["lane"] = items[0].routing_key.partition(".")[0]
+            head["lane"] = items[0].lane
         return Ticket(**head, items=items)
     except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError) as error:
         raise UnreadTicket(f"not a ticket that this version reads: {type(error).__name__}") from error
