@@ -273,12 +273,20 @@ class Claiming:
     async def finish(self, *, within_s: float) -> None:
         await self._background.finish(within_s=within_s)
 
-    async def step_ended(self, job: Job, completion: Completion) -> Completion | None:
-        """Store how a step of the job's pipeline ended, under the step's own id; see `complete`."""
+    async def step_ended(self, job: Job, completion: Completion, *, step: str) -> Completion | None:
+        """Store how a step of the job's pipeline ended, under the step's own id, and release the pipeline's claim; see
+        `complete`. `step`: what is told about it."""
+        return await self._background.sheltered(
+            self._end_step(job, completion, step), name=f"step {job.id}", if_left=_log_lost_completion
+        )
+
+    async def _end_step(self, job: Job, completion: Completion, step: str) -> Completion | None:
         assert job.standing is not None
         identity, fingerprint = job.standing.identity(job.identity), job.fingerprint
-        storing = _until_stored(lambda: self._store.complete(identity, fingerprint, completion, token=None))
-        return await self._background.sheltered(storing, name=f"step {identity.id}", if_left=_log_lost_completion)
+        try:
+            return await _until_stored(lambda: self._store.complete(identity, fingerprint, completion, token=None))
+        finally:  # also if the delivery was lost: else the claim would be renewed as long as this process runs
+            await self.release(job, step=step)
 
     async def expect(self, identity: Identity, *, deadline_ms: int) -> None:
         keep_until_ms = deadline_ms + KEPT_AFTER_MS

@@ -257,9 +257,8 @@ class Settler:
                 if answer is None:
                     return outcome
                 completion = self._completion(job, answer)
-                valid = await self.claiming.step_ended(job, completion)
+                valid = await self.claiming.step_ended(job, completion, step=outcome.told)
                 job.completion = None
-                await self.claiming.release(job, step=outcome.told)
                 if valid != completion:  # another worker has stored an outcome of the step first: go on with that one
                     return Deferred(delay_ms=0, reason="running elsewhere")
                 return outcome

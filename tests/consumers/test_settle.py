@@ -649,6 +649,33 @@ async def test_a_pipeline_goes_on_with_the_outcome_of_its_step_that_was_stored_f
     assert await bench.settler.settle(second, step) == Deferred(delay_ms=0, reason="running elsewhere")
 
 
+async def test_a_pipeline_whose_delivery_is_lost_while_its_step_is_stored_can_be_claimed_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, answers, complete = asyncio.Event(), asyncio.Event(), bench.store.complete
+
+    async def slow(*given: Any, **named: Any) -> Any:
+        asked.set()
+        await answers.wait()
+        return await complete(*given, **named)
+
+    monkeypatch.setattr(bench.store, "complete", slow)
+    job = bench.job()
+    job.standing = Standing(step="first", following="second", flow=FlowHop(step="first", deadline_ms=NOW_MS), state=b"")
+    await bench.claiming.claim(job)
+    settling = asyncio.create_task(bench.settler.settle(job, replace(STEPPED, answer=ANSWERED)))
+    await asked.wait()
+    assert isinstance(await bench.claiming.claim(bench.job()), Running)
+    settling.cancel()
+    await asyncio.wait([settling])
+    answers.set()
+
+    async def is_free() -> bool:
+        return isinstance(await bench.claiming.claim(bench.job()), Granted)
+
+    await until(is_free, within_s=5)
+
+
 async def test_a_delayed_message_of_a_pipeline_keeps_its_place(bench: Bench) -> None:
     flow = FlowHop(step="second", deadline_ms=NOW_MS)
     job = bench.job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=flow)))
