@@ -52,7 +52,7 @@ from consumers.state.base import (
 )
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import ProviderFailure, RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.decoding import Request
 from topology.codec.headers import BatchHop, provider_headers_json
@@ -121,15 +121,16 @@ def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> 
             provider=job.provider_failure,
         )
     if decoded.chain.routes and (why := breakers.hindrance(decoded.chain.routes)) is not None:
-        return unavailable(job, why, detail)
+        return unavailable(job, why, detail, breakers.last_failure(decoded.chain.routes))
     return RequestProblem("deadline_exceeded", detail + job.last_failure, provider=job.provider_failure)
 
 
-def unavailable(job: Job, why: str, detail: str) -> RequestProblem:
-    """The error for a request whose time is over while nothing could be called for it, because of `why`."""
+def unavailable(job: Job, why: str, detail: str, failure: ProviderFailure | None) -> RequestProblem:
+    """The error for a request whose time is over while nothing could be called for it, because of `why`. `failure`:
+    what the provider answered to others, if it has answered nothing to this request."""
     detail = f"{why} ({detail}){job.last_failure}"
     return RequestProblem(
-        "provider_unavailable", detail, brief="no provider may be called", provider=job.provider_failure
+        "provider_unavailable", detail, brief="no provider may be called", provider=job.provider_failure or failure
     )
 
 
@@ -379,7 +380,7 @@ def later(
     if wait_ms >= left_ms:
         why = breakers.hindrance(routes) or "its last calls failed"
         detail = f"no provider may be called for {wait_ms} ms, and {max(0, left_ms)} ms are left"
-        return ended_by(unavailable(job, why, detail))
+        return ended_by(unavailable(job, why, detail, breakers.last_failure(routes)))
     now_s = asyncio.get_running_loop().time()
     down_s = min(breakers.down_s(route, now_s) for route in routes)
     stay_s = min(SHARE_OF_OUTAGE * down_s, MOST_TARGETS * decoded.lane.target_wait_s)

@@ -31,7 +31,7 @@ import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from logging import INFO, WARNING
@@ -45,6 +45,7 @@ from consumers.job import Route
 from consumers.limits.base import Kind
 from consumers.providers.routes import OTHER
 from consumers.state.base import Leases, StoreUnavailable
+from lanekeeper.contract.problems import ProviderFailure
 from lanekeeper.telemetry import logs, signals
 
 FAILURES = 10
@@ -128,6 +129,8 @@ class Breaker:
         self._step_s = OPEN_S
         self._until_s = self.down_since_s = inf
         self._rng = rng
+        self.last: ProviderFailure | None = None
+        """What the provider answered to the last call that failed, without its body, which is another request's."""
 
     def wait_s(self, now_s: float) -> float:
         if self.state is State.CLOSED:
@@ -366,6 +369,11 @@ class Breakers:
 
         return "; ".join(dict.fromkeys(map(why, routes)))
 
+    def last_failure(self, routes: Sequence[Route]) -> ProviderFailure | None:
+        """Of the first of these routes whose breaker is open."""
+        found = (self._known(route) for route in routes)
+        return next((breaker.last for breaker in found if breaker.state is not State.CLOSED and breaker.last), None)
+
     async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
         if self.pauses.wait_s(route, now_s) > 0 or (self.brake.pauses and self.brake.of_route(route) is not None):
             return None
@@ -422,6 +430,7 @@ class Breakers:
         route = permit.route
         breaker = self._of(route)
         was = breaker.state
+        breaker.last = None if error.failure is None else replace(error.failure, error="", request_id=None)
         breaker.failed(failure, probe=permit.is_probe)
         if breaker.state is not was:
             change = _changed(route, breaker, now_s, error)

@@ -51,6 +51,7 @@ async def test_the_answer_is_the_providers_message_with_every_documented_header(
         assert isinstance(run_ms, int)
         assert 0 <= wait_ms + run_ms <= took_ms + 5
         headers.pop("traceparent", None)  # only if spans are recorded
+        assert headers.pop("x-lane-provider-request-id").startswith("req_")
         assert headers == {
             "x-lane-status": "ok",
             "x-lane-request-id": "req-1",

@@ -158,7 +158,7 @@ async def check(case: Bad, n: int, worker: RunningWorker, app: Requester) -> Non
     assert dead[0].headers["x-lane-dead-code"] == case.code
     assert dead[0].headers["x-lane-dead-detail"] == detail
     sent = case.body if isinstance(case.body, bytes) else json.dumps(case.body).encode()
-    assert dead[0].body == sent, case.what
+    assert dead[0].body == (sent if len(sent) <= MIB else b""), f"{case.what}: what is too large is not kept"
     assert not worker.api.calls, f"{case.what}: the provider was called"
     assert worker.is_well, f"{case.what}: {worker.losses} {worker.parts.reasons()}"
 

@@ -172,7 +172,8 @@ async def test_a_reply_to_a_full_queue_is_sent_when_there_is_room_without_anothe
             await until(lambda: app.depth("shop.full"))
             got = await app.channel.basic_get("shop.full", no_ack=True)
             assert got.header is not None
-            found[(got.header.properties.headers or {})["x-lane-request-id"]] = got
+            assert got.header.properties.headers, got.body
+            found[got.header.properties.headers["x-lane-request-id"]] = got
         assert found.keys() == {"r-1", "r-2", "r-3", "r-4"}
         first = found["r-1"].header.properties
         assert (first.correlation_id, (first.headers or {})["x-lane-status"]) == ("c-1", "ok")

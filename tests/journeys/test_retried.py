@@ -129,7 +129,12 @@ async def test_after_all_attempts_failed_the_requester_gets_an_error_and_the_req
             "request": "x-1",
             "attempts": 7,
             "retryable": True,
+            "provider_status": 503,
+            "provider_type": "api_error",
+            "provider_error": document["provider_error"],
+            "provider_request_id": document["provider_request_id"],
         }
+        assert json.loads(document["provider_error"])["error"]["message"] == "Service unavailable"
         assert "503" in document["detail"]
         assert "hopeless" not in document["detail"]
         assert len(worker.calls("hopeless")) == 7
