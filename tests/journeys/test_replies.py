@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.requester import Requester, requester
+from tests.support.requester import Got, Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -60,8 +60,7 @@ async def test_a_reply_goes_to_the_users_own_queue_also_after_a_delay_and_a_retr
         await app.publish(body, reply_to=own, user_id=name, headers={"x-lane-delay-ms": 200})
         await until(lambda: app.depth(own))
         got = await app.channel.basic_get(own, no_ack=True)
-        assert got.header is not None
-        assert (got.header.properties.headers or {})["x-lane-attempt"] == 2
+        assert Got.of(got).headers["x-lane-attempt"] == 2
         assert worker.is_well
 
 
@@ -170,13 +169,10 @@ async def test_a_reply_to_a_full_queue_is_sent_when_there_is_room_without_anothe
         found = {}
         for _ in range(4):  # it has room for one message at a time
             await until(lambda: app.depth("shop.full"))
-            got = await app.channel.basic_get("shop.full", no_ack=True)
-            assert got.header is not None
-            assert got.header.properties.headers, got.body
-            found[got.header.properties.headers["x-lane-request-id"]] = got
+            got = Got.of(await app.channel.basic_get("shop.full", no_ack=True))
+            found[got.headers["x-lane-request-id"]] = got
         assert found.keys() == {"r-1", "r-2", "r-3", "r-4"}
-        first = found["r-1"].header.properties
-        assert (first.correlation_id, (first.headers or {})["x-lane-status"]) == ("c-1", "ok")
+        assert (found["r-1"].properties.correlation_id, found["r-1"].status) == ("c-1", "ok")
         assert b"unroutable" in found["r-4"].body
         assert len(worker.calls("an answer")) == 1
         assert len(app.dead) == 3, "each was parked once"

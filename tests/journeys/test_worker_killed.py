@@ -15,7 +15,7 @@ from pamqp.commands import Basic
 
 from tests.support.brokers import Vhost
 from tests.support.processes import environment, lanekeeper
-from tests.support.requester import Ledger, requester
+from tests.support.requester import Got, Ledger, requester
 from tests.support.serving import HeldCalls, serving
 from tests.support.waiting import until
 
@@ -152,9 +152,9 @@ async def test_a_worker_told_to_stop_returns_requests_that_wait_for_the_budget_a
             await until(lambda: app.holds(4, "lane.batch"))  # three wait for the budget
             worker.send(signal.SIGTERM)
             await until(lambda: app.holds(7, "lane.batch"))
-            given_back = [(await app.channel.basic_get("lane.batch")).header.properties for _ in range(7)]
+            given_back = [Got.of(await app.channel.basic_get("lane.batch")) for _ in range(7)]
             if vhost.version.startswith("4.3"):
-                assert not any((each.headers or {}).get("x-delivery-count") for each in given_back)
+                assert not any(each.headers.get("x-delivery-count") for each in given_back)
             api.release()
             assert await worker.ended() == 0
             stopping, stopped = worker.told("service.stopping")[0], worker.told("service.stopped")[0]
@@ -186,12 +186,11 @@ async def test_requests_that_do_not_end_within_the_grace_time_are_returned(
             assert worker.told("service.stopped")[0]["orphaned"] == 1
         await until(lambda: app.holds(1, "lane.critical"))
         waiting = await app.channel.basic_get("lane.critical")
-        properties = waiting.header.properties
-        assert properties.message_id == "long-1"
+        assert Got.of(waiting).properties.message_id == "long-1"
         assert isinstance(waiting.delivery, Basic.GetOk)
         assert waiting.delivery.redelivered
         if vhost.version.startswith("4.3"):
-            assert not (properties.headers or {}).get("x-delivery-count")
+            assert not Got.of(waiting).headers.get("x-delivery-count")
         assert not app.finals(asked)
 
 
