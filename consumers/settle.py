@@ -40,6 +40,7 @@ from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries
 from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.amqp.tolerant import KEY_BYTES
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id, is_word
 from lanekeeper.contract.messages import Message
@@ -182,9 +183,9 @@ class Settler:
         fallen.user_id = fallen.expiration = None
         # where it can be published again: `lane.batches` has it in a header
         key = message.headers.get(n.ROUTING_KEY) if message.routing_key == self.names.batches else message.routing_key
-        await self.publisher.publish_surely(
-            fallen, exchange=self.names.fallen, routing_key=key if isinstance(key, str) else ""
-        )
+        if not isinstance(key, str) or len(key.encode()) > KEY_BYTES:  # no worker has written it
+            key = ""
+        await self.publisher.publish_surely(fallen, exchange=self.names.fallen, routing_key=key)
 
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the

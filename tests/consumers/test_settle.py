@@ -800,3 +800,10 @@ async def test_what_only_causes_errors_is_kept_with_the_routing_key_under_which_
     (sent,) = bench.publisher.sent
     assert (sent.exchange, sent.routing_key) == ("lane.fallen", "critical.shop.chat")
     assert bench.log[-1] == "ack"
+
+
+async def test_a_routing_key_in_a_header_that_is_none_is_not_published(bench: Bench) -> None:
+    headers = {n.ROUTING_KEY: "7" * 300}
+    await bench.settler.fall(bench.delivery(exchange="", routing_key="lane.batches", headers=headers).message)
+    (sent,) = bench.publisher.sent
+    assert sent.routing_key == ""
