@@ -153,7 +153,7 @@ def unpack(packed: bytes) -> Ticket:
     try:
         end = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
         head: dict[str, Any] = dict(json.loads(packed[_LENGTH.size : end]))
-    except (struct.error, TypeError, ValueError) as error:
+    except (struct.error, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"not a ticket: {type(error).__name__}") from error
     try:
         unpacker = zlib.decompressobj(wbits=_GZIP)
@@ -167,7 +167,7 @@ def unpack(packed: bytes) -> Ticket:
         if items and "lane" not in head:
             head["lane"] = items[0].lane
         return Ticket(**head, items=items)
-    except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError) as error:
+    except (struct.error, zlib.error, TypeError, KeyError, IndexError, ValueError, RecursionError) as error:
         raise UnreadTicket(f"not a ticket that this version reads: {type(error).__name__}") from error
 
 

@@ -214,3 +214,9 @@ def test_a_ticket_without_what_is_new_says_only_what_the_version_before_reads() 
     assert head(pack(ticket(item()))) == head(OF_0_4_0) - {"beta"}
     assert head(pack(ticket(item(), headers="h", returned=(0,)))) & new == {"headers", "returned"}
     assert head(pack(ticket())) & new == {"lane"}
+
+
+def test_a_head_that_is_nested_too_deep_is_no_ticket() -> None:
+    head = b"[" * 100_000
+    with pytest.raises(ValueError, match="not a ticket"):
+        unpack(len(head).to_bytes(4, "big") + head)
