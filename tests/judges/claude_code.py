@@ -16,6 +16,8 @@ from typing import Any
 HERE = Path(__file__).parent / "claude"
 BETA = "claude-code"
 """Part of the header `anthropic-beta` of its calls."""
+NOWHERE = "http://127.0.0.1:1"
+"""Where its calls to other hosts end."""
 SESSION = "11111111-1111-4111-8111-111111111111"
 COMMON = (
     "--output-format",
@@ -63,11 +65,12 @@ def environment(home: Path, url: str, scene: Scene) -> dict[str, str]:
     (home / ".claude.json").write_text(json.dumps({"userID": "0" * 64}))
     return {
         "HOME": str(home),
-        "CLAUDE_CONFIG_DIR": "",
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": "any",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_AUTOUPDATER": "1",
+        "HTTPS_PROXY": NOWHERE,
+        "NO_PROXY": "127.0.0.1",
         **scene.environ,
     }
 

@@ -290,6 +290,7 @@ async def output(
     given: bytes = b"",
     fails: bool = False,
     environ: Mapping[str, str] | None = None,
+    within_s: float = WITHIN_S,
 ) -> tuple[int, str]:
     """The exit code and standard output of a program. Raises NotJudged if it fails, unless it may."""
     process = await asyncio.create_subprocess_exec(
@@ -302,18 +303,19 @@ async def output(
         stderr=PIPE,
     )
     try:
-        out, said = await asyncio.wait_for(process.communicate(given or None), WITHIN_S)
+        out, said = await asyncio.wait_for(process.communicate(given or None), within_s)
     except TimeoutError:
         process.kill()
         await process.wait()
-        raise NotJudged(f"{command[0]}: not within {WITHIN_S} s") from None
+        raise NotJudged(f"{command[0]}: not within {within_s:g} s") from None
     if process.returncode != 0 and not fails:
         raise NotJudged(f"{' '.join(map(str, command))}: {(out + said).decode(errors='replace')[-2000:]}")
     last = said.decode(errors="replace").strip().splitlines()[-1:] if process.returncode else []
     return process.returncode or 0, "\n".join([out.decode(), *last])
 
 
-_ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(("ANTHROPIC_", "LANEKEEPER_"))}
+_FOREIGN = ("ANTHROPIC_", "CLAUDE", "LANEKEEPER_")
+_ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
 
 
 async def python_sdk() -> Path:
@@ -521,7 +523,9 @@ async def judge_claude_code(verdict: Verdict, program: Path, folder: Path, ways:
             api.arrived.clear()
             environ = claude_code.environment(folder, way.url, scene)
             run: list[str | Path] = [program, *claude_code.arguments(scene)]
-            _, printed = await output(*run, folder=folder / "work", fails=True, environ=environ)
+            _, printed = await output(*run, folder=folder / "work", fails=True, environ=environ, within_s=120)
+            if not printed.startswith("{"):
+                raise NotJudged(f"Claude Code, asked for {name}: {printed[-2000:]}")
             arrived = sorted(claude_code.plain(json.dumps(each, sort_keys=True)) for each in api.arrived)
             found.append((claude_code.told(printed), arrived))
         (direct, arrived_directly), (through, arrived_through) = found
