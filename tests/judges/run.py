@@ -630,7 +630,8 @@ if __name__ == "__main__":
         sys.exit(f"judges: {problem}")
     with_reason, without = explained(judged)
     for kind, name, direct, through in judged.differ if options.differences else without:
-        shown = slice(start := max(0, len(os.path.commonprefix((direct, through))) - 100), start + 600)
+        same = next((at for at, (one, other) in enumerate(zip(direct, through, strict=False)) if one != other), 0)
+        shown = slice(max(0, same - 100), same + 500)
         print(f"DIFFERENT: {kind}: {name}\n    direct:  {direct[shown]}\n    through: {through[shown]}")
     stale = [why for why in dict.fromkeys(why for _, why in REASONS) if why not in with_reason]
     for why in stale:
