@@ -1,6 +1,6 @@
 """Upgrades a running service from another revision, with requests in flight on both: none is lost. `./dev upgrade-test`
 
-    ./dev upgrade-test [REVISION]          without one: the latest tag, or else fifty commits ago
+    ./dev upgrade-test [REVISION]          without one: the latest tag, or else the last release
 
 The old version's worker runs from a checkout of its revision, with the packages of this one. It has running calls,
 waiting requests and delayed ones when `topology apply` of the new version runs and a new worker starts beside it; more
@@ -36,7 +36,8 @@ def revision(given: str | None) -> str | None:
     """The commit to upgrade from; None if the clone has no earlier one."""
     if given is None:
         tagged = subprocess.run(["git", "describe", "--tags", "--abbrev=0"], cwd=HOUSE, capture_output=True, text=True)
-        given = tagged.stdout.strip() or "HEAD~50"
+        released = ["git", "log", "-1", "--format=%h", "-G^__version__", "--", "lanekeeper/__init__.py"]
+        given = tagged.stdout.strip() or subprocess.check_output(released, cwd=HOUSE, text=True).strip()
         known = subprocess.run(["git", "rev-parse", "--verify", "--quiet", given], cwd=HOUSE, capture_output=True)
         if known.returncode:
             return None
