@@ -56,7 +56,7 @@ def _month(now_ms: int) -> Period:
 
 
 _DAY_MS = 1000 * DAY_S
-PERIODS: Mapping[str, Callable[[int], Period]] = {DAY: partial(period_of, DAY_S), WEEK: _week, MONTH: _month}
+PERIODS: dict[str, Callable[[int], Period]] = {DAY: partial(period_of, DAY_S), WEEK: _week, MONTH: _month}
 
 
 class Spent(NamedTuple):

@@ -3,7 +3,6 @@ hold up nobody, are counted, told and paused like others."""
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import pytest
 from pydantic import SecretStr
 
 from consumers.batches import gather
-from consumers.state.base import StoreUnavailable
+from consumers.spending import PERIODS
+from consumers.state.base import DAY_S, Period, StoreUnavailable
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
 from service.config.flows import HandlerSettings, PipelineSettings
@@ -23,7 +23,6 @@ from service.status import look
 from tests.journeys.test_batches import KEY, ask, made, outcomes
 from tests.journeys.test_brake import Operator
 from tests.support.brokers import Vhost
-from tests.support.memory_store import DAY_S, current
 from tests.support.redis import redis_server
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -309,8 +308,11 @@ async def test_a_request_that_is_cancelled_while_it_waits_to_be_gathered_is_in_n
         assert (await app.final(other)).text == "echo: other"
 
 
-async def test_what_waits_in_batches_counts_against_the_cap_of_the_day(vhost: Vhost, store: dict[str, Any]) -> None:
-    await until(lambda: time.time() % DAY_S < DAY_S - 120, within_s=130)  # the day (UTC) ends after the test
+async def test_what_waits_in_batches_counts_against_the_cap_of_the_day(
+    vhost: Vhost, store: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    today = Period(DAY_S, 1, 2**50)  # it does not end
+    monkeypatch.setitem(PERIODS, "day", lambda _: today)
     caps = CapsSettings(lanes={"batch": CapSettings(requests=3, usd=1)})
     options = SimulatedOptions(batches=BatchOptions(processing_s=0.5))
     ours = serving(vhost, lanes=lanes(count=3, **LONG), simulated=options, caps=caps, **store)
@@ -325,7 +327,7 @@ async def test_what_waits_in_batches_counts_against_the_cap_of_the_day(vhost: Vh
         assert spent.saved_usd == pytest.approx(spent.usd)
 
         async def is_corrected() -> bool:
-            taken = await worker.parts.store.take("cap lane batch usd", 0, limit=1, period=current(DAY_S))
+            taken = await worker.parts.store.take("cap lane batch usd", 0, limit=1, period=today)
             return taken.used == pytest.approx(spent.usd)
 
         await until(is_corrected)
