@@ -32,7 +32,7 @@ from consumers.flows.handlers import Caller, Handlers
 from consumers.gates import DEATHS_AT_MOST, BudgetGate, exceeded, later
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import NOTHING, Amounts, Underway
+from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
 from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.registry import Answer, Registry
@@ -221,7 +221,7 @@ class Attempts:
     ) -> Answer:
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        job.underway = Underway(began_s)
+        job.in_progress = CallInProgress(began_s)
         try:
             answer = await self._answer(job, permit.route, request, timeout_s=timeout_s, parts=parts)
         except ProviderError as error:
@@ -242,9 +242,9 @@ class Attempts:
     ) -> Answer:
         """Call the provider. If the request would end because of an error that could be the account's, call it again
         first: an operator may have mended the account between the call and the check that found it well."""
-        underway = job.underway
+        in_progress = job.in_progress
         try:
-            return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, underway=underway)
+            return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, in_progress=in_progress)
         except ProviderError as error:
             judged = await self.breakers.pauses.judge(route, error)
             if judged is error:
@@ -252,7 +252,7 @@ class Attempts:
             if judged.means.retry is not Retry.REJECTED:
                 raise judged from error
         try:
-            return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, underway=underway)
+            return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, in_progress=in_progress)
         except AccountError as again:
             if again.otherwise is None:
                 raise

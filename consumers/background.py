@@ -49,7 +49,7 @@ async def background_task(work: Coroutine[Any, Any, object], *, name: str) -> As
 
 async def end(tasks: Iterable[asyncio.Task[object]]) -> None:
     """Cancel the tasks and wait until they have ended. Cancels again every two seconds, because a cancellation that
-    arrives while aiormq waits can be lost (lanekeeper/amqp/driver/border.py)."""
+    arrives while aiormq waits can be lost (lanekeeper/amqp/driver.py)."""
     pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:

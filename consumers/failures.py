@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import Final, assert_never
 
 from consumers.limits.base import NOTHING, Amounts, Kind, RateHeaders
-from consumers.outcomes import Buried, Refused, Retried, ended
+from consumers.outcomes import DeadLettered, Refused, Retried, ended
 from lanekeeper.contract.identity import encodable, is_word, shown
 from lanekeeper.contract.problems import LanekeeperError, ProviderFailure
 
@@ -319,7 +319,7 @@ def decide(
     policy: RetryPolicy,
     rng: random.Random,
     has_other: bool = False,
-) -> Retried | Refused | Buried:
+) -> Retried | Refused | DeadLettered:
     """The outcome of a request whose attempt failed: a retry after a pause, or a final error.
 
     `has_other`: whether the retry can call another account than the failed call did; if so, the `retry-after` of the

@@ -20,14 +20,14 @@ from consumers.outcomes import (
     LATER_MS,
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
     ended,
     ended_by,
     stopped_by,
@@ -174,7 +174,7 @@ async def _superseded(job: Job, decoded: Decoded, due_ms: int, *, claiming: Clai
         return None
     if await claiming.debounce(job, key, until_ms=due_ms + DEBOUNCED_KEPT_MS):
         return None
-    return Dropped(RequestProblem("superseded", "a newer request has the same x-lane-debounce"))
+    return Superseded(RequestProblem("superseded", "a newer request has the same x-lane-debounce"))
 
 
 def _too_many(limit: WaitingLimit) -> Refused:
@@ -286,9 +286,9 @@ class ClaimGate:
         if job.progress is not None and isinstance(outcome, Retried):
             job.progress.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
         match outcome:
-            case Answered() | Refused() | Buried() | Dropped() | Replayed():
+            case Answered() | Refused() | DeadLettered() | Superseded() | Replayed():
                 return
-            case Stepped(answer=answer, delay_ms=delay_ms):
+            case PipelineAdvanced(answer=answer, delay_ms=delay_ms):
                 if job.progress is not None:
                     job.progress.tell("step", step=outcome.flow.step, done=outcome.done, of=outcome.of)
                 if answer is None:  # else its step's outcome must be stored first
@@ -461,7 +461,7 @@ class CapsGate:
         have to be paid for: then the estimate stays counted."""
         held, attempted = self._held.pop(job, None), job.attempted
         hold, likely = (None, Spent()) if held is None else held
-        answer = outcome.answer if isinstance(outcome, Stepped) else outcome
+        answer = outcome.answer if isinstance(outcome, PipelineAdvanced) else outcome
         if hold is not None and job.batch is not None:
             is_in_message = job.hop.batch is not None and job.hop.batch.held != ()
             if outcome is None and attempted is None and is_in_message:
@@ -501,7 +501,7 @@ class CapsGate:
         match outcome:
             case Replayed(completion=completion) if completion.code != "cancelled":
                 return  # it was delivered twice, and the first one has counted it
-            case Refused() | Buried() | Dropped() | Replayed():
+            case Refused() | DeadLettered() | Superseded() | Replayed():
                 bounds = self._bounds(job, decoded.request)
                 self.spending.correct(self._counted(job, job.batch, bounds), Spent())
 
@@ -679,7 +679,7 @@ class BudgetGate:
             return
         usage, kind = attempted.usage, _usage_class(job, reserved.route)
         self.budgets.settle(reserved.reservation, self.likely(job, reserved) if usage is None else usage)
-        job.underway = None  # it keeps the events of a stream in memory
+        job.in_progress = None  # it keeps the events of a stream in memory
         if isinstance(outcome, (Answered, Refused)):
             self.estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
         if isinstance(outcome, Answered) and usage is not None:
@@ -695,12 +695,12 @@ class BudgetGate:
         """What a job's call has probably used of the provider's limits, if it ended without the provider's count: what
         a stream has shown of it. Without a stream: the input that was sent, and as much of the expected output as the
         model could write in the time."""
-        expected, underway = reserved.reservation.amounts, job.underway
-        if underway is None:
+        expected, in_progress = reserved.reservation.amounts, job.in_progress
+        if in_progress is None:
             return expected
-        if (used := underway.used()) is not None:
+        if (used := in_progress.used()) is not None:
             return used
-        run_s = _loop_s() - underway.began_s
+        run_s = _loop_s() - in_progress.began_s
         usual_s = self.estimates.run_s(_usage_class(job, reserved.route))
         part = run_s / usual_s if run_s < usual_s else 1.0
         return expected._replace(output_tokens=part * expected.output_tokens)

@@ -14,7 +14,7 @@ from opentelemetry.trace import INVALID_SPAN, Span
 
 from consumers.clock import moment_ms
 from consumers.failures import AccountError, ProviderError
-from consumers.limits.base import Amounts, Reservation, Underway
+from consumers.limits.base import Amounts, CallInProgress, Reservation
 from consumers.progress import Progress
 from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
 from lanekeeper.contract import names as n
@@ -75,7 +75,7 @@ class Decoded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class PipelinePosition:
     """Where the pipeline of a job stands: its step, the one that follows (None: it is the last), and its state."""
 
     step: str
@@ -173,10 +173,10 @@ class Job:
         self.progress: Progress | None = None
         self.reserved: Reserved | None = None
         self.attempted: Attempted | None = None
-        self.underway: Underway | None = None
+        self.in_progress: CallInProgress | None = None
         self.completion: Completion | None = None
         self.span: Span = INVALID_SPAN
-        self.standing: Standing | None = None
+        self.standing: PipelinePosition | None = None
         self.died = False
         self.renewals = 0
         """How often its claim was renewed."""

@@ -19,7 +19,7 @@ import aiohttp
 
 from consumers.addresses import PrivateAddress, Resolver, is_private
 from consumers.background import Background
-from consumers.outcomes import Answered, Buried, Outcome
+from consumers.outcomes import Answered, DeadLettered, Outcome
 from lanekeeper.amqp.publisher import SMALL_BYTES, Publisher
 from lanekeeper.bodies import (
     KEEP_S,
@@ -184,20 +184,24 @@ class LargeAnswers:
         if not isinstance(outcome, Answered):
             return outcome
         if (size := len(outcome.body)) > self.answer_bytes:
-            return Buried(answer_too_large(size, self.answer_bytes, setting="LANEKEEPER_RESULTS__ANSWER_BYTES"))
+            return DeadLettered(answer_too_large(size, self.answer_bytes, setting="LANEKEEPER_RESULTS__ANSWER_BYTES"))
         bodies = self.bodies
         if bodies is not None and size <= self.over_bytes:
             return outcome
         if bodies is None:
             limit = await self.publisher.exceeded_limit(size)
-            return outcome if limit is None else Buried(answer_too_large(size, limit, setting="LANEKEEPER_BODIES__URL"))
+            return (
+                outcome
+                if limit is None
+                else DeadLettered(answer_too_large(size, limit, setting="LANEKEEPER_BODIES__URL"))
+            )
         kept = await self._keep(bodies, outcome.body, tenant=tenant, within_s=SOON_S)
         if kept is None:
             # the broker is asked only now, because it is asked by sending it a message of that size
             if (limit := await self.publisher.exceeded_limit(size)) is None:
                 return outcome
             if (kept := await self._keep(bodies, outcome.body, tenant=tenant, within_s=KEEP_WITHIN_S)) is None:
-                return Buried(answer_too_large(size, limit, is_away=True))
+                return DeadLettered(answer_too_large(size, limit, is_away=True))
         return replace(outcome, body=place_of(kept, size), kept=kept)
 
     def forget(self, outcome: Outcome) -> None:

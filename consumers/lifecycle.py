@@ -4,6 +4,7 @@ are published."""
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, assert_never
 
 from consumers.clock import NowMs, moment_ms, now_ms
@@ -11,14 +12,14 @@ from consumers.job import Job
 from consumers.outcomes import (
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from consumers.state.base import Completion
 from lanekeeper.contract import names as n
@@ -41,6 +42,8 @@ _as_json = json.JSONEncoder(default=str).encode
 """Encodes events as JSON. One encoder is used for all events, because `json.dumps` with an option creates a new encoder
 at each call."""
 log = logs.logger()
+KEPT_NAMES: Final[Mapping[type, str]] = {DeadLettered: "buried", Superseded: "dropped", PipelineAdvanced: "stepped"}
+"""`lane.outcome` of spans, as dashboards read it."""
 
 
 class Lifecycle:
@@ -75,8 +78,8 @@ class Lifecycle:
                 self.publish(job, "retrying", delay_ms=delay_ms, error=brief)
             case Refused(problem, is_repeat=True):
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
-            case Refused(problem) | Buried(problem):
-                is_buried = isinstance(outcome, Buried)
+            case Refused(problem) | DeadLettered(problem):
+                is_buried = isinstance(outcome, DeadLettered)
                 event = signals.REQUEST_BURIED if is_buried else signals.REQUEST_REFUSED
                 log.info(event, code=problem.code, reason=problem.brief)
                 id, app = _ascii(job.id, ID_LENGTH), _ascii(job.app, APP_LENGTH)
@@ -85,10 +88,10 @@ class Lifecycle:
                 self.publish(job, "failed", code=problem.code, status=problem.status)
                 if is_buried:
                     self.publish(job, "dead", code=problem.code)
-            case Stepped(flow=flow, done=done, of=of):
+            case PipelineAdvanced(flow=flow, done=done, of=of):
                 log.debug(signals.REQUEST_STEPPED, step=flow.step, done=done, of=of)
                 self.publish(job, "step", next=flow.step, **({"done": done, "of": of} if of else {}))
-            case Dropped(problem):
+            case Superseded(problem):
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason="")
                 self.publish(job, problem.code)
             case Replayed(is_reply_only=True):
@@ -145,13 +148,13 @@ def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> No
         redelivered=job.delivery.redelivered,
         step=job.step,
     )
-    name = type(outcome).__name__.lower()
+    name = KEPT_NAMES.get(type(outcome)) or type(outcome).__name__.lower()
     match outcome:
-        case Deferred(delay_ms=delay_ms) | Stepped(delay_ms=delay_ms):
+        case Deferred(delay_ms=delay_ms) | PipelineAdvanced(delay_ms=delay_ms):
             record_outcome(job.span, name, delay_ms=delay_ms)
         case Retried(delay_ms=delay_ms):
             record_outcome(job.span, name, delay_ms=delay_ms, error="attempt_failed")
-        case Refused(problem) | Buried(problem) | Dropped(problem):
+        case Refused(problem) | DeadLettered(problem) | Superseded(problem):
             record_outcome(job.span, name, error=problem.code)
         case Replayed(completion=completion) if completion.code:
             record_outcome(job.span, name, error=completion.code)

@@ -59,14 +59,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Buried:
+class DeadLettered:
     """The request ended with an error, and its message is kept in the queue `lane.dead`."""
 
     problem: RequestProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Superseded:
     """The request was cancelled. The requester gets an error, and the message is not kept as a dead letter."""
 
     problem: RequestProblem
@@ -84,7 +84,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stepped:
+class PipelineAdvanced:
     """A step of a pipeline has ended, or waits for its items: the pipeline's message goes on (`flows/pipelines.py`)."""
 
     flow: FlowHop
@@ -113,13 +113,13 @@ class Batched:
     params: bytes
 
 
-Outcome = Answered | Deferred | Retried | Refused | Buried | Dropped | Replayed | Stepped | Batched
+Outcome = Answered | Deferred | Retried | Refused | DeadLettered | Superseded | Replayed | PipelineAdvanced | Batched
 
 
-def ended_by(problem: RequestProblem) -> Refused | Buried:
-    """The outcome of a request that ends with this error: `Buried` if the request is kept in `lane.dead` after such an
+def ended_by(problem: RequestProblem) -> Refused | DeadLettered:
+    """The outcome of a request that ends with this error: `DeadLettered` if it is kept in `lane.dead` after such an
     error (docs/contract.md lists them), else `Refused`."""
-    return Buried(problem) if problem.type.parked else Refused(problem)
+    return DeadLettered(problem) if problem.type.parked else Refused(problem)
 
 
 def ended(
@@ -129,17 +129,17 @@ def ended(
     status: int | None = None,
     brief: str | None = None,
     provider: ProviderFailure | None = None,
-) -> Refused | Buried:
+) -> Refused | DeadLettered:
     """The outcome of a request that ends with the error `code`."""
     return ended_by(RequestProblem(code, detail, status=status, brief=brief, provider=provider))
 
 
-def stopped_by(why: Stop, *, doing: str) -> Dropped | Deferred:
+def stopped_by(why: Stop, *, doing: str) -> Superseded | Deferred:
     """The outcome of a job that was stopped: an error if its request was cancelled; a short delay if another delivery
     has taken over the request's claim (`FENCED`)."""
     match why:
         case Stop.CANCELLED:
-            return Dropped(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))
+            return Superseded(RequestProblem("cancelled", f"cancelled by its owner while it {doing}"))
         case Stop.FENCED:
             return Deferred(delay_ms=LATER_MS, reason="running elsewhere")
         case never:

@@ -27,14 +27,14 @@ from consumers.outcomes import (
     LATER_MS,
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries
@@ -98,7 +98,7 @@ class Settler:
         """Settle a delivery, and return the outcome that was carried out: the given one, or another if the request had
         ended already, if another worker has taken the request over, or if the given one could not be stored or sent as
         it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
-        if isinstance(outcome, Buried) and not job.parks(outcome.problem.code):
+        if isinstance(outcome, DeadLettered) and not job.parks(outcome.problem.code):
             outcome = Refused(outcome.problem)
         try:
             async with asyncio.timeout(SETTLE_WITHIN_S):
@@ -110,9 +110,9 @@ class Settler:
                 try:
                     outcome = await self._carry_out(job, outcome)
                 except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
-                    if not isinstance(outcome, Buried):
+                    if not isinstance(outcome, DeadLettered):
                         await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self.now_ms())
-                    outcome = Buried(forbidden)
+                    outcome = DeadLettered(forbidden)
         except (BrokerError, StoreUnavailable, TimeoutError) as error:
             why = str(error) or f"not settled within {SETTLE_WITHIN_S:g} s"
             log.error(signals.HANDLER_FAILED, where="settle", error=why)
@@ -254,7 +254,7 @@ class Settler:
         match outcome:
             case Deferred() | Retried() | Batched() | Replayed() | Refused(is_repeat=True):
                 return outcome
-            case Stepped(answer=answer):
+            case PipelineAdvanced(answer=answer):
                 if answer is None:
                     return outcome
                 completion = self._completion(job, answer)
@@ -263,7 +263,7 @@ class Settler:
                 if valid != completion:  # another worker has stored an outcome of the step first: go on with that one
                     return Deferred(delay_ms=0, reason="running elsewhere")
                 return outcome
-            case Answered() | Refused() | Buried() | Dropped():
+            case Answered() | Refused() | DeadLettered() | Superseded():
                 completion = self._completion(job, outcome)
             case _:
                 assert_never(outcome)
@@ -276,7 +276,7 @@ class Settler:
                 return Replayed(completion=before.completion, buries=True)
             size = len(job.message.body)
             if is_parked and not self.parking.takes(job.identity.tenant, size, code=completion.code):
-                return Refused(outcome.problem) if isinstance(outcome, Buried) else outcome
+                return Refused(outcome.problem) if isinstance(outcome, DeadLettered) else outcome
             await self.claiming.note(job, completion)
             return outcome
         valid = await self.claiming.complete(job, completion)
@@ -285,7 +285,7 @@ class Settler:
         if valid.ended_ms != completion.ended_ms or valid.body != completion.body:
             # a worker may have stored this completion and died before it published the dead letter
             came_before = job.came_before or job.message.exchange == self.names.fallen
-            return Replayed(completion=valid, buries=came_before or isinstance(outcome, Buried))
+            return Replayed(completion=valid, buries=came_before or isinstance(outcome, DeadLettered))
         return outcome
 
     async def _carry_out(self, job: Job, outcome: Outcome) -> Outcome:
@@ -303,7 +303,7 @@ class Settler:
                 errors = (f"attempt {job.attempts}: {error}", *job.hop.errors)[:ERRORS_KEPT]
                 past = HopHeaders(attempts=job.attempts, errors=errors, due_ms=job.hop.due_ms)
                 await self._delay(job, delay_ms, past)
-            case Stepped():
+            case PipelineAdvanced():
                 return await self._go_on(job, outcome)
             case Batched(params=params):
                 message = gathered(job, params, now_ms=self.now_ms(), names=self.names)
@@ -311,9 +311,9 @@ class Settler:
                 await self.publisher.publish_surely(message, exchange="", routing_key=self.names.batches)
             case Refused(is_repeat=True):
                 pass
-            case Answered() | Refused() | Dropped():
+            case Answered() | Refused() | Superseded():
                 await self._answer(job, self._completion(job, outcome))
-            case Buried(problem):
+            case DeadLettered(problem):
                 completion = self._completion(job, outcome)
                 await self._bury(job, problem.code, problem.detail, ended_ms=completion.ended_ms)
                 await self._answer(job, completion)
@@ -327,7 +327,7 @@ class Settler:
                 assert_never(outcome)
         return outcome
 
-    def _completion(self, job: Job, outcome: Answered | Refused | Buried | Dropped) -> Completion:
+    def _completion(self, job: Job, outcome: Answered | Refused | DeadLettered | Superseded) -> Completion:
         """How the request ended, in the form in which it is stored and sent. It is computed only once for a job, so
         that the stored and the sent outcome are the same, also in their times."""
         if job.completion is not None:
@@ -346,7 +346,7 @@ class Settler:
                 headers |= {n.MODEL: model, n.PROVIDER: provider, **({} if kept is None else kept.headers)}
                 headers |= _request_id_header(request_id)
                 job.completion = Completion(status="ok", body=body, headers=headers, ended_ms=ended_ms)
-            case Refused(problem) | Buried(problem) | Dropped(problem):
+            case Refused(problem) | DeadLettered(problem) | Superseded(problem):
                 headers[n.WAIT_MS] = max(0, job.waited_ms(ended_ms) - job.ran_ms)
                 headers[n.RUN_MS] = job.ran_ms  # of all attempts: none of them answered
                 headers |= _request_id_header(None if problem.provider is None else problem.provider.request_id)
@@ -393,7 +393,7 @@ class Settler:
         self.failpoints.reach_soon("after_publish")
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=job.routing_key)
 
-    async def _go_on(self, job: Job, outcome: Stepped) -> Outcome:
+    async def _go_on(self, job: Job, outcome: PipelineAdvanced) -> Outcome:
         """Publish a pipeline's message to the lane in which it goes on, through the delay exchanges, because nobody may
         publish to the due queues directly."""
         if outcome.keeper_ms:
@@ -424,7 +424,9 @@ class Settler:
         except MessageTooLarge as error:
             detail = f"step {outcome.step}: the state has {error.size} bytes, the broker takes {error.limit}"
             job.completion = None
-            return await self._carry_out(job, await self._stored(job, Buried(RequestProblem("too_large", detail))))
+            return await self._carry_out(
+                job, await self._stored(job, DeadLettered(RequestProblem("too_large", detail)))
+            )
         return outcome
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
@@ -456,11 +458,11 @@ def _request_id_header(id: str | None) -> Mapping[str, str]:
 
 def _is_needed_again(outcome: Outcome) -> bool:
     match outcome:
-        case Deferred() | Retried() | Buried() | Refused(is_repeat=True) | Stepped() | Batched():
+        case Deferred() | Retried() | DeadLettered() | Refused(is_repeat=True) | PipelineAdvanced() | Batched():
             return True
         case Replayed(completion=completion):
             return bool(completion.code) and PROBLEMS[completion.code].parked
-        case Answered() | Refused() | Dropped():
+        case Answered() | Refused() | Superseded():
             return False
         case _:
             assert_never(outcome)

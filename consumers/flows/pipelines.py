@@ -1,9 +1,9 @@
 """Pipelines: requests that run several steps, one after the other, as a routing slip.
 
 The request's message carries the state: its input, and the outputs of the steps that have ended. Each step is worked on
-as an attempt of the request, under the request's claim, and its outcome is stored under an id of its own (`Standing`)
-before the message goes on to the next step (`settle.py`). So a crash repeats a publish, and never a call whose outcome
-is stored: a step that ran before is answered from the store.
+as an attempt of the request, under the request's claim, and its outcome is stored under an id of its own
+(`PipelinePosition`) before the message goes on to the next step (`settle.py`). So a crash repeats a publish, and never
+a call whose outcome is stored: a step that ran before is answered from the store.
 
 A step with `each` publishes a message for each item of a list to a side queue of its lane, so that the items use the
 slots of the lane's intake. The request's own message then goes round the delay cascade, and each time looks in the
@@ -24,15 +24,15 @@ from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_ms, moment_text, now_ms
 from consumers.flows.handlers import PROVIDER as HANDLER
 from consumers.flows.rendering import Filled, Order, Rendering, RenderingUnavailable
-from consumers.job import Chain, Decoded, Job, Standing, content_hash, state_identity
+from consumers.job import Chain, Decoded, Job, PipelinePosition, content_hash, state_identity
 from consumers.outcomes import (
     LATER_MS,
     Answered,
-    Buried,
+    DeadLettered,
     Deferred,
     Outcome,
+    PipelineAdvanced,
     Refused,
-    Stepped,
     ended,
     ended_by,
     stopped_by,
@@ -264,7 +264,9 @@ class Pipelines:
             input_bytes=len(body),
             routing_key=job.routing_key,
         )
-        job.standing = Standing(step=step.spec.name, flow=first, state=state, following=_name_after(steps, step))
+        job.standing = PipelinePosition(
+            step=step.spec.name, flow=first, state=state, following=_name_after(steps, step)
+        )
         lane = step.spec.lane or first.routing_key.partition(".")[0]
         if lane != job.lane_name and not step.spec.each:
             return self._moved(job, lane)
@@ -343,7 +345,7 @@ class Pipelines:
                 return self._stepped(job, output, outcome)
             except RequestProblem as too_large:
                 outcome = ended_by(too_large)
-        if isinstance(outcome, (Refused, Buried)) and not (isinstance(outcome, Refused) and outcome.is_repeat):
+        if isinstance(outcome, (Refused, DeadLettered)) and not (isinstance(outcome, Refused) and outcome.is_repeat):
             problem = outcome.problem
             if not problem.detail.startswith("step "):
                 named = RequestProblem(
@@ -355,7 +357,7 @@ class Pipelines:
                 return replace(outcome, problem=named)
         return outcome
 
-    def _stepped(self, job: Job, output: bytes, answer: Answered | None) -> Stepped:
+    def _stepped(self, job: Job, output: bytes, answer: Answered | None) -> PipelineAdvanced:
         """The pipeline goes on to its next step. Raises RequestProblem if its state grows too large."""
         standing = job.standing
         assert standing is not None
@@ -363,14 +365,14 @@ class Pipelines:
         state = with_output(standing.state, standing.step, output)
         following = self._lane_of(job, standing.following)
         flow = replace(standing.flow, step=standing.following, items=0, done=0, since_ms=0, of=0, again=0, role="")
-        return Stepped(flow=flow, state=state, lane=following, step=standing.step, answer=answer)
+        return PipelineAdvanced(flow=flow, state=state, lane=following, step=standing.step, answer=answer)
 
-    def _moved(self, job: Job, lane: str) -> Stepped:
+    def _moved(self, job: Job, lane: str) -> PipelineAdvanced:
         standing = job.standing
         assert standing is not None
-        return Stepped(flow=standing.flow, state=standing.state, lane=lane, step=standing.step)
+        return PipelineAdvanced(flow=standing.flow, state=standing.state, lane=lane, step=standing.step)
 
-    async def _round(self, job: Job, flow: FlowHop, delay_ms: int, *, ended: int | None = None) -> Stepped:
+    async def _round(self, job: Job, flow: FlowHop, delay_ms: int, *, ended: int | None = None) -> PipelineAdvanced:
         """The message of a fan-out goes round, for so long. `ended`: how many of its items have, if others than those
         of `FlowHop.done`. Raises StoreUnavailable."""
         standing = job.standing
@@ -383,7 +385,7 @@ class Pipelines:
             keeper_ms = KEEPER_MS
         if delay_ms >= FULL_MS:
             await self._count(job, flow.of // AT_ONCE * UNIT_BYTES + len(state), max(delay_ms, keeper_ms))
-        return Stepped(
+        return PipelineAdvanced(
             flow=flow,
             state=state,
             lane=job.lane_name,

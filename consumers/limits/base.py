@@ -116,7 +116,7 @@ class Reservation:
 
 
 @dataclass(slots=True)
-class Underway:
+class CallInProgress:
     """A running call to a provider, of which something is known before it ends."""
 
     began_s: float

@@ -1,9 +1,9 @@
 """Keeps the budgets of all accounts at providers: reserves budget before a call, settles the reservation after the
 call, and learns limits from responses.
 
-A request waits in one of the account's lines until the account's `Turns` object grants it its budget. A process that
-has the account for itself decides by itself (`OwnTurns`). Processes that share an account let a script in Redis decide
-(`consumers/state/redis/shared_turns.py`).
+A request waits in one of the account's lines until the account's `BudgetQueue` grants it its budget. A process that has
+the account for itself decides by itself (`OwnBudgetQueue`). Processes that share an account let a script in Redis
+decide (`consumers/state/redis/shared_turns.py`).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ LATE_S: Final = 0.0005
 log = logs.logger()
 
 
-class Turns(Protocol):
+class BudgetQueue(Protocol):
     """Decides which of the requests that wait for one account gets its budget next, and when."""
 
     account: Account
@@ -62,13 +62,13 @@ class Turns(Protocol):
 
 
 class Budgets:
-    """The budgets of the providers' accounts that this process calls, by name. `open_turns` creates the `Turns` object
+    """The budgets of the providers' accounts that this process calls, by name. `open_queue` creates the `BudgetQueue`
     of an account."""
 
-    def __init__(self, spec: BudgetSpec, open_turns: Callable[[str], Turns]) -> None:
-        self._open_turns = open_turns
+    def __init__(self, spec: BudgetSpec, open_queue: Callable[[str], BudgetQueue]) -> None:
+        self._open_turns = open_queue
         self._ranks = {name: rank for rank, name in enumerate(spec.shares)}
-        self._known: dict[str, Turns] = {}
+        self._known: dict[str, BudgetQueue] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -76,7 +76,7 @@ class Budgets:
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    def turns(self, name: str) -> Turns:
+    def turns(self, name: str) -> BudgetQueue:
         if (turns := self._known.get(name)) is None:
             turns = self._known[name] = self._open_turns(name)
         return turns
@@ -180,8 +180,8 @@ class Budgets:
         for turns in list(self._known.values()):
             await turns.aclose()
 
-    def _current_turns(self, name: str) -> Turns:
-        """The `Turns` object for a new request. Low limits that no response has confirmed for minutes are discarded
+    def _current_turns(self, name: str) -> BudgetQueue:
+        """The `BudgetQueue` for a new request. Low limits that no response has confirmed for minutes are discarded
         first, because they could block the request."""
         turns = self.turns(name)
         if turns.account.is_stale(turns.now_s()):
@@ -189,25 +189,25 @@ class Budgets:
         return turns
 
 
-def _give_back(turns: Turns, waiter: Waiter) -> None:
+def _give_back(turns: BudgetQueue, waiter: Waiter) -> None:
     if waiter.reservation is not None:
         turns.settle(waiter.reservation, None)
     else:
         _leave(turns, waiter)
 
 
-def _leave(turns: Turns, waiter: Waiter) -> None:
+def _leave(turns: BudgetQueue, waiter: Waiter) -> None:
     if turns.account.leave(waiter):
         turns.step()
 
 
 def own_budgets(spec: BudgetSpec) -> Budgets:
     """The budgets of all accounts for a process that shares them with no other process."""
-    return Budgets(spec, lambda name: OwnTurns(name, spec))
+    return Budgets(spec, lambda name: OwnBudgetQueue(name, spec))
 
 
-class OwnTurns:
-    """The `Turns` of an account that only this process uses."""
+class OwnBudgetQueue:
+    """The `BudgetQueue` of an account that only this process uses."""
 
     def __init__(self, name: str, spec: BudgetSpec) -> None:
         self.account = Account(name, spec, now_s=self.now_s())
@@ -261,7 +261,7 @@ class OwnTurns:
         self.step()
 
 
-# ---- for both kinds of `Turns` ---------------------------------------------------------------------------------------
+# ---- for both kinds of `BudgetQueue` ---------------------------------------------------------------------------------
 
 
 def learn(account: Account, feedback: Feedback, now_s: float) -> bool:

@@ -34,9 +34,17 @@ from typing_extensions import override
 
 from consumers.decoding import Parsing
 from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, ProviderError, RejectedError, TransientError
-from consumers.limits.base import Underway
+from consumers.limits.base import CallInProgress
 from consumers.providers.batches import Batches
-from consumers.providers.errors import NETWORK_ERRORS, border, from_event, plain, read_rate, refuse_html, within
+from consumers.providers.errors import (
+    NETWORK_ERRORS,
+    from_event,
+    plain,
+    read_rate,
+    refuse_html,
+    translate_errors,
+    within,
+)
 from consumers.providers.registry import CONTENT, Answer, OnEvent
 from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import (
@@ -137,7 +145,7 @@ class AnthropicProvider:
         *,
         timeout_s: float,
         parts: OnEvent | None,
-        underway: Underway | None = None,
+        in_progress: CallInProgress | None = None,
         traceparent: str | None = None,
     ) -> Answer:
         streamed = parts is not None or request.max_tokens > MAX_TOKENS_AT_ONCE
@@ -155,8 +163,8 @@ class AnthropicProvider:
                     refuse_html(response.status_code, headers)
                     if streamed:
                         collected = StreamedMessage(max_bytes=self.max_answer_bytes, max_values=self.max_values)
-                        if underway is not None:
-                            underway.used = collected.used
+                        if in_progress is not None:
+                            in_progress.used = collected.used
                         pause_s = max(timeout_s, request.call_s)
                         await self._read_stream(
                             response.aiter_bytes(), collected, urgent=urgent, limit=limit, pause_s=pause_s, parts=parts
@@ -194,7 +202,7 @@ class AnthropicProvider:
         await self.stream(unpublished("1", model=model, max_tokens=1), timeout_s=PROBE_WITHIN_S, parts=None)
 
     async def _list_models(self) -> None:
-        with border(secret=self.secret):
+        with translate_errors(secret=self.secret):
             options = {"params": {"limit": 1}, "headers": self.header_rules.of({})}
             response = await self.client.get(MODELS_PATH, cast_to=httpx2.Response, options=options, stream=True)
         try:
@@ -217,7 +225,7 @@ class AnthropicProvider:
             version = headers.pop(ANTHROPIC_VERSION)
             given["body"].setdefault("anthropic_version", self.dialect.versions.get(version, version))
         try:
-            with border(secret=self.secret):
+            with translate_errors(secret=self.secret):
                 response: httpx2.Response = await self.client.post(
                     PATH, cast_to=httpx2.Response, options={"headers": headers}, stream=True, **given
                 )
@@ -236,7 +244,7 @@ class AnthropicProvider:
         announced = headers.get(_LENGTH, "")
         if announced.isdigit() and len(announced) > len(str(self.max_answer_bytes)):
             raise AnswerTooLargeError(f"more than {self.max_answer_bytes} bytes{_HINT}")
-        with border(secret=self.secret):
+        with translate_errors(secret=self.secret):
             body = b"".join(
                 [chunk async for chunk in bounded(response.aiter_bytes(), self.max_answer_bytes, hint=_HINT)]
             )
@@ -262,7 +270,7 @@ class AnthropicProvider:
         async with aclosing(_slices(body_pieces, _OVERHEAD * self.max_answer_bytes)) as slices:
             is_complete = flows = False
             while not is_complete:
-                with border(secret=self.secret):
+                with translate_errors(secret=self.secret):
                     piece = await anext(slices, None)
                 if piece is None:
                     if not collected.has_ended:
@@ -534,7 +542,7 @@ class Lookups:
 
     async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> Found:
         given: dict[str, Any] = {"cast_to": httpx2.Response, "options": options, "stream": True}
-        with border(secret=self._key):
+        with translate_errors(secret=self._key):
             try:
                 if body is None:
                     response = await self._client.get(path, **given)

@@ -20,7 +20,7 @@ import httpx2
 
 from consumers.decoding import Parsing
 from consumers.failures import AccountError, AnswerTooLargeError, RejectedError, TransientError
-from consumers.providers.errors import NETWORK_ERRORS, border, from_body, is_html, plain, refuse_html, within
+from consumers.providers.errors import NETWORK_ERRORS, from_body, is_html, plain, refuse_html, translate_errors, within
 from consumers.providers.registry import Answer
 from consumers.providers.streams import bounded, from_json, read_answer, to_json
 from topology.codec import bounds
@@ -206,7 +206,7 @@ class Batches:
     async def _piece(self, body_pieces: AsyncIterator[bytes], until_s: float) -> bytes | None:
         left_s = until_s - asyncio.get_running_loop().time()
         async with within(min(PIECE_WITHIN_S, left_s), why="the batch's results stopped coming, or took too long"):
-            with border(secret=self.secret):
+            with translate_errors(secret=self.secret):
                 return await anext(body_pieces, None)
 
     async def _object(self, method: str, path: str, *, within_s: float = WITHIN_S, **more: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Batches:
             within(within_s, why=f"no answer from the provider within {within_s:g} s"),
             self._response(method, path, **more) as response,
         ):
-            with border(secret=self.secret):
+            with translate_errors(secret=self.secret):
                 found = bounded(response.aiter_bytes(), _OBJECT_BYTES)
                 body = b"".join([piece async for piece in found])
         return _parsed(body)
@@ -233,7 +233,7 @@ class Batches:
         given = {} if content is None else {"content": content}
         call = getattr(self.client, method)
         try:
-            with border(secret=self.secret):
+            with translate_errors(secret=self.secret):
                 response = await call(path, cast_to=httpx2.Response, options=options, stream=True, **given)
         except AccountError as error:
             cause = error.__cause__

@@ -112,7 +112,7 @@ _NOT_THERE: Final = frozenset({403, 404, 405})
 
 
 @contextmanager
-def border(*, secret: str) -> Iterator[None]:
+def translate_errors(*, secret: str) -> Iterator[None]:
     """Translate what Anthropic's SDK raises into the exceptions of `consumers/failures.py`. `secret`: the API key,
     which is removed from error texts."""
     try:

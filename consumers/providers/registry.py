@@ -13,7 +13,7 @@ from opentelemetry.trace import Span
 
 from consumers.failures import ProviderError, TransientError
 from consumers.job import Route
-from consumers.limits.base import Amounts, Feedback, Kind, RateHeaders, Underway
+from consumers.limits.base import Amounts, CallInProgress, Feedback, Kind, RateHeaders
 from consumers.prices import Prices, Usage
 from consumers.providers.routes import OTHER
 from lanekeeper.telemetry import logs, signals, tracing
@@ -101,11 +101,11 @@ class Provider(Protocol):
         *,
         timeout_s: float,
         parts: OnEvent | None,
-        underway: Underway | None = None,
+        in_progress: CallInProgress | None = None,
         traceparent: str | None = None,
     ) -> Answer:
         """Make one call. The answer is streamed if `parts` is given, or if it may take longer than ten minutes. What a
-        streamed call has used so far is reported in `underway`.
+        streamed call has used so far is reported in `in_progress`.
 
         `timeout_s` is the time limit of the whole call or, if the answer is streamed, of the time to the first token;
         `request.call_s` bounds every pause after it. Raises `ProviderError`; cancelling the call closes its socket.
@@ -147,7 +147,7 @@ class Registry:
         *,
         timeout_s: float,
         parts: OnEvent | None,
-        underway: Underway | None = None,
+        in_progress: CallInProgress | None = None,
     ) -> Answer:
         """Like `Provider.stream`, with the cost of the call."""
         clock = asyncio.get_running_loop().time
@@ -170,7 +170,7 @@ class Registry:
                     asking_for(request, route.name),
                     timeout_s=timeout_s,
                     parts=None if parts is None else noting,
-                    underway=underway,
+                    in_progress=in_progress,
                     traceparent=self._tracing.traceparent(),
                 )
                 outcome = "answered"

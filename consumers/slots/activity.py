@@ -17,14 +17,14 @@ from consumers.clock import NowMs, now_ms
 from consumers.outcomes import (
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from consumers.state.base import Allowances, StoreUnavailable, period_of
 from lanekeeper.telemetry.figures import Histogram, timings
@@ -88,16 +88,16 @@ class LaneActivity:
             case Answered():
                 self.answered += 1
                 self.ended_by["ok"] += 1
-            case Refused(problem) | Buried(problem):
+            case Refused(problem) | DeadLettered(problem):
                 self.failed += 1
                 self.ended_by[problem.code] += 1
-                if isinstance(outcome, Buried):
+                if isinstance(outcome, DeadLettered):
                     self.buried_by[problem.code] += 1
-            case Stepped(answer=None, delay_ms=delay_ms, of=of):
+            case PipelineAdvanced(answer=None, delay_ms=delay_ms, of=of):
                 if of:
                     self._delay("pipeline", delay_ms)
                 return  # it goes on without an attempt
-            case Stepped():
+            case PipelineAdvanced():
                 self.answered += 1
             case Retried(delay_ms=delay_ms):
                 self.retried += 1
@@ -110,7 +110,7 @@ class LaneActivity:
                 self.deferred_for[reason] += 1
                 self._delay(reason, delay_ms)
                 return
-            case Dropped(problem):
+            case Superseded(problem):
                 self.dropped += 1
                 self.ended_by[problem.code] += 1
             case Replayed(is_reply_only=True):

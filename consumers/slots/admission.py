@@ -45,7 +45,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PublishRefused
-from topology.broker.consume import Heads
+from topology.broker.consume import SideQueuePoller
 from topology.lanes import LaneSpec
 
 HELD_S: Final = 60.0
@@ -422,7 +422,7 @@ class SideQueues:
     side queue."""
 
     lane: LaneSpec
-    heads: Heads
+    heads: SideQueuePoller
     _: KW_ONLY
     publisher: Publisher
     names: Names

@@ -295,7 +295,7 @@ async def close(channel: Channel) -> None:
 
 async def _close(channel: Channel) -> None:
     try:
-        with border("closing a channel"):
+        with translate_errors("closing a channel"):
             await channel.close()
     except BrokerError:
         pass
@@ -320,7 +320,7 @@ for _name in ("aiormq.connection", "aiormq.channel"):
 
 
 @contextmanager
-def border(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
+def translate_errors(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
     """Around each call of aiormq. Translate its exceptions for a lost channel or connection, or for a silent broker,
     into `lost`; unless it is given, a refusal becomes AccessRefused, and a missing exchange or queue TopologyMismatch.
     If aiormq has swallowed a cancellation of the task, raise CancelledError."""

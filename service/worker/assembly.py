@@ -70,7 +70,7 @@ from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
-from topology.broker.consume import Deliveries, Delivery, Heads
+from topology.broker.consume import Deliveries, Delivery, SideQueuePoller
 from topology.broker.memory import HeldBytes
 from topology.broker.notices import Notices
 from topology.codec import decoding
@@ -100,7 +100,7 @@ class BrokerParts:
         queue: str,
         *,
         prefetch: int,
-        heads: Heads | None = None,
+        heads: SideQueuePoller | None = None,
         holder: str | None = None,
         most_bytes: int | None = None,
         weight: Callable[[Message], int] = lambda message: len(message.body),
@@ -440,7 +440,7 @@ class Pools:
     speakers: Sequence[str]
     made: list[Pool] = field(default_factory=list)
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
-    heads: dict[str, Heads] = field(default_factory=dict)
+    heads: dict[str, SideQueuePoller] = field(default_factory=dict)
     """What this process knows of each lane's side queues (for requests over their tenant's share), that is, their
     lengths and first messages, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)
@@ -449,7 +449,7 @@ class Pools:
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
         names = self.broker.names
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
-        heads = Heads(names.side(lane.name, number) for number in range(lane.side_queues))
+        heads = SideQueuePoller(names.side(lane.name, number) for number in range(lane.side_queues))
         side_queues = None
         if heads.queues:
             side_queues = SideQueues(lane, heads, publisher=self.broker.publisher, names=names, now_ms=now_ms)
@@ -623,7 +623,7 @@ async def assemble(
                 "brake": lambda: brake.behind,
             }
         )
-        heads: dict[str, Heads] = {}
+        heads: dict[str, SideQueuePoller] = {}
         rendering = Rendering(urgent_rank=urgent_rank(worked_lanes))
         stack.push_async_callback(rendering.aclose)
         pipelines = _pipelines(settings, settler, broker, rendering=rendering, heads=heads)
@@ -783,7 +783,12 @@ def _control(
 
 
 def _pipelines(
-    settings: Settings, settler: Settler, broker: BrokerParts, *, rendering: Rendering, heads: Mapping[str, Heads]
+    settings: Settings,
+    settler: Settler,
+    broker: BrokerParts,
+    *,
+    rendering: Rendering,
+    heads: Mapping[str, SideQueuePoller],
 ) -> Pipelines:
     names = broker.names
 

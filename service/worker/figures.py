@@ -22,7 +22,7 @@ from lanekeeper.telemetry.figures import added
 from service.metrics import Sample, Source, of_connection, of_publishes, of_store
 from service.status import packed
 from service.worker.memory import memory_kills
-from topology.broker.consume import Heads
+from topology.broker.consume import SideQueuePoller
 from topology.lanes import LaneSpec
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class QueueLengths:
         lanes: Sequence[LaneSpec],
         *,
         names: Names,
-        heads: Mapping[str, Heads],
+        heads: Mapping[str, SideQueuePoller],
         others: Sequence[LaneSpec] = (),
     ) -> None:
         """`others`: the lanes that this worker does not consume; it tells if nobody does."""

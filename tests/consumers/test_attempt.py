@@ -19,7 +19,7 @@ from consumers.gates import BudgetGate
 from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.budgets import Estimates
-from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Retried
+from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
 from consumers.progress import Progress
 from consumers.providers.anthropic import AnthropicProvider
@@ -272,7 +272,7 @@ async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provide
 
     outcome = await two.ask()
 
-    assert isinstance(outcome, Buried)
+    assert isinstance(outcome, DeadLettered)
     assert outcome.problem.code == "provider_rejected"
     assert two.calls == (1, 0)
 
@@ -303,7 +303,7 @@ async def test_an_error_that_the_request_alone_brings_about_ends_it_and_pauses_n
 
     outcome = await two.ask(f"[[fault: {fault}]]", BOTH[0])
 
-    assert isinstance(outcome, Buried)
+    assert isinstance(outcome, DeadLettered)
     assert outcome.problem.code == "provider_rejected"
     assert answered_by(await two.ask("hello", BOTH[0])) == "one"
     assert len(two.one.calls) == 4, "one of them asked whether the account is well, one tried the request again"
@@ -462,7 +462,7 @@ async def test_an_attempt_whose_part_may_not_be_sent_has_its_run_time(
     two = await providers()
     monkeypatch.setattr("consumers.replies.Replies.part", refuse)
     outcome = await two.ask("hello", stream=True)
-    assert isinstance(outcome, Buried | Refused)
+    assert isinstance(outcome, DeadLettered | Refused)
     assert outcome.problem.code == "forbidden_reply_to"
     assert 0 <= two.job.run_ms < 60_000
 

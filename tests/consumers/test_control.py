@@ -13,7 +13,7 @@ from consumers import settle
 from consumers.brake import too_many
 from consumers.clock import moment_text
 from consumers.control import _state
-from consumers.outcomes import Answered, Buried, Outcome
+from consumers.outcomes import Answered, DeadLettered, Outcome
 from consumers.replies import ReplySender
 from consumers.state.base import Cancelling, Completion, Found, Identity, Pause, StoreUnavailable
 from lanekeeper.contract import names as n
@@ -24,7 +24,7 @@ from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeNotices, FakeSes
 from tests.support.virtual_time import virtually
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
-BURIED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
+BURIED = DeadLettered(RequestProblem("provider_rejected", "402 …", status=402))
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 

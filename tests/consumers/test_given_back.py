@@ -17,7 +17,7 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.limits.base import Amounts
-from consumers.outcomes import Answered, Buried, Deferred, Dropped, Refused, Retried
+from consumers.outcomes import Answered, DeadLettered, Deferred, Refused, Retried, Superseded
 from consumers.providers.breakers import FAILURES
 from consumers.state.base import Granted, Stop
 from lanekeeper.contract import names as n
@@ -83,7 +83,7 @@ FAULT = ValueError("a fault of ours")
         (TransientError("down", type=UNREACHABLE), Retried, 0),
         (RateLimitedError("429"), Retried, 0),
         (CUT, Retried, 1),
-        (RejectedError("400", status=400), Buried, 0),
+        (RejectedError("400", status=400), DeadLettered, 0),
         (AccountError("429", reason="spent", status=429), Deferred, 0),
     ],
 )
@@ -95,7 +95,9 @@ async def test_everything_is_given_back_after_a_call(error: Exception | None, ou
 
     assert await ground.held(job) == {}
     assert ground.counted == counted
-    assert (job.claim is not None) == (outcome in (Answered, Buried)), "what has ended keeps it until it is stored"
+    assert (job.claim is not None) == (outcome in (Answered, DeadLettered)), (
+        "what has ended keeps it until it is stored"
+    )
 
 
 @pytest.mark.parametrize("used", [None, Amounts(1, 9, 2)])
@@ -128,7 +130,7 @@ async def test_everything_is_given_back_after_an_internal_error() -> None:
     assert await ground.deaths() == 0
 
 
-@pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Dropped), (Stop.FENCED, Deferred)])
+@pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Superseded), (Stop.FENCED, Deferred)])
 async def test_everything_is_given_back_by_a_request_that_is_told_to_stop(why: Stop, outcome: type) -> None:
     ground = Ground()
     ground.provider.takes_s, job = 30, ground.job()

@@ -12,8 +12,8 @@ from consumers.failures import OverloadedError, TransientError
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Decoded, Job, Route
 from consumers.large_bodies import Fetching
-from consumers.limits.base import Underway
-from consumers.outcomes import Buried, Deferred, Outcome, Refused, Retried
+from consumers.limits.base import CallInProgress
+from consumers.outcomes import DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Answer, OnEvent, Registry
 from consumers.slots.pausing import Pausing
@@ -38,7 +38,13 @@ class FakeProvider:
         self.asked: list[tuple[Request, float]] = []
 
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None, **_: Any
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        in_progress: CallInProgress | None = None,
+        **_: Any,
     ) -> Answer:
         self.asked.append((request, timeout_s))
         for event in (b'{"type":"a"}', b'{"type":"b"}') if parts else ():
@@ -102,7 +108,7 @@ async def handle(
 
 
 def code(outcome: Outcome) -> str:
-    assert isinstance(outcome, Buried | Refused)
+    assert isinstance(outcome, DeadLettered | Refused)
     return outcome.problem.code
 
 
@@ -121,7 +127,7 @@ async def test_a_tenant_is_checked_like_an_id(bench: Bench, tenant: str, is_user
     job = bench.job(user_id=tenant if is_user else None)
     job.identity = Identity(tenant, "m-1")
     outcome = await handle(bench, job, provider)
-    assert isinstance(outcome, Buried)
+    assert isinstance(outcome, DeadLettered)
     assert outcome.problem.detail.startswith(f"{'user_id' if is_user else n.TENANT}: allowed are 1 to 128 letters")
     assert provider.asked == []
 

@@ -18,7 +18,7 @@ from consumers.job import (
     side_priority,
     tenant_of,
 )
-from consumers.outcomes import Buried, Deferred, Refused
+from consumers.outcomes import DeadLettered, Deferred, Refused
 from consumers.settle import set_aside
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
@@ -238,7 +238,7 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
             "lane.fallen",
             "batch.a.b",
             {**death("lane.batch.due", "delivery_limit"), n.DEATHS: 1},
-            Buried,
+            DeadLettered,
             "poison",
             "lane.batch.due",
         ),
@@ -246,28 +246,35 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
             "lane.requests",
             "urgent.a.b",
             {},
-            Buried,
+            DeadLettered,
             "unroutable",
             "'urgent.a.b': it begins with one of batch, critical",
         ),
-        ("lane.requests", "urgent.a.b", death("lane.critical", "expired"), Buried, "unroutable", "urgent"),  # forged
-        ("lane.fallen", "critical.a.b", death("lane.critical", "rejected"), Buried, "internal", "rejected"),
-        ("lane.fallen", "critical.a.b", {}, Buried, "internal", "None"),
-        ("lane.due", "urgent.a.b", {}, Buried, "unroutable", "urgent"),  # of a lane that was removed
-        ("lane.delay.03", "urgent.a.b", {}, Buried, "unroutable", "urgent"),
-        ("lane.due", "critical.a.b", {}, Buried, "internal", "lane.due"),
-        ("lane.fallen", "vip.a.b", death("lane.vip.due", "delivery_limit"), Buried, "poison", "lane.vip.due"),
-        ("lane.delay.03", "critical.a.b", {}, Buried, "internal", "lane.delay.03"),
-        ("lane.delay.03", "critical.a.b", death("lane.critical", "expired"), Buried, "internal", "lane.delay.03"),
-        ("lane.fallen", "critical.a.b", {"x-death": "rubbish"}, Buried, "internal", "None"),
-        ("lane.fallen", "critical.a.b", {"x-death": ["rubbish"]}, Buried, "internal", "None"),
-        ("lane.fallen", "critical.a.b", {"x-death": []}, Buried, "internal", "None"),
-        ("lane.fallen", "critical.a.b", {"x-death": 7}, Buried, "internal", "None"),
-        ("lane.fallen", "critical.a.b", {"x-death": [{"queue": 5, "reason": []}]}, Buried, "internal", "5"),
+        (
+            "lane.requests",
+            "urgent.a.b",
+            death("lane.critical", "expired"),
+            DeadLettered,
+            "unroutable",
+            "urgent",
+        ),  # forged
+        ("lane.fallen", "critical.a.b", death("lane.critical", "rejected"), DeadLettered, "internal", "rejected"),
+        ("lane.fallen", "critical.a.b", {}, DeadLettered, "internal", "None"),
+        ("lane.due", "urgent.a.b", {}, DeadLettered, "unroutable", "urgent"),  # of a lane that was removed
+        ("lane.delay.03", "urgent.a.b", {}, DeadLettered, "unroutable", "urgent"),
+        ("lane.due", "critical.a.b", {}, DeadLettered, "internal", "lane.due"),
+        ("lane.fallen", "vip.a.b", death("lane.vip.due", "delivery_limit"), DeadLettered, "poison", "lane.vip.due"),
+        ("lane.delay.03", "critical.a.b", {}, DeadLettered, "internal", "lane.delay.03"),
+        ("lane.delay.03", "critical.a.b", death("lane.critical", "expired"), DeadLettered, "internal", "lane.delay.03"),
+        ("lane.fallen", "critical.a.b", {"x-death": "rubbish"}, DeadLettered, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": ["rubbish"]}, DeadLettered, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": []}, DeadLettered, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": 7}, DeadLettered, "internal", "None"),
+        ("lane.fallen", "critical.a.b", {"x-death": [{"queue": 5, "reason": []}]}, DeadLettered, "internal", "5"),
     ],
 )
 async def test_the_outcome_of_a_fallen_request_follows_from_its_last_death(
-    exchange: str, key: str, headers: dict[str, Any], kind: type[Buried | Refused], code: str, named: str
+    exchange: str, key: str, headers: dict[str, Any], kind: type[DeadLettered | Refused], code: str, named: str
 ) -> None:
     delivery = Bench().delivery(exchange=exchange, routing_key=key, headers=headers, queue="lane.fallen")
     outcome = await FALLEN.handle(FALLEN.job_of(delivery))

@@ -16,14 +16,14 @@ from consumers.lifecycle import Wait, record, waits
 from consumers.outcomes import (
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -88,7 +88,7 @@ PROBLEM = RequestProblem("too_large", "")
         (Batched(params=b""), {"lane.outcome": "batched"}),
         (Deferred(delay_ms=7, reason="rpm"), {"lane.outcome": "deferred", "lane.delay_ms": 7}),
         (
-            Stepped(flow=FlowHop(step="b", deadline_ms=1), state=b"", lane="critical", step="a", delay_ms=7),
+            PipelineAdvanced(flow=FlowHop(step="b", deadline_ms=1), state=b"", lane="critical", step="a", delay_ms=7),
             {"lane.outcome": "stepped", "lane.delay_ms": 7},
         ),
         (
@@ -96,8 +96,8 @@ PROBLEM = RequestProblem("too_large", "")
             {"lane.outcome": "retried", "lane.delay_ms": 7, "error.type": "attempt_failed"},
         ),
         (Refused(PROBLEM), {"lane.outcome": "refused", "error.type": "too_large"}),
-        (Buried(PROBLEM), {"lane.outcome": "buried", "error.type": "too_large"}),
-        (Dropped(PROBLEM), {"lane.outcome": "dropped", "error.type": "too_large"}),
+        (DeadLettered(PROBLEM), {"lane.outcome": "buried", "error.type": "too_large"}),
+        (Superseded(PROBLEM), {"lane.outcome": "dropped", "error.type": "too_large"}),
         (Replayed(completion=answered()), {"lane.outcome": "replayed"}),
         (Replayed(completion=failed("poison")), {"lane.outcome": "replayed", "error.type": "poison"}),
     ],
@@ -171,7 +171,7 @@ def test_an_outcome_that_is_sent_again_is_no_cancellation() -> None:
     [
         (Refused(PROBLEM), "request.refused", ["failed"]),
         (Refused(PROBLEM, is_repeat=True), "request.refused", []),
-        (Buried(PROBLEM), "request.buried", ["failed", "dead"]),
+        (DeadLettered(PROBLEM), "request.buried", ["failed", "dead"]),
     ],
 )
 def test_an_error_is_logged_and_only_what_is_kept_as_a_dead_letter_is_told_to_be_dead(

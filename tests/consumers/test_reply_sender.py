@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from typing_extensions import override
 
 from consumers.large_bodies import LargeAnswers
-from consumers.outcomes import Answered, Buried, Outcome, Refused
+from consumers.outcomes import Answered, DeadLettered, Outcome, Refused
 from consumers.replies import PAUSES_S, ReplyRetries, ReplyRule, ReplySender
 from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
@@ -314,8 +314,8 @@ def test_an_allow_list_restricts_bound_and_unbound_replies() -> None:
 
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
-REJECTED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
-UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
+REJECTED = DeadLettered(RequestProblem("provider_rejected", "402 …", status=402))
+UNREADABLE = DeadLettered(RequestProblem("invalid_request", "body: empty"))
 CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
 FULL: dict[str, Exception] = {"": PublishRefused("full")}
 
@@ -365,7 +365,7 @@ async def test_a_refused_reply_is_retried_for_a_minute_and_then_stays_available_
 
 @pytest.mark.parametrize("outcome", [UNREADABLE, CONFLICT])
 async def test_an_error_that_is_not_stored_under_its_id_comes_back_in_a_header_and_is_told_once(
-    bench: Bench, outcome: Refused | Buried
+    bench: Bench, outcome: Refused | DeadLettered
 ) -> None:
     bench.publisher.failing = FULL
     await bench.settler.settle(bench.job(), outcome)
@@ -507,7 +507,7 @@ def test_if_the_broker_does_not_take_it_either_its_store_has_a_minute_more(kind:
     assert took_s == pytest.approx(5)
 
     found, took_s = brought(Broken(kind), publisher)
-    assert isinstance(found, Buried)
+    assert isinstance(found, DeadLettered)
     assert (found.problem.code, "could not be used" in found.problem.detail) == ("answer_too_large", True)
     assert took_s == pytest.approx(65)
 
@@ -538,7 +538,7 @@ async def test_an_answer_of_the_most_bytes_for_a_message_is_sent_as_it_is(store:
     assert kept.kept is not None
     assert await store.fetch(kept.kept) == larger.body
     assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1000))), Answered)
-    assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1001))), Buried)
+    assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1001))), DeadLettered)
     answers.forget(LARGE)
     answers.forget(kept)
     await answers.aclose(within_s=10)

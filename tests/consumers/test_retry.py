@@ -30,7 +30,7 @@ from consumers.failures import (
     RetryPolicy,
     TransientError,
 )
-from consumers.outcomes import Buried, Refused, Retried
+from consumers.outcomes import DeadLettered, Refused, Retried
 from lanekeeper.contract.problems import ProviderFailure
 
 POLICY = RetryPolicy(base_s=1.0, cap_s=8.0)
@@ -47,7 +47,7 @@ class Drawn(random.Random):
         return b if self._high else a
 
 
-def decide(error: ProviderError, **given: Any) -> Retried | Refused | Buried:
+def decide(error: ProviderError, **given: Any) -> Retried | Refused | DeadLettered:
     how = {"attempts": 1, "max_attempts": 4, "left_ms": 600_000, "rng": Drawn(high=True), "policy": POLICY, **given}
     return failures.decide(error, **how)
 
@@ -99,7 +99,7 @@ def test_a_pause_is_at_most_half_of_the_time_left() -> None:
 def test_after_the_last_attempt_its_error_is_told() -> None:
     error = RateLimitedError("x", retry_after_s=4.2, status=429, type="rate_limit_error")
     outcome = decide(error, attempts=4, max_attempts=4)
-    assert isinstance(outcome, Refused | Buried)
+    assert isinstance(outcome, Refused | DeadLettered)
     assert outcome.problem.code == "attempts_exhausted"
     assert outcome.problem.detail == "all 4 attempts failed; the last: x"
     assert outcome.problem.provider == ProviderFailure(status=429, type="rate_limit_error", retry_after_ms=4200)
@@ -109,7 +109,7 @@ def test_an_error_that_is_final_is_not_retried() -> None:
     error = TransientError("x", status=500)
     error.is_final = True
     outcome = decide(error)
-    assert isinstance(outcome, Buried)
+    assert isinstance(outcome, DeadLettered)
     assert (outcome.problem.code, outcome.problem.status) == ("provider_rejected", 500)
 
 
@@ -123,7 +123,7 @@ def test_a_retry_that_could_begin_only_at_the_deadline_is_not_made(left_ms: int,
     if is_retried:
         assert outcome == Retried(delay_ms=375, error="x", brief="TransientError")
     else:
-        assert isinstance(outcome, Refused | Buried)
+        assert isinstance(outcome, Refused | DeadLettered)
         assert outcome.problem.code == "deadline_exceeded"
         assert outcome.problem.detail == ("attempt 1 failed (x), and the next could start in 375 ms: 375 ms are left")
 
@@ -131,7 +131,7 @@ def test_a_retry_that_could_begin_only_at_the_deadline_is_not_made(left_ms: int,
 @pytest.mark.parametrize(("status", "told"), [(422, 422), (0, 400)])
 def test_a_refusal_has_the_providers_status(status: int, told: int) -> None:
     outcome = decide(RejectedError("x", status=status))
-    assert isinstance(outcome, Refused | Buried)
+    assert isinstance(outcome, Refused | DeadLettered)
     assert (outcome.problem.code, outcome.problem.status) == ("provider_rejected", told)
 
 

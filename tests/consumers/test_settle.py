@@ -12,19 +12,19 @@ from typing_extensions import override
 
 from consumers import claiming, settle
 from consumers.clock import moment_text
-from consumers.job import SETTLE_WITHIN_S, Attempted, Job, Source, Standing
+from consumers.job import SETTLE_WITHIN_S, Attempted, Job, PipelinePosition, Source
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.outcomes import (
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from consumers.settle import Failpoints
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
@@ -49,12 +49,14 @@ ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic"
 DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=NOW_MS + 300)
 RETRIED = Retried(delay_ms=700, error="529 overloaded_error: …")
 REFUSED = Refused(RequestProblem("deadline_exceeded", "too late"))
-BURIED = Buried(RequestProblem("provider_rejected", "402 …", status=402))
-DROPPED = Dropped(RequestProblem("cancelled", "by its owner"))
+BURIED = DeadLettered(RequestProblem("provider_rejected", "402 …", status=402))
+DROPPED = Superseded(RequestProblem("cancelled", "by its owner"))
 CONFLICT = Refused(RequestProblem("idempotency_conflict", "another body"))
-UNREADABLE = Buried(RequestProblem("invalid_request", "body: empty"))
+UNREADABLE = DeadLettered(RequestProblem("invalid_request", "body: empty"))
 BATCHED = Batched(params=b'{"for":"the provider"}')
-STEPPED = Stepped(flow=FlowHop(step="second", deadline_ms=NOW_MS), state=b"state", lane="critical", step="first")
+STEPPED = PipelineAdvanced(
+    flow=FlowHop(step="second", deadline_ms=NOW_MS), state=b"state", lane="critical", step="first"
+)
 OUTCOMES = [BATCHED, ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
 
 
@@ -191,7 +193,7 @@ async def test_a_dead_letter_whose_reply_may_not_be_sent_is_parked_once(bench: B
 
 @pytest.mark.parametrize(
     ("outcome", "has_ended"),
-    [(each, isinstance(each, Answered | Refused | Dropped)) for each in (*OUTCOMES, STEPPED)],
+    [(each, isinstance(each, Answered | Refused | Superseded)) for each in (*OUTCOMES, STEPPED)],
 )
 async def test_a_stored_body_is_removed_when_nobody_will_need_it(
     outcome: Outcome, has_ended: bool, tmp_path: Path
@@ -441,13 +443,15 @@ async def test_a_redelivered_request_that_had_ended_is_replayed_whatever_its_new
 
 
 async def test_an_invalid_message_that_is_redelivered_is_parked_again_with_the_error_stored_first(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(body=b"?"), Buried(RequestProblem("invalid_request", "the first reason")))
+    await bench.settler.settle(
+        bench.job(body=b"?"), DeadLettered(RequestProblem("invalid_request", "the first reason"))
+    )
     bench.publisher.sent.clear()
     delivery = bench.delivery(body=b"?")
     delivery.redelivered = True
 
     outcome = await bench.settler.settle(
-        bench.job(delivery=delivery), Buried(RequestProblem("invalid_request", "another reason"))
+        bench.job(delivery=delivery), DeadLettered(RequestProblem("invalid_request", "another reason"))
     )
 
     assert isinstance(outcome, Replayed)
@@ -615,7 +619,7 @@ async def test_a_batchs_result_that_was_an_attempt_is_not_kept(bench: Bench, out
 async def test_a_pipelines_next_step_tells_in_which_ticket_the_step_before_was(bench: Bench) -> None:
     job = from_batch(bench)
     flow = FlowHop(step="second", deadline_ms=NOW_MS + 60_000)
-    await bench.settler.settle(job, Stepped(flow=flow, state=b"state", lane="critical", step="first"))
+    await bench.settler.settle(job, PipelineAdvanced(flow=flow, state=b"state", lane="critical", step="first"))
     copy = bench.to("lane.delay.00")
     assert (read_hop(copy.headers).batch, copy.body) == (BatchHop(ticket="t"), b"state")
 
@@ -639,7 +643,9 @@ async def test_a_pipelines_next_step_begins_anew_in_its_lane(bench: Bench, of: i
 
 
 async def test_a_pipeline_goes_on_with_the_outcome_of_its_step_that_was_stored_first(bench: Bench) -> None:
-    standing = Standing(step="first", following="second", flow=FlowHop(step="first", deadline_ms=NOW_MS), state=b"")
+    standing = PipelinePosition(
+        step="first", following="second", flow=FlowHop(step="first", deadline_ms=NOW_MS), state=b""
+    )
     first, second = bench.job(), bench.job()
     first.standing = second.standing = standing
     step = replace(STEPPED, answer=ANSWERED)
@@ -661,7 +667,9 @@ async def test_a_pipeline_whose_delivery_is_lost_while_its_step_is_stored_can_be
 
     monkeypatch.setattr(bench.store, "complete", slow)
     job = bench.job()
-    job.standing = Standing(step="first", following="second", flow=FlowHop(step="first", deadline_ms=NOW_MS), state=b"")
+    job.standing = PipelinePosition(
+        step="first", following="second", flow=FlowHop(step="first", deadline_ms=NOW_MS), state=b""
+    )
     await bench.claiming.claim(job)
     settling = asyncio.create_task(bench.settler.settle(job, replace(STEPPED, answer=ANSWERED)))
     await asked.wait()

@@ -16,14 +16,14 @@ from consumers.limits.base import Amounts
 from consumers.outcomes import (
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from consumers.prices import Prices
 from consumers.providers.breakers import Breakers
@@ -381,7 +381,7 @@ async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against
 async def test_a_step_of_a_pipeline_is_counted_like_an_answer() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
     flow = FlowHop(step="second", deadline_ms=NOW_MS)
-    stepped = Stepped(flow=flow, state=b"", lane="critical", step="first", answer=ANSWERED)
+    stepped = PipelineAdvanced(flow=flow, state=b"", lane="critical", step="first", answer=ANSWERED)
 
     await ground.through(ground.job(), stepped, usage=Amounts(1, 1500, 700), cost_usd=0.02)
 
@@ -400,7 +400,7 @@ async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
 
 
 @pytest.mark.parametrize(
-    "outcome", [None, Refused(RequestProblem("deadline_exceeded", "")), Dropped(RequestProblem("cancelled", ""))]
+    "outcome", [None, Refused(RequestProblem("deadline_exceeded", "")), Superseded(RequestProblem("cancelled", ""))]
 )
 async def test_a_call_that_was_interrupted_may_have_been_paid(outcome: Outcome) -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
@@ -618,7 +618,7 @@ async def test_what_waits_in_batches_counts_against_the_cap() -> None:
     await gathered(ground)
     await gathered(ground)
 
-    assert isinstance(await ground.enter(ground.job()), Deferred | Refused | Buried)
+    assert isinstance(await ground.enter(ground.job()), Deferred | Refused | DeadLettered)
     assert ground.store.used["cap lane critical requests"] == 2
 
 
@@ -719,7 +719,7 @@ async def test_an_answer_that_is_paid_for_passes_a_cap_that_is_newer_and_counts(
     ("outcome", "used"),
     [
         (Refused(RequestProblem("deadline_exceeded", "")), 0),
-        (Dropped(RequestProblem("cancelled", "")), 0),
+        (Superseded(RequestProblem("cancelled", "")), 0),
         (Replayed(completion=Completion(status="error", code="cancelled", body=b"", ended_ms=1)), 0),
         (Replayed(completion=Completion(status="ok", body=b"", ended_ms=1)), 1),
         (Deferred(delay_ms=1, reason="paused"), 1),

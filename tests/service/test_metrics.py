@@ -26,7 +26,7 @@ from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpac
 from service.worker import figures
 from service.worker.figures import QueueLengths
 from tests.support.waiting import until
-from topology.broker.consume import Heads
+from topology.broker.consume import SideQueuePoller
 from topology.lanes import BATCH, CRITICAL
 
 NAMES = Names()
@@ -141,7 +141,7 @@ async def read(lengths: QueueLengths, broker: Broker) -> None:
 
 
 async def test_what_the_broker_does_not_tell_is_missing_and_the_rest_is_told(broker: Broker) -> None:
-    heads = Heads(["lane.batch.side.07"])
+    heads = SideQueuePoller(["lane.batch.side.07"])
     lengths = QueueLengths(None, [BATCH], names=NAMES, heads={"lane.batch": heads})  # type: ignore[arg-type]
 
     def told() -> list[float | None]:
@@ -158,7 +158,7 @@ async def test_what_the_broker_does_not_tell_is_missing_and_the_rest_is_told(bro
 
 
 async def test_the_oldest_is_younger_than_what_was_delivered_last_and_than_an_empty_queue(broker: Broker) -> None:
-    heads = Heads(["lane.critical.side.03"])
+    heads = SideQueuePoller(["lane.critical.side.03"])
     lengths = QueueLengths(None, [CRITICAL], names=NAMES, heads={"lane.critical": heads})  # type: ignore[arg-type]
     broker.ready = {"lane.critical": 2}
     await read(lengths, broker)

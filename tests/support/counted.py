@@ -20,7 +20,7 @@ from consumers.claiming import Claiming
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.gates import BudgetGate, CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
-from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, Underway
+from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, CallInProgress
 from consumers.limits.budgets import Estimates, own_budgets
 from consumers.pool import Pool
 from consumers.prices import Prices, Usage
@@ -408,11 +408,17 @@ class Provider:
         """How long calls take, by the id of the request; others take `takes_s`."""
 
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None, **_: Any
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        in_progress: CallInProgress | None = None,
+        **_: Any,
     ) -> Answer:
         self.calls += 1
-        if underway is not None and self.used is not None:
-            underway.used = lambda: self.used
+        if in_progress is not None and self.used is not None:
+            in_progress.used = lambda: self.used
         await turns(3)
         if (hold := self.holds.get(request.id)) is not None:
             await hold()

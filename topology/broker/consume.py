@@ -1,5 +1,5 @@
-"""Takes messages from queues: consumes one queue (`Deliveries`), chooses among several (`Heads`), receives in a queue
-of one's own (`Inbox`).
+"""Takes messages from queues: consumes one queue (`Deliveries`), chooses among several (`SideQueuePoller`), receives in
+a queue of one's own (`Inbox`).
 
     async for session in deliveries.sessions():         each session has one channel
         async for delivery in session:                  raises ChannelLost if the channel is lost; ends after `stop`
@@ -23,7 +23,7 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from lanekeeper.amqp.connection import Connection, depth
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, border, close, delivered, fetch
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, close, delivered, fetch, translate_errors
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
@@ -107,7 +107,7 @@ class Delivery:
             return
         self._is_settled = True
         self._on_settled(self.tag)
-        with border(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
+        with translate_errors(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
             await call()
 
 
@@ -180,7 +180,7 @@ class Session:
         async with self._consume_lock:
             if self._lost is None and (tag := self._tag) is not None:
                 self._tag = None
-                with suppress(BrokerError), border("cancelling"):
+                with suppress(BrokerError), translate_errors("cancelling"):
                     await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
                 for delivered, waiting in list(self._without_room.items()):
                     if self._without_room.pop(delivered, None) is not None:
@@ -191,7 +191,7 @@ class Session:
         """Consume again, under a new consumer tag, because the broker may still use the old one."""
         async with self._consume_lock:
             if self._lost is None and self._tag is None and not self._stopped:
-                with suppress(BrokerError), border(f"cannot consume {self._queue!r}"):
+                with suppress(BrokerError), translate_errors(f"cannot consume {self._queue!r}"):
                     await self._consume()  # if this fails, the channel closes, and the session with it
 
     async def _consume(self) -> None:
@@ -263,7 +263,10 @@ class Session:
         self._channel.create_task(self._nack(tag))
 
     async def _nack(self, tag: int) -> None:
-        with suppress(ChannelLost), border(f"channel lost before {self._queue} delivery {tag}", lost=ChannelLost):
+        with (
+            suppress(ChannelLost),
+            translate_errors(f"channel lost before {self._queue} delivery {tag}", lost=ChannelLost),
+        ):
             await self._channel.basic_nack(tag, requeue=True, wait=False)
 
     def _on_closed(self, closing: "asyncio.Future[object]") -> None:
@@ -284,11 +287,11 @@ class Session:
             self._arrived.put_nowait(None)
 
 
-class Heads:
+class SideQueuePoller:
     """Decides from which of several queues to fetch next. A queue's head is its first message; this process holds a
     fetched head until `pass_on`, and at most one of each queue. The queues are not consumed, because a consumer
     prefetches messages: no other process could work on these, and messages with a higher priority could not overtake
-    them. The same `Heads` is used with the next channel, so that the lengths stay known."""
+    them. The same `SideQueuePoller` is used with the next channel, so that the lengths stay known."""
 
     def __init__(self, queues: Iterable[str]) -> None:
         self._ready = dict.fromkeys(queues, 0)
@@ -337,7 +340,7 @@ class Heads:
 
 
 async def _head(channel: Channel, queue: str) -> tuple[Delivered, int] | None:
-    with border(f"cannot fetch from {queue!r}", lost=ChannelLost):
+    with translate_errors(f"cannot fetch from {queue!r}", lost=ChannelLost):
         return await fetch(channel, queue)
 
 
@@ -345,7 +348,7 @@ class HeadsSession(Session):
     """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, more seldom while the lane is
     idle, passive declarations find out which queues have messages; the answer to a fetch says how many are left."""
 
-    def __init__(self, channel: Channel, heads: Heads, *, queue: str, counted: bool, share: Share) -> None:
+    def __init__(self, channel: Channel, heads: SideQueuePoller, *, queue: str, counted: bool, share: Share) -> None:
         super().__init__(channel, queue=queue, counted=counted, share=share)
         self._heads = heads
         self._fetching = False
@@ -420,7 +423,7 @@ class HeadsSession(Session):
     async def _read_lengths(self) -> None:
         asked_ms = time.time_ns() // 1_000_000
         for queue in self._heads.queues:
-            with border(f"cannot look at {queue!r}", lost=ChannelLost):
+            with translate_errors(f"cannot look at {queue!r}", lost=ChannelLost):
                 self._heads.found(queue, (await depth(self._channel, queue)).ready)
         if not self._heads.ready:
             self._heads.empty_ms = asked_ms
@@ -451,7 +454,7 @@ class Deliveries:
         prefetch: int,
         counted: bool = True,
         on_missing: Callable[[], None] = lambda: None,
-        heads: Heads | None = None,
+        heads: SideQueuePoller | None = None,
         held: HeldBytes | None = None,
         holder: str | None = None,
         most_bytes: int | None = None,
@@ -617,7 +620,7 @@ class Deliveries:
         else:
             session = Session(channel, queue=self.queue, counted=self._counted, share=self._share)
         try:
-            with border(f"cannot consume {self.queue!r}"):
+            with translate_errors(f"cannot consume {self.queue!r}"):
                 await session.start(prefetch=self.prefetch)
         except BrokerError as error:
             await session.close()
@@ -644,7 +647,7 @@ class Inbox:
 
     async def __aenter__(self) -> Self:
         self._channel = await self._connection.channel(confirms=False)
-        with border("no queue of one's own"):
+        with translate_errors("no queue of one's own"):
             declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
             self.name = declared.queue or ""
             await self.bind()
@@ -658,7 +661,7 @@ class Inbox:
 
     async def bind(self) -> None:
         """Call it again if an exchange was deleted and declared again: its bindings are lost then. Raises the same."""
-        with border("cannot bind"):
+        with translate_errors("cannot bind"):
             for exchange, routing_key in self._bindings:
                 await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
 

@@ -130,16 +130,16 @@ def shared_budgets(
 ) -> "Budgets":
     """The budgets of processes that share a Redis. The caller closes `client`, after `Budgets.aclose`."""
 
-    def open_turns(name: str) -> SharedTurns:
+    def open_queue(name: str) -> SharedBudgetQueue:
         key = f"{namespace}:budget:{FORM}:{name}"
-        return SharedTurns(client, key, Account(name, spec, now_s=clock()), clock=clock)
+        return SharedBudgetQueue(client, key, Account(name, spec, now_s=clock()), clock=clock)
 
-    return Budgets(spec, open_turns)
+    return Budgets(spec, open_queue)
 
 
-class SharedTurns:
-    """Implements `Turns` for an account that several processes share. `clock`: seconds since 1970, used until Redis's
-    own time is known."""
+class SharedBudgetQueue:
+    """Implements `BudgetQueue` for an account that several processes share. `clock`: seconds since 1970, used until
+    Redis's own time is known."""
 
     def __init__(self, client: RedisClient, key: str, account: Account, *, clock: Callable[[], float]) -> None:
         self.account = account

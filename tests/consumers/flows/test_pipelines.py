@@ -30,7 +30,7 @@ from consumers.flows.pool_worker import unpacked
 from consumers.flows.rendering import Rendering
 from consumers.flows.templates import fill_in
 from consumers.job import Chain, Decoded, Job, Route, Source, state_identity
-from consumers.outcomes import Answered, Buried, Deferred, Outcome, Refused, Stepped
+from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, PipelineAdvanced, Refused
 from consumers.providers.registry import Registry
 from consumers.state.base import UNIT_BYTES, Completion, Ending, Granted, Identity, StoreSpec
 from lanekeeper import __version__
@@ -131,14 +131,14 @@ async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_do
             claim = await bench.store.claim(items[k], fingerprint())
             assert isinstance(claim, Granted)
             await bench.store.complete(items[k], fingerprint(), end, token=claim.token)
-        assert isinstance(outcome, Stepped)
+        assert isinstance(outcome, PipelineAdvanced)
         job.hop = replace(job.hop, flow=outcome.flow)
         job.decoded = replace(found, request=replace(found.request, body=outcome.state))
         outcome = await steps.enter(job, job.decoded)
         if done is not None:
-            assert isinstance(outcome, Stepped)
+            assert isinstance(outcome, PipelineAdvanced)
             assert (outcome.flow.done, outcome.done) == done
-    assert isinstance(outcome, (Refused, Buried))
+    assert isinstance(outcome, (Refused, DeadLettered))
     assert "item 2: broke" in outcome.problem.detail
     assert outcome.problem.status == 418
 
@@ -149,7 +149,7 @@ async def test_one_delivery_publishes_many_items() -> None:
 
     outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
 
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     assert outcome.flow.items == len(bench.publisher.sent) == 3 * AT_ONCE
 
 
@@ -166,7 +166,7 @@ async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_
     for room, tried in ((10, AT_ONCE), (0, 1), (5, AT_ONCE - 10), (AT_ONCE, AT_ONCE - 15)):
         narrow.room, narrow.tried = room, 0
         outcome = await steps.enter(job, found)
-        assert isinstance(outcome, Stepped)
+        assert isinstance(outcome, PipelineAdvanced)
         assert narrow.tried == tried
         job.hop = replace(job.hop, flow=outcome.flow)
         found = decoded(job)
@@ -221,12 +221,12 @@ async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_that_its_items_
     steps = pipelines(bench, EACH)
     job, found = given(bench, b"[1,2,3,4]")
     published = await steps.enter(job, found)
-    assert isinstance(published, Stepped)
+    assert isinstance(published, PipelineAdvanced)
     for each in bench.publisher.sent[:ended]:
         await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), answered("1"))
     outcome = replace(published, flow=replace(published.flow, since_ms=NOW_MS - for_ms))
     looked = await again(steps, job, found, outcome)
-    assert isinstance(looked, Stepped)
+    assert isinstance(looked, PipelineAdvanced)
     assert looked.delay_ms == delay_ms
 
 
@@ -243,7 +243,7 @@ async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_tha
     items = [each.message.message_id or "" for each in bench.publisher.sent]
 
     for count, end in enumerate((answered("1"), FAILED, answered('{"a":2}')), start=1):
-        assert isinstance(outcome, Stepped)
+        assert isinstance(outcome, PipelineAdvanced)
         assert outcome.flow.step == "s"
         item = Identity(job.identity.tenant, items[count - 1])
         claim = await bench.store.claim(item, fingerprint())
@@ -252,10 +252,10 @@ async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_tha
         job.hop = replace(job.hop, flow=outcome.flow)
         job.decoded = replace(found, request=replace(found.request, body=outcome.state))
         outcome = await steps.enter(job, job.decoded)
-        assert isinstance(outcome, Stepped)
+        assert isinstance(outcome, PipelineAdvanced)
         assert (outcome.done, outcome.of) == ((count, 3) if count < len(items) else (0, 0))
 
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     assert len(bench.publisher.sent) == 3, "no item is published again"
     assert outcome.flow.step == "t"
     assert (outcome.flow.items, outcome.flow.done, outcome.flow.since_ms) == (0, 0, 0), "the next one begins anew"
@@ -301,9 +301,9 @@ async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_e
     job = read(bench.job(headers={n.FLOW: hop_headers(HopHeaders(flow=flow))[n.FLOW]}, exchange="lane.due"))
     bench.publisher.too_large = {b"state"}
 
-    settled = await bench.settler.settle(job, Stepped(flow=flow, state=b"state", lane="critical", step="s"))
+    settled = await bench.settler.settle(job, PipelineAdvanced(flow=flow, state=b"state", lane="critical", step="s"))
 
-    assert isinstance(settled, Buried)
+    assert isinstance(settled, DeadLettered)
     assert "event: step" not in bench.log
     assert bench.log[-2:] == ["event: failed", "event: dead"]
 
@@ -357,7 +357,7 @@ async def test_a_fan_out_over_no_list_or_one_too_long_ends_the_request(given_inp
     bench = Bench()
     job, found = given(bench, given_input)
     outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
-    assert isinstance(outcome, (Refused, Buried))
+    assert isinstance(outcome, (Refused, DeadLettered))
     assert outcome.problem.code == code
     assert why in outcome.problem.detail
     assert not bench.publisher.sent
@@ -369,7 +369,7 @@ async def test_a_fan_out_has_as_many_items_as_are_allowed_and_not_one_more(monke
         bench = Bench()
         job, found = given(bench, json.dumps([1] * count).encode())
         outcome = await pipelines(bench, EACH).enter(job, found)
-        assert isinstance(outcome, Stepped) == (count == 2)
+        assert isinstance(outcome, PipelineAdvanced) == (count == 2)
 
 
 async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> None:
@@ -377,7 +377,7 @@ async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> Non
     job, _ = given(bench, b"{}")
     found = at_step(job, "gone", b'{"input":{},"outputs":{}}')
     outcome = await pipelines(bench, StepSpec(name="s", handler="h")).enter(job, found)
-    assert isinstance(outcome, (Refused, Buried))
+    assert isinstance(outcome, (Refused, DeadLettered))
     assert outcome.problem.code == "internal"
     assert "has no step 'gone' any more" in outcome.problem.detail
 
@@ -397,7 +397,7 @@ async def test_a_step_whose_outcome_is_stored_does_not_run_again() -> None:
         await bench.store.complete(identity, fingerprint(), answered('{"a":1}'), token=claim.token)
         outcome = await steps.enter(job, at_step(job, name, state))
         if name == "s":
-            assert isinstance(outcome, Stepped)
+            assert isinstance(outcome, PipelineAdvanced)
             assert (outcome.flow.step, outcome.lane, outcome.step) == ("t", "critical", "s")
             assert outcome.state == b'{"input":{},"outputs":{"s":{"a":1}}}'
         else:
@@ -434,13 +434,13 @@ async def test_an_answer_takes_the_pipeline_to_its_next_step_and_that_of_the_las
         found = at_step(job, name, b'{"input":{},"outputs":{}}')
         if name == "t":
             moved = await steps.enter(job, found)
-            assert isinstance(moved, Stepped), "it stands in another lane"
+            assert isinstance(moved, PipelineAdvanced), "it stands in another lane"
             assert (moved.lane, moved.flow.step, moved.delay_ms, moved.of) == ("batch", "t", 0, 0)
             assert steps.after(job, answer) is answer
         else:
             assert await steps.enter(job, found) is None
             outcome = steps.after(job, answer)
-            assert isinstance(outcome, Stepped)
+            assert isinstance(outcome, PipelineAdvanced)
             assert (outcome.lane, outcome.flow.step, outcome.answer) == ("batch", "t", answer)
             assert outcome.state == b'{"input":{},"outputs":{"s":[1]}}'
 
@@ -486,7 +486,7 @@ async def end(bench: Bench, item: Identity, completion: Completion) -> None:
 
 async def again(steps: Pipelines, job: Job, found: Decoded, outcome: Outcome | None) -> Outcome | None:
     """What becomes of the delivery that this outcome publishes."""
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     job.hop = replace(job.hop, flow=outcome.flow)
     job.decoded = replace(found, request=replace(found.request, body=outcome.state))
     return await steps.enter(job, job.decoded)
@@ -499,7 +499,7 @@ async def test_an_item_that_the_store_has_lost_is_published_again() -> None:
     bench, other = Bench(), Bench()
     job, found = given(bench, b"[1]")
     outcome = await again(pipelines(other, EACH), job, found, await pipelines(bench, EACH).enter(job, found))
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     (item,), (published,) = bench.publisher.sent, other.publisher.sent
     assert published.message.message_id == item.message.message_id
 
@@ -512,7 +512,7 @@ async def test_a_fan_out_that_the_store_has_lost_looks_no_further_than_so_many_i
     for each in [*bench.publisher.sent[lost:64], bench.publisher.sent[100]]:
         await end(other, Identity(job.identity.tenant, each.message.message_id or ""), answered("1"))
     outcome = await again(pipelines(other, EACH), job, found, outcome)
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     assert outcome.done == (2 if lost == 63 else 0)
 
 
@@ -535,7 +535,7 @@ async def test_if_the_store_loses_an_item_before_all_are_joined_the_fan_out_look
 
     monkeypatch.setattr(bench.store, "endings", lost)
     outcome = await again(steps, job, found, outcome)
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     assert (outcome.flow.step, outcome.flow.done, outcome.delay_ms, outcome.of) == ("s", 0, 100, 1)
 
 
@@ -558,7 +558,7 @@ async def test_an_item_that_an_earlier_run_left_while_this_one_has_begun_is_publ
     await end(bench, item, replace(FAILED, code=code, ended_ms=ended_ms))
     outcome = await again(steps, job, found, outcome)
     assert len(bench.publisher.sent) == 1 + runs_again
-    assert isinstance(outcome, (Refused, Buried)) == fails
+    assert isinstance(outcome, (Refused, DeadLettered)) == fails
 
 
 async def test_of_items_that_a_model_answered_the_texts_are_joined_with_the_problems_that_are_kept() -> None:
@@ -609,7 +609,7 @@ async def test_the_outputs_of_all_items_have_a_most_with_what_divides_them(
         assert isinstance(outcome, Answered)
         assert outcome.body == b"[12345678,12345678]"
     else:
-        assert isinstance(outcome, (Refused, Buried))
+        assert isinstance(outcome, (Refused, DeadLettered))
         assert "have 18 bytes, allowed are 17" in outcome.problem.detail
 
 
@@ -622,7 +622,7 @@ async def test_a_fan_out_looks_as_far_as_so_many_items_wait() -> None:
     for k, ended in ((100, 0), (0, 2)):
         await end(bench, Identity(job.identity.tenant, ids[k]), answered("1"))
         outcome = await again(steps, job, found, outcome)
-        assert isinstance(outcome, Stepped)
+        assert isinstance(outcome, PipelineAdvanced)
         assert outcome.done == ended
 
 
@@ -680,7 +680,7 @@ async def round_of(bench: Bench, steps: Pipelines, body: bytes = LARGE) -> tuple
     job, found = given(bench, body)
     job.message.body = body
     outcome = await steps.enter(job, found)
-    assert isinstance(outcome, Stepped)
+    assert isinstance(outcome, PipelineAdvanced)
     await bench.settler.settle(job, outcome)
     keeper, looker = (each.message for each in bench.publisher.sent[-2:])
     return job, keeper, looker
@@ -709,7 +709,7 @@ async def test_a_large_state_goes_round_once_and_the_message_that_looks_is_small
             await end(bench, Identity(job.identity.tenant, item.message.message_id or ""), answered("1"))
         looks, found = back(bench, looker)
         outcome = await steps.enter(looks, found)
-        assert isinstance(outcome, Stepped)
+        assert isinstance(outcome, PipelineAdvanced)
         assert outcome.flow.role == ("" if ended else LOOKS)
         assert outcome.state == (with_output(state_of(LARGE), "s", b"[1]") if ended else b"")
 
@@ -730,7 +730,7 @@ async def test_a_state_that_the_store_has_lost_is_awaited_and_comes_back_with_th
 
     waits = await steps.enter(looks, found)
 
-    assert isinstance(waits, Stepped)
+    assert isinstance(waits, PipelineAdvanced)
     assert (waits.state, waits.flow.role, waits.delay_ms) == (b"", LOOKS, KEEPER_MS)
     assert other.publisher.sent == [], "the item cannot be made yet"
 
@@ -738,7 +738,7 @@ async def test_a_state_that_the_store_has_lost_is_awaited_and_comes_back_with_th
     assert isinstance(keeps, Deferred)
     assert keeps.delay_ms == KEEPER_MS
     again_found = await steps.enter(*back(other, looker))
-    assert isinstance(again_found, Stepped)
+    assert isinstance(again_found, PipelineAdvanced)
     assert len(other.publisher.sent) == 1, "the item is published again"
 
 
@@ -746,7 +746,7 @@ async def test_a_request_whose_state_the_store_has_lost_is_buried_when_it_is_bac
     bench, other = Bench(), Bench()
     bench.store.now_ms = other.store.now_ms = 0
     _, keeper, looker = await round_of(bench, pipelines(bench, EACH))
-    killed = Buried(RequestProblem("poison", "it kills"))
+    killed = DeadLettered(RequestProblem("poison", "it kills"))
 
     assert await other.settler.settle(back(other, looker)[0], killed) is None, "it is delivered again"
 
@@ -814,7 +814,7 @@ async def test_a_message_that_keeps_a_state_and_fell_out_of_its_lane_is_no_reque
         )
         for each in (keeper, looker)
     ]
-    assert [type(each) for each in outcomes] == [Refused, Buried]
+    assert [type(each) for each in outcomes] == [Refused, DeadLettered]
     assert isinstance(outcomes[0], Refused)
     assert outcomes[0].is_repeat
 
@@ -827,7 +827,7 @@ async def test_a_store_that_loses_items_again_and_again_ends_the_fan_out() -> No
         outcome = await again(pipelines(Bench(), EACH), job, found, outcome)
     outcome = await again(pipelines(Bench(), EACH), job, found, outcome)
 
-    assert isinstance(outcome, Buried)
+    assert isinstance(outcome, DeadLettered)
     assert "the store loses" in outcome.problem.detail
 
 
@@ -899,7 +899,7 @@ async def test_a_step_in_another_lane_needs_a_right(user: str, granted: Any, nee
     if runs:
         assert outcome is None
     else:
-        assert isinstance(outcome, Buried)
+        assert isinstance(outcome, DeadLettered)
         assert "tenant 'crm' may run it only if pipelines.p.tenants lists it" in outcome.problem.detail
     own = pipelines(bench, StepSpec(name="s", prompt="hi"), StepSpec(name="t", handler="h", lane="critical"))
     own.needs_rights = True
@@ -916,7 +916,7 @@ async def test_the_models_of_steps_are_those_of_their_lanes(step: dict[str, str]
     job, found = begun(bench, user=None)
     outcome = await steps.arrive(job, replace(found, lane=steps.lanes["critical"]))
 
-    assert isinstance(outcome, Buried)
+    assert isinstance(outcome, DeadLettered)
     assert outcome.problem.code == "forbidden_model"
 
 
@@ -948,12 +948,12 @@ async def test_a_fan_out_that_waits_long_is_counted_with_its_bytes() -> None:
     steps = pipelines(bench, EACH)
     job, found = given(bench, b"[1" + b" " * 9 * UNIT_BYTES + b"]")
     published = await steps.enter(job, found)
-    assert isinstance(published, Stepped)
+    assert isinstance(published, PipelineAdvanced)
     outcome = replace(published, flow=replace(published.flow, since_ms=NOW_MS - 60_000))
 
     waits = await again(steps, job, found, outcome)
 
-    assert isinstance(waits, Stepped)
+    assert isinstance(waits, PipelineAdvanced)
     other, asked = begun(bench, user=None)
     other.identity = Identity("", "p-2")
     assert isinstance(await steps.arrive(other, asked), Refused)

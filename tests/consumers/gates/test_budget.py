@@ -9,8 +9,8 @@ import pytest
 
 from consumers.gates import WaitingRoom
 from consumers.job import Attempted, Route
-from consumers.limits.base import Amounts, Reservation, Underway, Wait, WaitTooLong
-from consumers.outcomes import Answered, Deferred, Dropped, Refused
+from consumers.limits.base import Amounts, CallInProgress, Reservation, Wait, WaitTooLong
+from consumers.outcomes import Answered, Deferred, Refused, Superseded
 from consumers.state.base import Stop
 from tests.support.budget_gate import BODY, DONE, ONE, TWO, Ground, story
 from tests.support.jobs import decoded
@@ -76,7 +76,7 @@ def test_a_request_whose_call_could_not_end_before_its_deadline_is_refused_witho
     story(tell)
 
 
-@pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Dropped), (Stop.FENCED, Deferred)])
+@pytest.mark.parametrize(("why", "outcome"), [(Stop.CANCELLED, Superseded), (Stop.FENCED, Deferred)])
 def test_a_request_that_is_told_to_stop_ends_its_wait_for_the_budget(why: Stop, outcome: type) -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m", requests=50)
@@ -114,7 +114,7 @@ def test_a_call_without_usage_is_charged_its_input_and_the_output_that_it_had_ti
         await asyncio.sleep(60)
         job = on.job()
         await on.enter(job)
-        job.attempted, job.underway = Attempted(started_ms=on.now_ms()), Underway(on.loop.time())
+        job.attempted, job.in_progress = Attempted(started_ms=on.now_ms()), CallInProgress(on.loop.time())
         await asyncio.sleep(15)  # a quarter of the time that such a call is expected to take
 
         assert job.reserved is not None
@@ -128,11 +128,11 @@ def test_a_stream_that_was_cut_is_charged_what_has_come_of_it() -> None:
         job = on.job(body=LONG)
         await on.enter(job)
         job.attempted = Attempted(started_ms=on.now_ms())
-        job.underway = Underway(on.loop.time(), lambda: Amounts(1, 70, 3))
+        job.in_progress = CallInProgress(on.loop.time(), lambda: Amounts(1, 70, 3))
         await on.gate.leave(job, decoded(job), None)
 
         assert used(on) == [1, 70, 3]
-        assert job.underway is None, "what has come of the stream takes no memory while its outcome is stored"
+        assert job.in_progress is None, "what has come of the stream takes no memory while its outcome is stored"
 
     story(tell)
 

@@ -13,7 +13,17 @@ from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
 from consumers.large_bodies import Fetching
-from consumers.outcomes import Answered, Batched, Buried, Deferred, Dropped, Outcome, Replayed, Retried, Stepped
+from consumers.outcomes import (
+    Answered,
+    Batched,
+    DeadLettered,
+    Deferred,
+    Outcome,
+    PipelineAdvanced,
+    Replayed,
+    Retried,
+    Superseded,
+)
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
@@ -106,14 +116,16 @@ async def test_the_progress_of_a_pipeline_is_told_and_its_claim_kept_until_its_s
     ground, flow = Ground(), FlowHop(step="b", deadline_ms=NOW_MS)
     some, progress = ground.job(), Told()
     some.progress = progress
-    step = Stepped(flow=flow, state=b"", lane="critical", step="a", answer=answer, delay_ms=7, done=1, of=3)
+    step = PipelineAdvanced(flow=flow, state=b"", lane="critical", step="a", answer=answer, delay_ms=7, done=1, of=3)
     assert await ground.leave(some, step) == released
     assert progress.told == [("step", {"step": "b", "done": 1, "of": 3})]
 
 
 async def test_the_claim_of_a_pipeline_that_nobody_follows_is_released_after_a_step() -> None:
     ground = Ground()
-    step = Stepped(flow=FlowHop(step="b", deadline_ms=NOW_MS), state=b"", lane="critical", step="a", delay_ms=7)
+    step = PipelineAdvanced(
+        flow=FlowHop(step="b", deadline_ms=NOW_MS), state=b"", lane="critical", step="a", delay_ms=7
+    )
     assert await ground.leave(ground.job(), step) == [NOW_MS + 7]
 
 
@@ -182,11 +194,11 @@ async def test_a_cancellation_ends_a_fetch_at_once() -> None:
     fetching = asyncio.create_task(enter(None, some))
     await asyncio.sleep(0)
     some.stop(Stop.CANCELLED)
-    assert isinstance(await fetching, Dropped)
+    assert isinstance(await fetching, Superseded)
 
 
 @pytest.mark.parametrize("deaths", [4, 5])
 async def test_a_request_under_which_four_workers_died_is_not_run_again(deaths: int) -> None:
     found = await Ground().enter(dead(deaths))
-    assert isinstance(found, Buried)
+    assert isinstance(found, DeadLettered)
     assert found.problem.code == "poison"

@@ -11,7 +11,7 @@ from typing_extensions import override
 from consumers.failures import AccountError, TransientError
 from consumers.gates import HOLD_S, await_route, later
 from consumers.job import Decoded, Job, Route
-from consumers.outcomes import Deferred, Dropped, Outcome, Refused
+from consumers.outcomes import Deferred, Outcome, Refused, Superseded
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.state.base import Stop
@@ -170,7 +170,7 @@ def test_a_cancellation_ends_the_wait_for_a_provider() -> None:
         await ground.break_(route)
         job = ground.job()
         job.stop(Stop.CANCELLED)
-        assert isinstance(await ground.enter(job), Dropped)
+        assert isinstance(await ground.enter(job), Superseded)
 
     virtually(story())
 

@@ -13,7 +13,7 @@ from consumers.failures import AccountError, OverloadedError, ProviderError
 from consumers.gates import defer_until_due, refuse_if_late
 from consumers.job import Attempted, Job
 from consumers.large_bodies import Fetching
-from consumers.outcomes import Deferred, Dropped, Outcome, Refused
+from consumers.outcomes import Deferred, Outcome, Refused, Superseded
 from consumers.providers.breakers import Breakers
 from consumers.state.base import Completion, Found, Identity, WaitingLimit
 from lanekeeper.bodies import BodyStore
@@ -238,7 +238,7 @@ async def test_an_update_that_is_not_the_last_is_superseded_at_its_arrival_or_wh
     claiming = FakeClaiming()
     claiming.is_last = False
     found = await entered(claiming, 500, headers={**DEBOUNCED, **({n.DUE_MS: NOW_MS + 500} if how else {})}, **how)
-    assert isinstance(found, Dropped)
+    assert isinstance(found, Superseded)
     assert found.problem.code == "superseded"
     assert claiming.noted[-1] == "doc until 3600500", "the last update is known for an hour after it is due"
 
@@ -246,7 +246,7 @@ async def test_an_update_that_is_not_the_last_is_superseded_at_its_arrival_or_wh
 async def test_an_update_that_arrives_when_it_is_due_is_superseded_by_a_newer_one() -> None:
     claiming = FakeClaiming()
     claiming.is_last = False
-    assert isinstance(await entered(claiming, 500, late_ms=500, headers=DEBOUNCED), Dropped)
+    assert isinstance(await entered(claiming, 500, late_ms=500, headers=DEBOUNCED), Superseded)
 
 
 async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:

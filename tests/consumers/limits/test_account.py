@@ -91,7 +91,7 @@ def proven() -> Account:
     return account
 
 
-def underway(account: Account, calls: int, *, input_tokens: float) -> list[Reservation]:
+def in_progress(account: Account, calls: int, *, input_tokens: float) -> list[Reservation]:
     waiters = [Waiter(0, Amounts(1, input_tokens, 1), arrived_s=100) for _ in range(calls)]
     for waiter in waiters:
         account.join(waiter)
@@ -101,7 +101,7 @@ def underway(account: Account, calls: int, *, input_tokens: float) -> list[Reser
 
 def test_amounts_that_the_provider_reserves_for_running_calls_return_when_they_end() -> None:
     account = proven()
-    burst, calls = account.buckets[1].burst, underway(account, 5, input_tokens=20_000)
+    burst, calls = account.buckets[1].burst, in_progress(account, 5, input_tokens=20_000)
     before = levels(account)[1]
     account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=460_000)), 100)
     assert levels(account)[1] == 460_000
@@ -115,7 +115,7 @@ def test_amounts_that_the_provider_reserves_for_running_calls_return_when_they_e
 def test_a_level_that_stays_low_within_a_minute_reduces_the_burst() -> None:
     account = proven()
     burst = account.buckets[1].burst
-    underway(account, 5, input_tokens=20_000)
+    in_progress(account, 5, input_tokens=20_000)
     for now_s, remaining in ((100, 460_000), (101, 450_000), (120, 400_000)):
         assert account.buckets[1].burst == burst
         account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=remaining)), now_s)
@@ -126,7 +126,7 @@ def test_a_level_that_stays_low_within_a_minute_reduces_the_burst() -> None:
 def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> None:
     account = proven()
     burst = account.buckets[1].burst
-    underway(account, 1, input_tokens=400_000)
+    in_progress(account, 1, input_tokens=400_000)
     account.refill(160)
     refused = heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=500_000))
     account.learn(replace(refused, retry_after_s=5), 160)
@@ -265,7 +265,7 @@ def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: f
     def lived(jump_s: float) -> tuple[Account, Reservation]:
         account = proven()
         account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
-        call, _ = underway(account, 2, input_tokens=100)
+        call, _ = in_progress(account, 2, input_tokens=100)
         account.concurrency.tick(99.5)
         for number in range(20):
             account.learn(Feedback(kind=Kind.OVERLOADED, request=str(number), took_s=0.1), 100)
@@ -518,9 +518,9 @@ def test_the_largest_call_may_have_needed_half_more_input_than_was_reserved() ->
 
 def test_a_call_that_has_ended_explains_no_refusal() -> None:
     account = new_account()
-    for ended in underway(account, 2, input_tokens=200):
+    for ended in in_progress(account, 2, input_tokens=200):
         account.settle(ended, ended.amounts, 100)
-    underway(account, 1, input_tokens=100)
+    in_progress(account, 1, input_tokens=100)
 
     assert not account._running_calls.needs(150)
     assert not account._running_calls.hold(51, 100)
@@ -528,7 +528,7 @@ def test_a_call_that_has_ended_explains_no_refusal() -> None:
 
 def test_what_a_request_needs_nothing_of_is_no_reason_for_its_wait() -> None:
     account = new_account()
-    for done in underway(account, 5, input_tokens=1):
+    for done in in_progress(account, 5, input_tokens=1):
         account.settle(done, Amounts(1, 1, 200), 100)
 
     assert account.reason(Waiter(0, Amounts(9, 1, 1), arrived_s=100), 100) == "otpm"

@@ -20,7 +20,7 @@ from consumers.limits.base import (
     Wait,
     WaitTooLong,
 )
-from consumers.limits.budgets import OwnTurns, own_budgets
+from consumers.limits.budgets import OwnBudgetQueue, own_budgets
 from tests.support.budget import ACCOUNT, Traffic, spec
 from tests.support.virtual_time import virtually
 
@@ -37,9 +37,9 @@ class Bench:
         self.began_s = self.loop.time()
 
     @property
-    def turns(self) -> OwnTurns:
+    def turns(self) -> OwnBudgetQueue:
         turns = self.budgets.turns(ACCOUNT)
-        assert isinstance(turns, OwnTurns)
+        assert isinstance(turns, OwnBudgetQueue)
         return turns
 
     @property

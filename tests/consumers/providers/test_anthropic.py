@@ -24,7 +24,7 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.limits.base import NOTHING, Amounts, Underway
+from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.providers.anthropic import (
     AnthropicProvider,
     Dialect,
@@ -241,10 +241,13 @@ async def test_what_python_shows_of_a_provider_has_no_key(provider: AnthropicPro
 async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     provider: AnthropicProvider, asked: AskedFor
 ) -> None:
-    received, underway = Received(), Underway(0)
+    received, in_progress = Received(), CallInProgress(0)
     with pytest.raises(OverloadedError) as caught:
         await provider.stream(
-            asked("a story" + LONG + "[[fault: error_mid_stream]]"), timeout_s=60, parts=received, underway=underway
+            asked("a story" + LONG + "[[fault: error_mid_stream]]"),
+            timeout_s=60,
+            parts=received,
+            in_progress=in_progress,
         )
 
     assert (caught.value.status, caught.value.type) == (529, "overloaded_error")
@@ -253,7 +256,7 @@ async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     assert caught.value.spent(RESERVED) == RESERVED
     assert not caught.value.is_outage
     assert caught.value.request_id is not None
-    used = underway.used()
+    used = in_progress.used()
     assert used is not None
     assert used.input_tokens > len(LONG) / 4, "the stream begins with this count"
     assert 0 < used.output_tokens < used.input_tokens, "by the text that has come"

@@ -9,14 +9,14 @@ from consumers.background import background_task
 from consumers.outcomes import (
     Answered,
     Batched,
-    Buried,
+    DeadLettered,
     Deferred,
-    Dropped,
     Outcome,
+    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
-    Stepped,
+    Superseded,
 )
 from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
 from consumers.state.base import Period, StoreUnavailable, Taken
@@ -27,7 +27,7 @@ from topology.codec.headers import FlowHop
 
 PROBLEM = RequestProblem("internal", "…")
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
-STEPPED = Stepped(flow=FlowHop(step="s", deadline_ms=0), state=b"", lane="critical", step="s")
+STEPPED = PipelineAdvanced(flow=FlowHop(step="s", deadline_ms=0), state=b"", lane="critical", step="s")
 FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_per_min")
 
 
@@ -48,8 +48,8 @@ def test_at_first_a_lane_has_its_slots_and_has_done_nothing() -> None:
     [
         (ANSWERED, (1, 0, 0, 0, 0, 1)),
         (Refused(PROBLEM), (0, 1, 0, 0, 0, 1)),
-        (Buried(PROBLEM), (0, 1, 0, 0, 0, 1)),
-        (Dropped(PROBLEM), (0, 0, 0, 0, 1, 1)),
+        (DeadLettered(PROBLEM), (0, 1, 0, 0, 0, 1)),
+        (Superseded(PROBLEM), (0, 0, 0, 0, 1, 1)),
         (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0, 0)),
         (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0, 0)),
         (Batched(params=b""), (0, 0, 0, 1, 0, 0)),
@@ -95,7 +95,7 @@ def test_waits_and_run_times_are_kept_for_an_hour(monkeypatch: pytest.MonkeyPatc
 
 def test_ends_are_counted_by_code_and_retries_by_cause() -> None:
     activity = LaneActivity("critical", slots=16, due_slots=4)
-    for outcome in (ANSWERED, Refused(PROBLEM), Refused(PROBLEM), Buried(PROBLEM), Dropped(PROBLEM)):
+    for outcome in (ANSWERED, Refused(PROBLEM), Refused(PROBLEM), DeadLettered(PROBLEM), Superseded(PROBLEM)):
         activity.record(outcome, wait_ms=0, run_ms=1, total_ms=2000)
     activity.record(Retried(delay_ms=0, error="x"), wait_ms=0, run_ms=1, cause="overloaded")
     assert activity.ended_by == {"ok": 1, "internal": 4}

@@ -11,7 +11,7 @@ from consumers.outcomes import Deferred
 from consumers.slots import admission as admission_module
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, QueueSlots, SideQueueAdmitter, SideQueues
 from tests.support.jobs import NAMES, NOW_MS, Bench
-from topology.broker.consume import Heads
+from topology.broker.consume import SideQueuePoller
 from topology.lanes import CRITICAL
 
 LANE = dataclasses.replace(CRITICAL, side_queues=2)
@@ -23,7 +23,7 @@ class World:
 
     def __init__(self) -> None:
         self.bench = Bench()
-        self.heads = Heads(NAMES.side(LANE.name, each) for each in range(2))
+        self.heads = SideQueuePoller(NAMES.side(LANE.name, each) for each in range(2))
         self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
         self.slots: QueueSlots = LaneSlots(has_aside=self.aside.has).queue(1)
         self.slots.set_surplus_aside(True)

@@ -11,7 +11,7 @@ from lanekeeper.contract.names import REPLY_TRY, SENT_MS
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from tests.support.virtual_time import virtually
-from topology.broker.consume import Heads
+from topology.broker.consume import SideQueuePoller
 from topology.lanes import CRITICAL
 
 LANE = dataclasses.replace(CRITICAL, side_queues=4)
@@ -22,7 +22,7 @@ class Side:
 
     def __init__(self) -> None:
         self.bench = Bench()
-        self.heads = Heads(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
+        self.heads = SideQueuePoller(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
         self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
 
     def job(self, tenant: str, **properties: Any) -> Job:

@@ -33,10 +33,10 @@ from consumers.limits.base import (
     RateHeaders,
     Reservation,
 )
-from consumers.limits.budgets import OwnTurns, Turns
+from consumers.limits.budgets import BudgetQueue, OwnBudgetQueue
 from consumers.state.redis import shared_turns
 from consumers.state.redis.client import BUDGET, RedisClient, Script
-from consumers.state.redis.shared_turns import SharedTurns
+from consumers.state.redis.shared_turns import SharedBudgetQueue
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
@@ -89,7 +89,7 @@ class Noted(Waiter):
 class Player:
     """Plays a random story with one account."""
 
-    turns: Turns
+    turns: BudgetQueue
     waiting: list[Waiter] = field(default_factory=list)
     running: list[Reservation] = field(default_factory=list)
     granted: list[tuple[int, Amounts]] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Player:
         """Let the account grant until nothing more can be granted."""
         self.turns.step()
         for _ in range(1000):
-            if not isinstance(self.turns, SharedTurns) or not self.turns.is_asking:
+            if not isinstance(self.turns, SharedBudgetQueue) or not self.turns.is_asking:
                 return
             await asyncio.sleep(0)
         raise AssertionError("the script is asked again and again")
@@ -215,8 +215,8 @@ def test_a_process_alone_and_redis_grant_the_same_requests_at_the_same_times(
             return asyncio.get_running_loop().time()
 
         account = Account("a", spec, now_s=BEGAN_S)
-        shared = SharedTurns(ByTheLoop(server), f"same-{secrets.token_hex(6)}", account, clock=clock)
-        one, other = Player(OwnTurns("a", spec)), Player(shared)
+        shared = SharedBudgetQueue(ByTheLoop(server), f"same-{secrets.token_hex(6)}", account, clock=clock)
+        one, other = Player(OwnBudgetQueue("a", spec)), Player(shared)
         await play(one, other, story)
         await one.turns.aclose()
         await other.turns.aclose()

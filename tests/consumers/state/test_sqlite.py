@@ -45,7 +45,7 @@ from tests.support.waiting import until
 WAITED = Identity("", "waited")
 
 
-class Standing(Clock):
+class PipelinePosition(Clock):
     """Stands still between two groups."""
 
     ms = 1_000_000
@@ -85,8 +85,8 @@ async def test_operations_that_are_asked_for_together_are_decided_like_one_after
     ids = {name: Identity("", name) for name in names}
 
     async def play(path: Path, ask: Callable[[list[Callable[[], Awaitable[Any]]]], Awaitable[list[Any]]]) -> object:
-        async with SqliteStore(path, namespace="lane", clock=Standing()) as store:
-            await store.defer(ids["deferred"], due_ms=None, keep_until_ms=Standing.ms + 1)
+        async with SqliteStore(path, namespace="lane", clock=PipelinePosition()) as store:
+            await store.defer(ids["deferred"], due_ms=None, keep_until_ms=PipelinePosition.ms + 1)
             await store.complete(ids["ended"], fingerprint(), answered(), token=None)
             await store.complete(ids["failed"], fingerprint(), failed(ended_ms=5), token=None)
             await store.cancel(ids["unseen"], CANCELLED)
@@ -283,7 +283,7 @@ async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
 async def test_a_row_is_gone_the_moment_it_is_neither_kept_nor_leased(
     tmp_path: Path, keep_s: float, lease_s: float
 ) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     spec = StoreSpec(keep_s=keep_s, lease_s=lease_s)
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
         assert isinstance(await store.claim(ME, fingerprint()), Granted)
@@ -358,7 +358,7 @@ async def test_what_is_written_when_the_store_is_closed_is_in_the_file_alone(tmp
 
 
 async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     async with a_store(tmp_path, clock) as store:
         first, second = period_of(3600, 3_599_999), period_of(3600, 3_600_000)
         assert await store.take("tokens", 3, limit=5, period=first) == Taken(granted=True, used=3)
@@ -372,7 +372,7 @@ async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path
 
 
 async def test_when_a_schedule_fired_is_known_for_ten_years(tmp_path: Path) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     async with a_store(tmp_path, clock) as store:
         await store.fired("nightly", Firing(7, "x"))
         clock.ms = 7 + 3650 * 86_400_000 - 1
@@ -382,7 +382,7 @@ async def test_when_a_schedule_fired_is_known_for_ten_years(tmp_path: Path) -> N
 
 
 async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     cancelled = Identity("", "cancelled")
     async with a_store(tmp_path, clock) as store:
         for each in (ME, cancelled):
@@ -400,7 +400,7 @@ async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) ->
 
 
 async def test_who_lost_a_claim_does_not_prolong_its_next_holders(tmp_path: Path) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     async with a_store(tmp_path, clock) as store:
         first = await store.claim(ME, fingerprint(nonce=b"q1"))
         assert isinstance(first, Granted)
@@ -414,7 +414,7 @@ async def test_who_lost_a_claim_does_not_prolong_its_next_holders(tmp_path: Path
 
 
 async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     spec = StoreSpec(waiting_per_tenant=300, waiting_in_all=300)
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
 
@@ -436,7 +436,7 @@ async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -
 
 
 async def test_one_sweep_removes_and_counts_all_that_has_ended(tmp_path: Path) -> None:
-    clock = Standing()
+    clock = PipelinePosition()
     async with a_store(tmp_path, clock) as store:
         await store.defer(WAITED, due_ms=1, keep_until_ms=clock.ms + 1)
         await store.hold("sweep", "a", for_s=0.001)
@@ -447,11 +447,11 @@ async def test_one_sweep_removes_and_counts_all_that_has_ended(tmp_path: Path) -
 
 
 async def test_one_cancellation_displaces_at_most_ten_others(tmp_path: Path) -> None:
-    async with a_store(tmp_path, Standing()) as store:
+    async with a_store(tmp_path, PipelinePosition()) as store:
         for number in range(20):
             await store.cancel(Identity("t", f"{number:02}"), CANCELLED)
     spec = StoreSpec(unseen_per_tenant=5)
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=Standing(), spec=spec) as store:
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=PipelinePosition(), spec=spec) as store:
         assert await store.cancel(Identity("t", "20"), CANCELLED) is Cancelling.DISPLACED
         left = [await store.find(Identity("t", f"{number:02}")) is not None for number in range(21)]
     assert left.count(True) == 11

@@ -15,7 +15,7 @@ from consumers.failures import (
     TransientError,
     decide,
 )
-from consumers.outcomes import Buried, Refused
+from consumers.outcomes import DeadLettered, Refused
 from consumers.state.base import StoreUnavailable
 from lanekeeper.contract.problems import (
     PROBLEMS,
@@ -48,7 +48,7 @@ def ended(error: ProviderError, *, attempts: int = 4, left_ms: int = 60_000, cho
     outcome = decide(
         error, attempts=attempts, max_attempts=4, left_ms=left_ms, policy=RetryPolicy(), rng=random.Random(1)
     )
-    assert isinstance(outcome, Refused | Buried)
+    assert isinstance(outcome, Refused | DeadLettered)
     return api_error_of(received(outcome.problem), chose_id=chose_id)
 
 

@@ -17,7 +17,7 @@ from lanekeeper.amqp.driver import Delivered
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from topology.broker.consume import Delivery, Heads
+from topology.broker.consume import Delivery, SideQueuePoller
 from topology.declaration import DELIVERY_LIMIT
 from topology.delays import LEVELS, wait_ms
 
@@ -137,7 +137,7 @@ class Channel:
 class SideChannel(Channel):
     """The channel on which a worker fetches the heads of the side queues."""
 
-    def __init__(self, broker: "Broker", heads: Heads, *, owner: str) -> None:
+    def __init__(self, broker: "Broker", heads: SideQueuePoller, *, owner: str) -> None:
         super().__init__(broker, Queue(f"{NAMES.intake(LANE)}.side"), prefetch=len(broker.sides), owner=owner)
         self._heads = heads
         self._sides = {queue.name: queue for queue in broker.sides}
@@ -178,7 +178,7 @@ class Broker:
         self.channels.append(Channel(self, self.queues[queue], prefetch=prefetch, owner=owner))
         return self.channels[-1]
 
-    def open_sides(self, heads: Heads, *, owner: str) -> Channel:
+    def open_sides(self, heads: SideQueuePoller, *, owner: str) -> Channel:
         self.channels.append(SideChannel(self, heads, owner=owner))
         return self.channels[-1]
 

@@ -29,7 +29,7 @@ from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Job, source_of
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import Underway
+from consumers.limits.base import CallInProgress
 from consumers.pool import Pool
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Answer, OnEvent, Provider, Registry
@@ -56,7 +56,7 @@ from lanekeeper.contract.problems import PROBLEMS, ConfirmUnknown
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import attempts, handler
 from tests.support.schedules.broker import LANE, NAMES, SIDE_QUEUES, Broker, Channel, Entry
-from topology.broker.consume import ChannelLost, Deliveries, Delivery, Heads, Session
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, SideQueuePoller
 from topology.broker.notices import Notices
 from topology.codec.decoding import Request
 from topology.lanes import CRITICAL
@@ -481,7 +481,13 @@ class ProviderEdge(Provider):
 
     @override
     async def stream(
-        self, request: Request, *, timeout_s: float, parts: OnEvent | None, underway: Underway | None = None, **_: Any
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        in_progress: CallInProgress | None = None,
+        **_: Any,
     ) -> Answer:
         body = b'{"answer":%d}' % self._world.promise.on_call(DELIVERY.get(), self._edge.owner, request)
 
@@ -544,7 +550,9 @@ class DeliveriesEdge(Deliveries):
     trouble = None
     is_paused = False
 
-    def __init__(self, world: World, worker: "Hosting", queue: str, prefetch: int, heads: Heads | None = None) -> None:
+    def __init__(
+        self, world: World, worker: "Hosting", queue: str, prefetch: int, heads: SideQueuePoller | None = None
+    ) -> None:
         self._world = world
         self._worker = worker
         self.queue = queue
@@ -643,7 +651,7 @@ class Worker:
             parsing=Parsing(clock=lambda: 0.0),
         )
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
-        heads = Heads(queue.name for queue in world.broker.sides)
+        heads = SideQueuePoller(queue.name for queue in world.broker.sides)
         sides = SideQueues(SPEC, heads, publisher=publisher, names=NAMES, now_ms=world.now_ms)
         self.lane_slots = LaneSlots(has_aside=sides.has)
         intake, due = self.lane_slots.queue(SPEC.slots), self.lane_slots.queue(SPEC.due_slots)
@@ -705,7 +713,7 @@ class Worker:
         job_of: Callable[[Delivery], Job],
         handle: Any,
         admitter: QueueAdmitter | None = None,
-        heads: Heads | None = None,
+        heads: SideQueuePoller | None = None,
     ) -> Pool:
         return Pool(
             DeliveriesEdge(self._world, self, queue, slots, heads),

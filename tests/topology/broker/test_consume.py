@@ -19,7 +19,7 @@ from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, Topolog
 from tests.support.waiting import until
 from topology.broker import consume
 from topology.broker.admin import broker_errors
-from topology.broker.consume import ChannelLost, Deliveries, Heads, HeadsSession, Session, Share
+from topology.broker.consume import ChannelLost, Deliveries, HeadsSession, Session, Share, SideQueuePoller
 from topology.broker.memory import HeldBytes
 
 
@@ -165,7 +165,7 @@ async def test_what_was_on_its_way_when_the_broker_ended_the_consumer_leaves_not
 async def test_a_message_that_was_fetched_as_the_channel_was_lost_leaves_nothing_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held, channel, heads = HeldBytes(1000), FakeChannel(), Heads(["lane.batch.side.00"])
+    held, channel, heads = HeldBytes(1000), FakeChannel(), SideQueuePoller(["lane.batch.side.00"])
     share = Share(held=held, holder="lane.batch", most_bytes=1000)
     session = HeadsSession(cast("Channel", channel), heads, queue="sides", counted=True, share=share)
     await session.start(prefetch=1)
