@@ -3,8 +3,9 @@
 Replies go to queues, or by RabbitMQ's direct reply-to, that is, without a queue, to the channel on which the request
 was published. The final reply is a persistent message, and the worker waits for its confirm.
 
-A part of a streamed answer is published without waiting for the confirms of earlier parts. A lost part does not fail
-the attempt, because the final reply has the whole answer.
+The parts of a streamed answer for a gateway in this process do not go through the broker. Those for others are not
+persistent: what comes for an address while its last publish is under way goes out with the next one, and in one message
+if the requester reads that. A lost part does not fail the attempt, because the final reply has the whole answer.
 
 A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
 section 6). With such a broker the first reply to each direct reply-to address is sent over a separate connection. This
@@ -15,12 +16,12 @@ confirms the reply, the address is genuine, and further replies to this address 
 import asyncio
 import re
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from contextvars import Context
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from cachetools import LRUCache
 
@@ -28,6 +29,7 @@ from consumers.job import Job
 from consumers.providers.registry import CONTENT
 from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import Confirm, Publisher
+from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -42,9 +44,11 @@ from lanekeeper.contract.problems import (
     Unroutable,
     answer_too_large,
 )
+from lanekeeper.replies import Part
 from lanekeeper.telemetry import logs, signals
 
 JSON = "application/json"
+JSON_LINES = "application/jsonl"
 PROBLEM = "application/problem+json"
 PART_TIMEOUT_S = 5.0
 KILLED_WITHIN_S = 2.0
@@ -226,12 +230,14 @@ class ReplyRule:
 class Replies:
     """Publishes replies to the default exchange. `loses_large_parts`: a part of a stream that is too large for a
     message is left out, because the whole answer can be stored outside the broker; else the request ends with an error,
-    because the final reply would be too large too."""
+    because the final reply would be too large too. `here`: the replies that a gateway in this process waits for."""
 
     sender: ReplySender
     _: KW_ONLY
     rule: ReplyRule
     loses_large_parts: bool = False
+    here: DirectReplies | None = None
+    _outboxes: "dict[str, Outbox]" = field(default_factory=dict)
 
     def refusal(self, job: Job) -> RequestProblem | None:
         address = job.message.reply_to
@@ -282,25 +288,11 @@ class Replies:
             return False
         return True
 
-    async def part(self, job: Job, address: str, *, part: str, seq: int, body: bytes) -> "asyncio.Future[Confirm]":
-        """Publish one part of a stream, and return the broker's confirm as a future.
-
-        Raises BrokerError if the part was not sent, and RequestProblem if the address is forged. If the part is too
-        large for a message, raises MessageTooLarge (a BrokerError) if `loses_large_parts` is true, otherwise
-        RequestProblem.
-        """
-        headers: dict[str, Any] = {n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part, n.SEQ: seq}
-        if job.lane is not None:
-            headers[n.LANE_NAME] = job.lane.name
-        message = Message(
-            body=body, headers=headers, content_type=JSON, correlation_id=job.message.correlation_id, persistent=False
-        )
-        try:
-            return await self.sender.write(message, address, timeout_s=PART_TIMEOUT_S)
-        except MessageTooLarge as error:
-            if self.loses_large_parts:
-                raise
-            raise answer_too_large(error.size, error.limit, setting="LANEKEEPER_BODIES__URL") from error
+    def outbox(self, address: str) -> "Outbox":
+        """That of the parts for an address, while any are under way."""
+        if (found := self._outboxes.get(address)) is None:
+            found = self._outboxes[address] = Outbox(self, address, on_empty=partial(self._outboxes.pop, address))
+        return found
 
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)
@@ -341,14 +333,112 @@ class ReplyRetries:
         return pause_ms
 
 
-UNCONFIRMED = 64
-UNCONFIRMED_BYTES = 256 * 1024
-"""How many bytes the unconfirmed parts of a stream may have together. A single part may be larger, but is sent only
-when no other part is unconfirmed."""
-FIRST_UNCONFIRMED = 4
-"""How many published parts of a stream may wait for their confirms when the stream begins; the limit doubles each time
-it is reached, up to `UNCONFIRMED`. The first piece of the answer is the fourth part, because three other events come
-before it."""
+WAITING_BYTES = 256 * 1024
+"""How many bytes the parts for one address that wait for the publish before them may have together, each counted with
+`PART_OVERHEAD`; a larger part waits alone."""
+PART_OVERHEAD = 256
+SEVERAL = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""The correlation ids that need no escapes in a message of several parts."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    of: "Parts"
+    kind: str
+    seq: int
+    body: bytes
+
+
+class Outbox:
+    """The parts for one address. While the last publish is under way, what comes waits, and goes out with the next."""
+
+    def __init__(self, replies: Replies, address: str, *, on_empty: Callable[[], object]) -> None:
+        self._replies = replies
+        self._address = address
+        self._on_empty = on_empty
+        self._waiting: list[_Waiting] = []
+        self._bytes = 0
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._publishing: asyncio.Task[None] | None = None
+
+    def has_room(self, size: int) -> bool:
+        return not self._waiting or self._bytes + size + PART_OVERHEAD <= WAITING_BYTES
+
+    async def room(self) -> None:
+        await asyncio.shield(self._next)
+
+    def add(self, part: _Waiting) -> "asyncio.Future[None]":
+        """The future is done when the part has been confirmed, or is lost."""
+        self._waiting.append(part)
+        self._bytes += len(part.body) + PART_OVERHEAD
+        if self._publishing is None:
+            # without the context of this request: the parts are those of several
+            self._publishing = asyncio.create_task(self._publish(), name="parts", context=Context())
+        return self._next
+
+    async def _publish(self) -> None:
+        while self._waiting:
+            parts, self._waiting, self._bytes = self._waiting, [], 0
+            sent, self._next = self._next, asyncio.get_running_loop().create_future()
+            try:
+                await self._send(parts)
+            finally:
+                sent.set_result(None)
+        self._on_empty()
+
+    async def _send(self, parts: Sequence[_Waiting]) -> None:
+        groups = [[part] for part in parts if not part.of.reads_several]
+        if several := [part for part in parts if part.of.reads_several]:
+            groups.append(several)
+        answers = {}
+        for group in groups:
+            message = _several(group) if len(group) > 1 else _single(group[0])
+            try:
+                answer = await self._replies.sender.write(message, self._address, timeout_s=PART_TIMEOUT_S)
+                answers[answer] = group
+            except (BrokerError, RequestProblem) as error:
+                for part in group:
+                    part.of.lose(error)
+        if answers:
+            await asyncio.wait(answers, timeout=PART_TIMEOUT_S)
+        for answer, group in answers.items():
+            if not answer.done():
+                why: object = f"no confirm within {PART_TIMEOUT_S:g} s"
+            else:
+                refused = None if answer.exception() else answer.result()
+                why = answer.exception() or (refused and refused.__name__)
+            for part in group if why else ():
+                part.of.lose(why)
+
+
+def _single(part: _Waiting) -> Message:
+    job = part.of.job
+    headers: dict[str, Any] = {
+        n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part.kind, n.SEQ: part.seq,
+    }  # fmt: skip
+    if job.lane is not None:
+        headers[n.LANE_NAME] = job.lane.name
+    return Message(
+        body=part.body,
+        headers=headers,
+        content_type=JSON,
+        correlation_id=job.message.correlation_id,
+        persistent=False,
+    )
+
+
+def _several(parts: Sequence[_Waiting]) -> Message:
+    """One line of JSON for each part."""
+    lines = [
+        b'["%b","%b",%d,%b]'
+        % ((part.of.job.message.correlation_id or "").encode(), part.kind.encode(), part.seq, _in_one_line(part.body))
+        for part in parts
+    ]
+    return Message(body=b"\n".join(lines), headers={n.PART: n.SEVERAL}, content_type=JSON_LINES, persistent=False)
+
+
+def _in_one_line(json: bytes) -> bytes:
+    return json.replace(b"\r", b" ").replace(b"\n", b" ") if b"\n" in json or b"\r" in json else json
 
 
 class Parts:
@@ -361,25 +451,26 @@ class Parts:
 
     def __init__(self, replies: Replies, job: Job) -> None:
         self._replies = replies
-        self._job = job
+        self.job = job
         self._seq = -1
+        self._loss: object = None
         self._has_lost = False
-        self._unconfirmed: deque[tuple[asyncio.Future[Confirm], int]] = deque()
-        self._bytes = 0
-        self._most = FIRST_UNCONFIRMED
+        self._sent: asyncio.Future[None] | None = None
         self.flow = False
         self.on_flow: Callable[[], None] = lambda: None
         self.has_sent = False
+        headers, correlation_id = job.message.headers, job.message.correlation_id or ""
+        self.reads_several = headers.get(n.PARTS_TOGETHER) in (True, "true") and bool(SEVERAL.fullmatch(correlation_id))
 
     async def __call__(self, event: bytes, /) -> None:
         if not self.flow and CONTENT in event:
             self.flow = True
             self.on_flow()
-        address, progress = self._job.message.reply_to, self._job.progress
+        address, progress = self.job.message.reply_to, self.job.progress
         if not address and progress is None:
             return
         had_sent, self.has_sent = self.has_sent, True
-        if self._seq < 0 and (had_sent or self._job.attempts > 1 or self._job.redelivered):
+        if self._seq < 0 and (had_sent or self.job.attempts > 1 or self.job.redelivered):
             await self._send(address, "restart", b"{}")
         await self._send(address, "event", event)
 
@@ -387,49 +478,41 @@ class Parts:
         had_begun, self._seq, self.flow = self._seq >= 0, -1, False
         return had_begun
 
-    async def confirmed(self) -> None:
-        if waiting := [answer for answer, _ in self._unconfirmed if not answer.done()]:
-            await asyncio.wait(waiting, timeout=PART_TIMEOUT_S)
-        while self._unconfirmed:
-            self._take_oldest()
+    def lose(self, why: object) -> None:
+        self._loss = why
 
-    async def _send(self, address: str | None, part: str, body: bytes) -> None:
+    async def confirmed(self) -> None:
+        if self._sent is not None:
+            await asyncio.shield(self._sent)
+        self._note_loss()
+
+    async def _send(self, address: str | None, part: Literal["event", "restart"], body: bytes) -> None:
         self._seq += 1
         if not address:
-            if self._job.progress is not None:
-                self._job.progress.part(part, body)
+            if self.job.progress is not None:
+                self.job.progress.part(part, body)
             return
-        await self._make_room(len(body))
-        try:
-            answer = await self._replies.part(self._job, address, part=part, seq=self._seq, body=body)
-        except BrokerError as error:
-            self._log_loss(str(error))
+        here = self._replies.here
+        if here is not None and here.add(self.job.message.correlation_id, Part(kind=part, seq=self._seq, body=body)):
             return
-        self._unconfirmed.append((answer, len(body)))
-        self._bytes += len(body)
+        self._raise_problem()
+        while not (outbox := self._replies.outbox(address)).has_room(len(body)):
+            await outbox.room()  # it may be another outbox afterwards
+        self._sent = outbox.add(_Waiting(self, part, self._seq, body))
+        if len(body) > WAITING_BYTES:
+            await asyncio.shield(self._sent)
+            self._raise_problem()
 
-    async def _make_room(self, size: int) -> None:
-        while self._unconfirmed:
-            oldest, _ = self._unconfirmed[0]
-            if not oldest.done():
-                if len(self._unconfirmed) < self._most and self._bytes + size <= UNCONFIRMED_BYTES:
-                    return
-                self._most = min(UNCONFIRMED, 2 * self._most)
-                await asyncio.wait([oldest], timeout=PART_TIMEOUT_S)
-                await asyncio.sleep(0)  # a gateway in this process handles the parts that it has received first
-            self._take_oldest()
+    def _raise_problem(self) -> None:
+        """Raises RequestProblem if the address is forged, or a part is too large and the answer will be, too."""
+        loss = self._loss
+        if isinstance(loss, MessageTooLarge) and not self._replies.loses_large_parts:
+            raise answer_too_large(loss.size, loss.limit, setting="LANEKEEPER_BODIES__URL") from loss
+        if isinstance(loss, RequestProblem):
+            raise loss
+        self._note_loss()
 
-    def _take_oldest(self) -> None:
-        answer, size = self._unconfirmed.popleft()
-        self._bytes -= size
-        if not answer.done():
-            self._log_loss(f"no confirm within {PART_TIMEOUT_S:g} s")
-        elif (error := answer.exception()) is not None:
-            self._log_loss(str(error))
-        elif (refused := answer.result()) is not None:
-            self._log_loss(refused.__name__)
-
-    def _log_loss(self, why: str) -> None:
-        if not self._has_lost:  # logged once for each attempt, because a full queue refuses all later parts too
-            self._has_lost = True
-            log.info(signals.PART_LOST, reason=why)
+    def _note_loss(self) -> None:
+        if self._loss is not None and not self._has_lost:
+            self._has_lost = True  # logged once for each attempt, because a full queue refuses all later parts too
+            log.info(signals.PART_LOST, reason=str(self._loss))

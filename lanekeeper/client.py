@@ -10,7 +10,7 @@ async with Client("amqp://guest:guest@localhost:5672/") as client:
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, BinaryIO, Self, Unpack, cast
 
@@ -174,17 +174,26 @@ class Client:
         Raises the errors of `publish`, and Problem, NoReply (no part came for `timeout_s`), and ReplyLost: parts are
         missing, because the connection was lost or the caller reads too slowly. `result` can fetch the whole answer.
         """
+        async with aclosing(self.streamed(body, key=key, timeout_s=timeout_s, **options)) as replies:
+            async for came in replies:
+                for reply in came:
+                    yield reply
+
+    async def streamed(
+        self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
+    ) -> AsyncGenerator[Sequence[Part | Final], None]:
+        """Like `stream`, but yields what has arrived together as one list."""
         outgoing = self._outgoing(body, key, options, stream=True, timeout_s=timeout_s)
-        reply: Part | Final | None = None
+        came: Sequence[Part | Final] = ()
         try:
             with _naming(outgoing):
                 async with aclosing(self._transport.replies(outgoing)) as replies:
-                    async for reply in replies:
-                        yield reply
+                    async for came in replies:
+                        yield came
         except TimeoutError:
             raise no_answer(outgoing.id, outgoing.timeout_s) from None
         except (asyncio.CancelledError, GeneratorExit):
-            if not isinstance(reply, Final):
+            if not (came and isinstance(came[-1], Final)):
                 self.abandon(outgoing.id, options)
             raise
 

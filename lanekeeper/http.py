@@ -9,7 +9,7 @@ import asyncio
 import json
 import re
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -152,7 +152,7 @@ class OverHttp:
             await self.publish(outgoing)
             return await self._wait_for_result(outgoing)
 
-    async def replies(self, outgoing: OutgoingRequest) -> AsyncGenerator[Part | Final, None]:
+    async def replies(self, outgoing: OutgoingRequest) -> AsyncGenerator[Sequence[Part | Final], None]:
         async with asyncio.timeout_at(outgoing.end):
             await self.publish(outgoing)
         seq = 0
@@ -165,19 +165,19 @@ class OverHttp:
                 outgoing.end = time_in(outgoing.timeout_s)
                 match event.kind:
                     case "event":
-                        yield Part(kind="event", seq=seq, body=event.data)
+                        yield [Part(kind="event", seq=seq, body=event.data)]
                         seq += 1
                     case "restart":
-                        yield Part(kind="restart", seq=0, body=b"{}")
+                        yield [Part(kind="restart", seq=0, body=b"{}")]
                         seq = 1
                     case "completed" | "failed" | "cancelled":
-                        yield final_of_status(outgoing.id, 200, event.data)
+                        yield [final_of_status(outgoing.id, 200, event.data)]
                         return
                     case _:
                         pass  # a report about the request's progress
         async with asyncio.timeout_at(outgoing.end):
             final = await self._wait_for_result(outgoing)
-        yield final
+        yield [final]
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         _refuse_tenant(tenant)

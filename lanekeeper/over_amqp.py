@@ -13,10 +13,11 @@ import asyncio
 import json
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, BinaryIO, Self
+from itertools import takewhile
+from typing import TYPE_CHECKING, BinaryIO, Self, cast
 from urllib.parse import unquote, urlsplit
 
 from lanekeeper.amqp.connection import Connection, depths
@@ -39,7 +40,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
-from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, final_of, part_of
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, final_of
 from lanekeeper.requests import OutgoingRequest, time_in, until_ended
 from lanekeeper.telemetry import logs, signals
 
@@ -76,8 +77,8 @@ class OverAmqp:
         self._names = names
         self.user = unquote(urlsplit(urls_of(url)[0]).username or "guest")
         self.connection = Connection(url, name="lanekeeper client", ssl_context=ssl_context)
-        self._replies = DirectReplies()
-        self.publisher = Publisher(self.connection, tracing=tracing, on_channel=self._replies.consume)
+        self.direct = DirectReplies()
+        self.publisher = Publisher(self.connection, tracing=tracing, on_channel=self.direct.consume)
         self._answers = DirectReplies()
         self._asking = Publisher(self.connection, tracing=tracing, on_channel=self._answers.consume)
 
@@ -125,9 +126,9 @@ class OverAmqp:
         while True:
             try:
                 async with aclosing(self.replies(outgoing)) as replies:
-                    async for reply in replies:
-                        if isinstance(reply, Final):
-                            return reply
+                    async for came in replies:
+                        if isinstance(final := came[-1], Final):
+                            return final
             except ReplyLost as lost:
                 if outgoing.chose_id:
                     continue
@@ -136,17 +137,23 @@ class OverAmqp:
                 except AccessRefused:
                     continue  # publish the request again with the same id: a worker then sends the stored reply
 
-    async def replies(self, outgoing: OutgoingRequest) -> AsyncGenerator[Part | Final, None]:
-        with self._replies.expecting(outgoing.message) as arrived:
+    async def replies(self, outgoing: OutgoingRequest) -> AsyncGenerator[Sequence[Part | Final], None]:
+        """What has come together, each time."""
+        message = outgoing.message
+        if n.STREAM in message.headers:
+            message.headers = {**message.headers, n.PARTS_TOGETHER: True}
+        with self.direct.expecting(message) as arrived:
             await self.publish(outgoing)
-            self._replies.published(arrived)
+            self.direct.published(arrived)
             while True:
-                reply = await arrived.next(end=outgoing.end)
-                if n.STATUS in reply.headers:
-                    yield await self._whole(final_of(reply), end=outgoing.end)
+                came = await arrived.all(end=outgoing.end)
+                if parts := list(takewhile(lambda reply: isinstance(reply, Part), came)):
+                    outgoing.end = time_in(outgoing.timeout_s)
+                    yield cast(list[Part], parts)
+                if len(parts) < len(came):
+                    final = cast(Message, came[len(parts)])
+                    yield [await self._whole(final_of(final), end=outgoing.end)]
                     return
-                outgoing.end = time_in(outgoing.timeout_s)
-                yield part_of(reply)
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         return await self._whole(await self._result(id, tenant=tenant, end=end), end=None)

@@ -4,7 +4,7 @@ closes, all that are still expected are lost."""
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from aiormq.abc import DeliveredMessage
@@ -12,9 +12,11 @@ from aiormq.channel import Channel
 
 from lanekeeper.amqp.driver import RPC_TIMEOUT_S, close, translate_errors
 from lanekeeper.amqp.tolerant import message_of
+from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import DIRECT_REPLY_TO
 from lanekeeper.contract.problems import ReplyLost
+from lanekeeper.replies import Part, part_of
 
 UNREAD_BYTES = 1024 * 1024
 """Of one streamed answer. Only a very slow caller exceeds this: a model needs many seconds to write as much."""
@@ -24,39 +26,87 @@ class Arrivals:
     """The replies to one message that have arrived and were not read yet."""
 
     def __init__(self) -> None:
-        self._came: asyncio.Queue[Message | ReplyLost] = asyncio.Queue()  # bounded by UNREAD_BYTES and one more part
+        self._came: list[Message | Part | ReplyLost] = []  # bounded by UNREAD_BYTES and one more part
         self._unread_bytes = 0
         self._is_lost = False
+        self._reader: asyncio.Future[None] | None = None
+        self._end: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.is_published = False
 
-    def add(self, reply: Message) -> None:
+    def add(self, reply: Message | Part) -> None:
         """If more than `UNREAD_BYTES` are unread, later replies are dropped, and the reader gets ReplyLost. One reply
         counts at most half of it, so that a single event of any size fits."""
         if self._unread_bytes > UNREAD_BYTES:
             self.lose("its parts came faster than they were read; fetch it whole: lanekeeper result")
         elif not self._is_lost:
             self._unread_bytes += _counted(reply)
-            self._came.put_nowait(reply)
+            self._put(reply)
 
     def lose(self, why: str) -> None:
         """`next` returns those that have arrived, and then raises ReplyLost."""
         if not self._is_lost:
             self._is_lost = True
-            self._came.put_nowait(ReplyLost(why))
+            self._put(ReplyLost(why))
 
     async def next(self, *, end: float | None) -> Message:
-        if self._came.empty():
-            async with asyncio.timeout_at(end):
-                reply = await self._came.get()
-        else:
-            reply = self._came.get_nowait()  # without a timeout, which costs time
+        """The next whole reply. Raises ReplyLost, and TimeoutError at `end`."""
+        while True:
+            if isinstance(reply := await self._next(end), Message):
+                return reply
+
+    async def all(self, *, end: float | None) -> Sequence[Message | Part]:
+        """All that have arrived, or else the next. Raises as `next`."""
+        first = await self._next(end)
+        if not self._came:
+            return (first,)
+        rest = [reply for reply in self._came if not isinstance(reply, ReplyLost)]
+        self._came = self._came[len(rest) :]  # a loss is the last
+        self._unread_bytes -= sum(map(_counted, rest))
+        return (first, *rest)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _next(self, end: float | None) -> Message | Part:
+        if not self._came:
+            await self._wait(end)
+        reply = self._came.pop(0)
         if isinstance(reply, ReplyLost):
             raise reply
         self._unread_bytes -= _counted(reply)
         return reply
 
+    def _put(self, reply: Message | Part | ReplyLost) -> None:
+        self._came.append(reply)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
-def _counted(reply: Message) -> int:
+    async def _wait(self, end: float | None) -> None:
+        """One timer serves all waits: it is set again only when it has run out before the end."""
+        loop = asyncio.get_running_loop()
+        self._end, self._reader = end, loop.create_future()
+        if end is not None and (self._timer is None or self._timer.when() > end):
+            self.close()
+            self._timer = loop.call_at(end, self._on_timer)
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._reader is None or self._reader.done() or self._end is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._end:
+            self._timer = loop.call_at(self._end, self._on_timer)
+        else:
+            self._reader.set_exception(TimeoutError())
+
+
+def _counted(reply: Message | Part) -> int:
     return min(len(reply.body), UNREAD_BYTES // 2)
 
 
@@ -88,6 +138,14 @@ class DirectReplies:
             yield arrived
         finally:
             del self._expected[message.correlation_id]
+            arrived.close()
+
+    def add(self, correlation_id: str | None, reply: Message | Part) -> bool:
+        """False if nobody waits for it here."""
+        if (arrived := self._expected.get(correlation_id or "")) is None:
+            return False
+        arrived.add(reply)
+        return True
 
     def published(self, arrived: Arrivals) -> None:
         arrived.is_published = True
@@ -96,8 +154,12 @@ class DirectReplies:
 
     async def _on_delivery(self, found: DeliveredMessage) -> None:
         reply = message_of(found)
-        if (arrived := self._expected.get(reply.correlation_id or "")) is not None:
-            arrived.add(reply)
+        kind = reply.headers.get(n.PART)
+        if kind == n.SEVERAL:
+            for line in reply.body.split(b"\n"):
+                self.add(*_part_in(line))
+        else:
+            self.add(reply.correlation_id, reply if kind is None else part_of(reply))
 
     def _on_lost(self) -> None:
         for arrived in self._expected.values():
@@ -106,3 +168,12 @@ class DirectReplies:
                     "the connection was lost before the answer came; ask again under the same id, or fetch it: "
                     "lanekeeper result"
                 )
+
+
+def _part_in(line: bytes) -> tuple[str, Part]:
+    """A line `["<correlation id>","<kind>",<seq>,<event>]`, whose event is not parsed."""
+    correlation_id, kind, seq, event = line[1:-1].split(b",", 3)
+    is_restart = kind == b'"restart"'
+    return correlation_id[1:-1].decode(), Part(
+        kind="restart" if is_restart else "event", seq=int(seq), body=b"{}" if is_restart else event
+    )

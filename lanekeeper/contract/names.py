@@ -119,6 +119,7 @@ TRACE_CONTEXT = frozenset({TRACEPARENT, TRACESTATE, BAGGAGE})
 DEADLINE_MS = "x-lane-deadline-ms"
 LONG_CALL = "x-lane-long-call"
 STREAM = "x-lane-stream"
+PARTS_TOGETHER = "x-lane-parts-together"
 DELAY_MS = "x-lane-delay-ms"
 AT = "x-lane-at"
 DEBOUNCE = "x-lane-debounce"
@@ -138,11 +139,13 @@ ANTHROPIC_BETA = "anthropic-beta"
 ANTHROPIC_VERSION = "anthropic-version"
 PUBLIC = frozenset({
     DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, PARK_INVALID, SENT_MS,
-    BODY, BODY_SHA256, KEY,
+    BODY, BODY_SHA256, KEY, PARTS_TOGETHER,
 })  # fmt: skip
 
 STATUS = "x-lane-status"
 PART = "x-lane-part"
+SEVERAL = "several"
+"""PART of a message with the parts of several streams, or of one."""
 SEQ = "x-lane-seq"
 REQUEST_ID = "x-lane-request-id"
 LANE_NAME = "x-lane-name"

@@ -114,6 +114,8 @@ async def _serve(
         if new_keys is not None:
             client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
             gateway = Gateway(settings, client, parts.store, new_keys=new_keys)
+            if client.amqp is not None:
+                parts.settler.replies.here = client.amqp.direct
             metrics.add(partial(of_client, client))
 
         def reasons() -> Mapping[str, str | None]:

@@ -90,7 +90,11 @@ class Writing:
     async def write(self, data: bytes) -> None:
         if not data:
             return
+        if self.has_begun and not self._write_lock.locked() and not self._request.protocol.writing_paused:
+            await self._write(data)  # without a time limit, which costs as much: it waits for nobody
+            return
         async with self._drain.limited(), self._write_lock:
+            await self._wait_for_reader()
             await self._write(data)
 
     async def write_all(self, pieces: AsyncIterable[bytes]) -> None:
@@ -100,13 +104,18 @@ class Writing:
                     continue
                 async with self._drain.limited():
                     await self._write(piece)
+                    await self._wait_for_reader()
 
     async def _write(self, data: bytes) -> None:
         self._last_write_s = self._loop.time()
         out = await self.response.prepare(self._request)  # sends the headers only once
         assert isinstance(out, StreamWriter)
         await out.write(data, drain=False)
-        if self._request.protocol.writing_paused:
+
+    async def _wait_for_reader(self) -> None:
+        if self._request.protocol.writing_paused and self.has_begun:
+            out = await self.response.prepare(self._request)
+            assert out is not None
             await self._drain.wait(out)
 
     async def pings(self, ping: bytes, *, every_s: float) -> None:

@@ -53,6 +53,7 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
 REFUSED_HEADERS = {
     n.STREAM: "the body's `stream` says it",
+    n.PARTS_TOGETHER: "the gateway reads the parts",
     n.LONG_CALL: "calls of /v1/messages are long ones by themselves",
     n.TENANT: "the tenant follows from the key",
     n.KEY: "it follows from the key",

@@ -16,7 +16,7 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -105,17 +105,17 @@ class Messages:
         async with self.answers.fetched(kept, caller.tenant) as answer:
             return await send_pieces(request, answer.pieces(), size=answer.size, headers=headers)
 
-    async def _replies(self, call: CheckedCall, forwarding: Forwarding) -> AsyncGenerator[Part | Final, None]:
+    async def _replies(self, call: CheckedCall, forwarding: Forwarding) -> AsyncGenerator[Sequence[Part | Final], None]:
         """If they are lost before the client got a byte, ask again under the same id; else cancel the request."""
         while True:
             if not isinstance(call.body, bytes):
                 await asyncio.to_thread(call.body.seek, 0)
             try:
                 async with aclosing(
-                    self.client.stream(call.body, key=call.key, timeout_s=call.timeout_s, **call.options)
+                    self.client.streamed(call.body, key=call.key, timeout_s=call.timeout_s, **call.options)
                 ) as replies:
-                    async for reply in replies:
-                        yield reply
+                    async for came in replies:
+                        yield came
                     return
             except ReplyLost:
                 try:
@@ -132,10 +132,11 @@ class Messages:
             background_task(writing.pings(PING, every_s=self.ping_every_s), name=f"pings {id}"),
         ):
             try:
-                async for reply in replies:
-                    if isinstance(reply, Part):
-                        await writing.write(forwarding.part(reply))
-                    elif (end := forwarding.end()) is not None:
+                async for came in replies:
+                    await writing.write(b"".join([forwarding.part(part) for part in came if isinstance(part, Part)]))
+                    if not isinstance(reply := came[-1], Final):
+                        continue
+                    if (end := forwarding.end()) is not None:
                         await writing.write(end)
                     elif (kept := reply.kept) is None:
                         await writing.write(b"".join(events_of(reply.message)))

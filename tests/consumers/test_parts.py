@@ -11,14 +11,16 @@ from consumers.job import Attempted
 from consumers.providers.registry import CONTENT
 from consumers.replies import Parts
 from lanekeeper.amqp.publisher import Confirm
+from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract import names as n
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, Told
 from tests.support.virtual_time import virtually
 
 Answers = list[asyncio.Future[Confirm]]
-FIRST_UNCONFIRMED, UNCONFIRMED, UNCONFIRMED_BYTES = 4, 64, 256 * 1024
+WAITING_BYTES = 256 * 1024
 
 
 @pytest.fixture
@@ -45,54 +47,93 @@ def confirm(those: Answers) -> None:
             each.set_result(None)
 
 
-async def test_a_part_does_not_wait_for_the_confirm_of_the_one_before(bench: Bench, unconfirmed: Answers) -> None:
+async def test_what_comes_while_a_publish_is_under_way_goes_out_with_the_next(
+    bench: Bench, unconfirmed: Answers
+) -> None:
     parts = Parts(bench.replies, bench.job())
-    for number in range(FIRST_UNCONFIRMED):
+    for number in range(5):
         await parts(b"%d" % number)
+        await settled()
+    assert [each.message.body for each in bench.publisher.sent] == [b"0"]
+    confirm(unconfirmed)
+    await settled()
     assert {(each.message.content_type, each.message.persistent) for each in bench.publisher.sent} == {
         ("application/json", False)
     }
     sent = [(each.message.headers[n.SEQ], each.message.body) for each in bench.publisher.sent]
-    assert sent == [(number, b"%d" % number) for number in range(FIRST_UNCONFIRMED)]
-    assert not any(each.done() for each in unconfirmed)
+    assert sent == [(number, b"%d" % number) for number in range(5)]
+    assert sum(not each.done() for each in unconfirmed) == 4
 
 
-async def test_with_each_wait_twice_as_many_parts_may_be_unconfirmed_up_to_a_limit(
+async def test_who_reads_several_parts_gets_those_of_all_its_streams_in_one_message(
     bench: Bench, unconfirmed: Answers
 ) -> None:
-    parts, counts = Parts(bench.replies, bench.job()), []
-
-    async def stream() -> None:
-        for _ in range(5 * UNCONFIRMED):
-            await parts(b"{}")
-
-    streaming = asyncio.create_task(stream())
-    while not streaming.done():
-        await settled()
-        counts.append(sum(not each.done() for each in unconfirmed))
-        confirm(unconfirmed)
-    assert counts[:3] == [FIRST_UNCONFIRMED, 2 * FIRST_UNCONFIRMED, 4 * FIRST_UNCONFIRMED]
-    assert max(counts) == UNCONFIRMED
-    assert len(unconfirmed) == 5 * UNCONFIRMED
-
-
-@pytest.mark.parametrize(("size", "most"), [(UNCONFIRMED_BYTES // 2, 2), (2 * UNCONFIRMED_BYTES, 1)])
-async def test_only_so_many_bytes_are_unconfirmed(bench: Bench, unconfirmed: Answers, size: int, most: int) -> None:
-    parts = Parts(bench.replies, bench.job())
-    async with asyncio.timeout(1):
-        for _ in range(most):
-            await parts(bytes(size))
-    one_more = asyncio.create_task(parts(bytes(size)))
+    first, second, plain = (
+        Parts(bench.replies, bench.job(correlation_id=id, headers=headers))
+        for id, headers in (
+            ("one", {n.PARTS_TOGETHER: True}), ("two", {n.PARTS_TOGETHER: "true"}), ("three", {})
+        )
+    )  # fmt: skip
+    await first(b'{"at":0}')
     await settled()
-    assert len(unconfirmed) == most
+    for each in (first, second, plain):
+        await each(b'{"at":\n1}')
+    confirm(unconfirmed)
+    await settled()
 
-    confirm(unconfirmed)
-    await one_more
-    assert len(unconfirmed) == most + 1
-    confirm(unconfirmed)
-    async with asyncio.timeout(1):
-        for _ in range(most):
-            await parts(bytes(size))
+    sent = [each.message for each in bench.publisher.sent]
+    assert [(each.correlation_id, each.headers[n.PART], each.body) for each in sent] == [
+        ("one", "event", b'{"at":0}'),
+        ("three", "event", b'{"at":\n1}'),
+        (None, "several", b'["one","event",1,{"at": 1}]\n["two","event",0,{"at": 1}]'),
+    ]
+    assert not sent[-1].persistent
+
+
+@pytest.mark.parametrize("id", ['"', "a b", "", "\u00e4", None])
+async def test_an_id_that_would_need_escapes_is_not_put_beside_others(bench: Bench, id: str | None) -> None:
+    parts = Parts(bench.replies, bench.job(correlation_id=id, headers={n.PARTS_TOGETHER: True}))
+    for _ in range(3):
+        await parts(b"{}")
+    await parts.confirmed()
+    assert [each.message.headers[n.PART] for each in bench.publisher.sent] == ["event"] * 3
+
+
+@pytest.mark.parametrize("size", [WAITING_BYTES // 4, 2 * WAITING_BYTES])
+async def test_only_so_many_bytes_wait_for_a_publish_and_all_go_out_once_and_in_order(
+    bench: Bench, unconfirmed: Answers, size: int
+) -> None:
+    streams = [Parts(bench.replies, bench.job(correlation_id=id)) for id in "abc"]
+
+    async def stream(parts: Parts) -> None:
+        for number in range(10):
+            await parts(b"%d" % number * size)
+
+    streaming = [asyncio.create_task(stream(each)) for each in streams]
+    while not all(each.done() for each in streaming) or not all(each.done() for each in unconfirmed):
+        await settled()
+        under_way = [each for each in unconfirmed if not each.done()]
+        assert len(under_way) * size <= max(WAITING_BYTES, size)
+        confirm(unconfirmed)
+    for each in streams:
+        await each.confirmed()
+    for id in "abc":
+        sent = [each.message for each in bench.publisher.sent if each.message.correlation_id == id]
+        assert [each.headers[n.SEQ] for each in sent] == list(range(10))
+
+
+async def test_a_gateway_in_this_process_gets_parts_without_the_broker(bench: Bench) -> None:
+    bench.replies.here, message = DirectReplies(), Message(body=b"")
+    with bench.replies.here.expecting(message) as arrived:
+        parts = Parts(bench.replies, bench.job(correlation_id=message.correlation_id))
+        await parts(b"1")
+        await parts(b"2")
+        await parts.confirmed()
+        assert [part.body for part in await arrived.all(end=None)] == [b"1", b"2"]
+        elsewhere = Parts(bench.replies, bench.job(correlation_id="of another"))
+        await elsewhere(b"3")
+        await elsewhere.confirmed()
+    assert [each.message.body for each in bench.publisher.sent] == [b"3"]
 
 
 async def test_the_outcome_waits_until_every_part_is_confirmed_or_lost(bench: Bench, unconfirmed: Answers) -> None:
@@ -100,6 +141,7 @@ async def test_the_outcome_waits_until_every_part_is_confirmed_or_lost(bench: Be
     for _ in range(3):
         await parts(b"{}")
     waiting = asyncio.create_task(parts.confirmed())
+    await settled()
     unconfirmed[2].set_result(None)
     unconfirmed[1].set_exception(ConnectionError("lost"))
     await settled()
@@ -124,7 +166,9 @@ async def test_lost_parts_are_told_once_and_the_stream_goes_on(
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
             await parts(b"{}")
+            await settled()
             fails(unconfirmed[-1])
+            await settled()
         await parts.confirmed()
     assert len(bench.publisher.sent) == 3
     assert [each["event"] for each in logs] == [signals.PART_LOST]
@@ -134,23 +178,27 @@ async def test_parts_that_the_connection_does_not_take_are_told_once_and_the_str
     bench.publisher.failing = {"": BrokerUnreachable("the connection is lost")}
     parts = Parts(bench.replies, bench.job())
     with structlog.testing.capture_logs() as logs:
-        await parts(b"{}")
-        await parts(b"{}")
+        for _ in range(2):
+            await parts(b"{}")
+            await parts.confirmed()
         bench.publisher.failing = {}
         await parts(b"{}")
+        await parts.confirmed()
     assert [each["event"] for each in logs] == [signals.PART_LOST]
     assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [2]
 
 
 async def test_a_part_too_large_for_a_message_ends_the_request_unless_its_answer_can_be_stored(bench: Bench) -> None:
-    bench.publisher.too_large = {b"large"}
+    large = bytes(WAITING_BYTES + 1)
+    bench.publisher.too_large = {large}
     with pytest.raises(RequestProblem, match="LANEKEEPER_BODIES__URL"):
-        await Parts(bench.replies, bench.job())(b"large")
+        await Parts(bench.replies, bench.job())(large)
     bench.replies.loses_large_parts = True
     parts = Parts(bench.replies, bench.job())
     with structlog.testing.capture_logs() as logs:
-        await parts(b"large")
+        await parts(large)
         await parts(b"{}")
+        await parts.confirmed()
     assert [each["event"] for each in logs] == [signals.PART_LOST]
     assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [1]
 
@@ -186,6 +234,7 @@ async def test_whoever_may_have_events_of_an_earlier_call_is_told_once_to_discar
     stream = Parts(bench.replies, job)
     for _ in range(2):
         await stream(b"{}")
+    await stream.confirmed()
     sent = [each.message.headers for each in bench.publisher.sent]
     assert [(each[n.PART], each[n.SEQ], each[n.LANE_NAME]) for each in sent] == [
         (part, seq, "critical") for seq, part in enumerate(parts)
@@ -206,10 +255,10 @@ async def test_of_a_second_call_in_one_attempt_the_events_begin_anew(bench: Benc
     stream, flows = Parts(bench.replies, bench.job()), list[int]()
     stream.on_flow = lambda: flows.append(len(bench.publisher.sent))
     for _ in range(2):
-        await stream(b"{}")
-        assert stream.restart()
-        await stream(CONTENT)
-        await stream(CONTENT)
+        for event in (b"{}", CONTENT, CONTENT):
+            await stream(event)
+            await stream.confirmed()
+            assert event == CONTENT or stream.restart()
         assert stream.restart()
     assert flows == [1, 6], "the limit is lifted at the first content of each call"
     assert [each.message.headers[n.PART] for each in bench.publisher.sent] == [

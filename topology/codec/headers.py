@@ -221,6 +221,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     _check_webhook(headers)  # settling reads it
     _ms(headers, names.SENT_MS)  # `published` reads it
     _bool(headers, names.PARK_INVALID)  # `Job.parks` reads it
+    _bool(headers, names.PARTS_TOGETHER)  # `Parts` reads it
     called_with = headers.get(names.KEY)
     if called_with is not None and not (isinstance(called_with, str) and is_request_id(called_with)):
         raise _wrong(names.KEY, called_with, "the name of an API key: 1 to 128 of A-Z a-z 0-9 . _ : -")
