@@ -12,6 +12,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
+from consumers.budget_gate import BudgetGate
+from consumers.claiming import DEATHS_AT_MOST
 from consumers.clock import NowMs, now_ms
 from consumers.failures import (
     TIMEOUT,
@@ -29,13 +31,13 @@ from consumers.failures import (
 )
 from consumers.flows.handlers import PROVIDER as HANDLER
 from consumers.flows.handlers import Caller, Handlers
-from consumers.gates import DEATHS_AT_MOST, BudgetGate, exceeded, later
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
 from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.registry import Answer, Registry
+from consumers.refusals import exceeded, later
 from consumers.replies import Parts, Replies
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract.problems import RequestProblem

@@ -13,9 +13,9 @@ import pytest
 from typing_extensions import override
 
 from consumers.attempt import Attempts
+from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
 from consumers.failures import TIMEOUT, RetryPolicy
-from consumers.gates import BudgetGate
 from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.budgets import Estimates
