@@ -39,7 +39,7 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "the environment read outside service/config",
         r"\bos\.(environ|getenv)|from os import .*(environ|getenv)",
-        ("service/config/loading.py", "service/config/settings.py", "consumers/flows/process_pool.py"),
+        ("service/config/settings.py", "consumers/flows/process_pool.py"),
     ),
     (
         "OpenTelemetry's SDK or exporters below service",

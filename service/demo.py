@@ -40,8 +40,7 @@ from lanekeeper.replies import Final
 from lanekeeper.requests import Options
 from lanekeeper.telemetry import signals
 from service.config.flows import HandlerSettings, PipelineSettings
-from service.config.loading import simulating, with_broker
-from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings
+from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings, simulating, with_broker
 from service.private_broker import private_broker
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.batches import BatchOptions

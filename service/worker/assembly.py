@@ -66,7 +66,7 @@ from lanekeeper.contract.problems import (
 )
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
-from service.config.loading import variable
+from service.config.names import variable
 from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
 from service.worker.figures import QueueLengths, side_of
