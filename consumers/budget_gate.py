@@ -149,6 +149,12 @@ class BudgetGate:
             self.budgets.settle(before.reservation, used)
         return True
 
+    def give_up(self, job: Job, used: Amounts | None) -> None:
+        """Settle a job's reservation before the attempt ends: its call failed, and an earlier answer is the job's."""
+        if job.reserved is not None:
+            self.budgets.settle(job.reserved.reservation, used)
+            job.reserved = None
+
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
         return Amounts(
             1.0,

@@ -404,13 +404,15 @@ class CapsGate:
             usage = None if attempted is None else attempted.usage
             tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
             used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
-            saved_usd = 0.0 if attempted is None else attempted.saved_usd
-            self.spending.count(job.lane_name, job.identity.tenant, used, saved_usd=saved_usd)
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = likely
-        for model, amounts in () if attempted is None else attempted.lost:
+        for model, amounts, cost_usd in () if attempted is None else attempted.lost:
             _, tokens, usd = self._spent(amounts, model)
+            usd = usd if cost_usd is None else cost_usd
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
+        if isinstance(answer, Answered):
+            saved_usd = 0.0 if attempted is None else attempted.saved_usd
+            self.spending.count(job.lane_name, job.identity.tenant, used, saved_usd=saved_usd)
         if hold is not None:
             self.spending.correct(hold, used, publish=partial(self.publish, job))
 

@@ -345,6 +345,8 @@ UNCONFIRMED = 64
 UNCONFIRMED_BYTES = 256 * 1024
 """How many bytes the unconfirmed parts of a stream may have together. A single part may be larger, but is sent only
 when no other part is unconfirmed."""
+KEPT_BYTES = 64 * 1024
+"""How much of a stream is kept at most before its first content; usually it is one event."""
 FIRST_UNCONFIRMED = 4
 """How many published parts of a stream may wait for their confirms when the stream begins; the limit doubles each time
 it is reached, up to `UNCONFIRMED`. The first piece of the answer is the fourth part, because three other events come
@@ -359,9 +361,12 @@ class Parts:
     tells the requester to discard those events.
     """
 
-    def __init__(self, replies: Replies, job: Job) -> None:
+    def __init__(self, replies: Replies, job: Job, *, keeps: bool = False) -> None:
+        """`keeps`: keep the events before the first one of content, until that comes or `release` is called, because an
+        answer without content may be replaced by another one."""
         self._replies = replies
         self._job = job
+        self._keeps = keeps
         self._seq = -1
         self._has_lost = False
         self._unconfirmed: deque[tuple[asyncio.Future[Confirm], int]] = deque()
@@ -370,11 +375,34 @@ class Parts:
         self.flow = False
         self.on_flow: Callable[[], None] = lambda: None
         self.has_sent = False
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self.is_open = not self._keeps
 
     async def __call__(self, event: bytes, /) -> None:
         if not self.flow and CONTENT in event:
             self.flow = True
             self.on_flow()
+        if self.is_open:
+            await self._pass_on(event)
+            return
+        self._kept.append(event)
+        self._kept_bytes += len(event)
+        if self.flow or self._kept_bytes > KEPT_BYTES:
+            await self.release(self.taken())
+
+    def taken(self) -> Sequence[bytes]:
+        """What is kept, which is not kept any longer."""
+        events, self._kept, self._kept_bytes = self._kept, [], 0
+        return events
+
+    async def release(self, events: Sequence[bytes]) -> None:
+        """Send these events, and keep no more."""
+        self.is_open = True
+        for event in events:
+            await self._pass_on(event)
+
+    async def _pass_on(self, event: bytes) -> None:
         address, progress = self._job.message.reply_to, self._job.progress
         if not address and progress is None:
             return
@@ -385,6 +413,8 @@ class Parts:
 
     def restart(self) -> bool:
         had_begun, self._seq, self.flow = self._seq >= 0, -1, False
+        self.is_open = not self._keeps
+        self.taken()
         return had_begun
 
     async def confirmed(self) -> None:

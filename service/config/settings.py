@@ -591,6 +591,9 @@ class ModelsSettings(Section):
     fallbacks: types.ModelNames = Field(default_factory=dict)
     """For a model: the one that is called when no provider can answer with it. Example:
     claude-sonnet-5-5=claude-haiku-5-5"""
+    fallback_on_refusal: bool = False
+    """Whether the fallback is asked too, once, if the model refuses (`stop_reason: refusal`). Of a stream, only if no
+    content came before the refusal. Both calls are paid. Example: true"""
     tenants: types.ModelLists = Field(default_factory=dict)
     """The only models that a tenant may use. Tenants not listed may use all. Example: {"crm": ["claude-haiku-5-5"]}"""
 

@@ -864,6 +864,7 @@ def _handler(
             pausing=pausing,
             policy=settings.retry_policy(),
             call_begins=claiming.call_begins,
+            fallback_on_refusal=settings.models.fallback_on_refusal,
         ),
         replies=settler.replies,
         webhooks=settler.webhooks,
