@@ -67,7 +67,7 @@ BROKEN: Final[Mapping[str, str]] = {
     "broken_json": "a whole answer (or one event of it) that is not JSON",
     "not_a_message": "200 with JSON that is no Message",
     "unfinished": "a whole Message (or stream) without a stop_reason",
-    "refusal": "an answer that ends with the stop_reason `refusal` and `category=` (cyber); `at=middle`: after half of its text",
+    "refusal": "an answer with the stop_reason `refusal` and `category=` (cyber); `at=middle`: after half a text",
 }
 
 IN_BATCHES: Final[Mapping[str, str]] = {
