@@ -1,4 +1,4 @@
-"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps; `budget_gate.py` is the last."""
+"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps; then `budget_gate.py`."""
 
 import asyncio
 import random
