@@ -34,7 +34,7 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "the vendor's package outside providers/",
         r"^ *(import|from) anthropic\b",
-        ("consumers/providers/", "service/demo.py"),
+        ("consumers/providers/",),
     ),
     (
         "the environment read outside service/config",
