@@ -34,12 +34,12 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "the vendor's package outside providers/",
         r"^ *(import|from) anthropic\b",
-        ("consumers/providers/", "service/demo.py"),
+        ("consumers/providers/",),
     ),
     (
         "the environment read outside service/config",
         r"\bos\.(environ|getenv)|from os import .*(environ|getenv)",
-        ("service/config/loading.py", "service/config/settings.py", "consumers/flows/process_pool.py"),
+        ("service/config/settings.py", "consumers/flows/process_pool.py"),
     ),
     (
         "OpenTelemetry's SDK or exporters below service",

@@ -3,15 +3,20 @@
 An attempt makes at most two calls, because each retry is a further attempt: more calls in one attempt would multiply
 with the number of retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`)
 and its rate limits allow the call at once, because an attempt waits for its rate limits only before the first call.
+
+A refusal (`stop_reason: refusal`) is an answer. If the setting `fallback_on_refusal` says so, the model's fallback is
+asked once, and the refusal stays the answer if that fails. Of a stream, nothing may have been sent by then.
 """
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
+from consumers.budget_gate import BudgetGate
+from consumers.claiming import DEATHS_AT_MOST
 from consumers.clock import NowMs, now_ms
 from consumers.failures import (
     TIMEOUT,
@@ -29,15 +34,16 @@ from consumers.failures import (
 )
 from consumers.flows.handlers import PROVIDER as HANDLER
 from consumers.flows.handlers import Caller, Handlers
-from consumers.gates import DEATHS_AT_MOST, BudgetGate, exceeded, later
-from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, Route
+from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, LostCall, Route
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
 from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.registry import Answer, Registry
+from consumers.refusals import exceeded, later
 from consumers.replies import Parts, Replies
 from consumers.slots.pausing import Pausing
+from lanekeeper.contract.identity import shown
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.decoding import Request
@@ -78,11 +84,12 @@ class Attempts:
     rng: random.Random = field(default_factory=random.Random)
     handlers: Handlers = field(default_factory=Handlers)
     call_begins: Callable[[Job], Awaitable[None]]
+    fallback_on_refusal: bool = False
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
         """Make one attempt within the time left until the request's deadline, and return its outcome. When this method
         returns, the broker has confirmed each part of a streamed answer, or the part counts as lost."""
-        parts = Parts(self.replies, job) if decoded.request.stream else None
+        parts = Parts(self.replies, job, keeps=self.fallback_on_refusal) if decoded.request.stream else None
         outcome = await self._attempt(job, decoded, parts)
         if parts is not None:
             await parts.confirmed()
@@ -111,7 +118,11 @@ class Attempts:
                     job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd, saved_usd=answer.saved_usd
                 )
                 return Answered(
-                    body=answer.body, model=answer.model, provider=answer.provider, request_id=answer.request_id
+                    body=answer.body,
+                    model=answer.model,
+                    provider=answer.provider,
+                    request_id=answer.request_id,
+                    stop_reason=answer.stop_reason,
                 )
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
             _record_run(job, clock() - began_s)
@@ -138,7 +149,9 @@ class Attempts:
         await self._begin(job)
         batch = job.batch
         route = Route(provider=batch.provider, model=batch.model, name=batch.model, account=batch.account)
-        return await self.registry.from_batch(route, line)
+        answer = await self.registry.from_batch(route, line)
+        self._note_stop(job, route, answer)
+        return answer
 
     async def _call_handler(self, job: Job, decoded: Decoded) -> Answer:
         request, name = decoded.request, decoded.request.handler
@@ -174,16 +187,18 @@ class Attempts:
         for route in chain.routes[first:]:
             if failed is not None and not _may_help(failed, route):
                 continue
-            permit = await self._enter(job, decoded, route, None if failed is None else failed.error)
+            used = None if failed is None else self._spent(job, failed.error)
+            permit = await self._enter(job, decoded, route, used)
             if permit is None:
                 continue
             if failed is None:
                 await self._begin(job)
             else:
+                _lose(job, failed.route, used)
                 _restart(failed, route, parts)
                 limit.reschedule(ends_s)
             try:
-                return await self._call(job, permit, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
+                answer = await self._call(job, permit, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
             except ProviderError as error:
                 if failed is not None:
                     if error.means.retry is Retry.REJECTED and failed.error.means.retry is not Retry.REJECTED:
@@ -193,12 +208,62 @@ class Attempts:
                 if left_s < LEAST_LEFT_S:
                     raise
                 failed, timeout_s = _FailedCall(route, error), min(timeout_s, left_s)
+                continue
+            if answer.refusal is not None and self.fallback_on_refusal:
+                answer = await self._of_fallback(job, decoded, route, answer, parts=parts, until_s=until_s)
+            if parts is not None and not parts.is_open:
+                await parts.release(parts.taken())
+            return answer
         if failed is None:  # no call was made; a route with a wait of 0 had no budget: its breaker is not the reason
             waits_s = (self.breakers.wait_s(route, clock()) for route in chain.routes)
             raise BreakerOpen(min((wait_s for wait_s in waits_s if wait_s > 0), default=0.0))
         raise failed.error
 
-    async def _enter(self, job: Job, decoded: Decoded, route: Route, error: ProviderError | None) -> Permit | None:
+    async def _of_fallback(
+        self, job: Job, decoded: Decoded, refused: Route, refusal: Answer, *, parts: Parts | None, until_s: float
+    ) -> Answer:
+        """What the fallback of the model that has refused answers; the refusal, if it cannot be asked or fails."""
+        clock, routes = asyncio.get_running_loop().time, decoded.chain.routes
+        left_s = until_s - clock() - LEAST_LEFT_S  # so that the refusal can be answered in time
+        if left_s < LEAST_LEFT_S or job.attempted is None or (parts is not None and parts.is_open):
+            return refusal
+        for route in routes[routes.index(refused) + 1 :]:
+            if route.model == refused.model:
+                continue
+            permit = await self._enter(job, decoded, route, refusal.counted)
+            if permit is None:
+                continue
+            paid = job.attempted.lost
+            job.attempted.lost = (*paid, LostCall(refused.model, refusal.counted, refusal.cost_usd))
+            log.info(signals.FALLBACK_ASKED, model=refused.model, to_provider=route.provider, to_model=route.model)
+            kept: Sequence[bytes] = ()
+            if parts is not None:
+                kept = parts.taken()
+                parts.restart()
+            timeout_s = min(decoded.request.call_s, left_s)
+            try:
+                return await self._call(job, permit, decoded.request, timeout_s=timeout_s, parts=parts, until_s=until_s)
+            except ProviderError as error:
+                used = self._spent(job, error)
+                self.budget_gate.give_up(job, used)
+                job.attempted.lost = paid
+                _lose(job, route, used)
+                if parts is not None:
+                    parts.restart()
+                    await parts.release(kept)
+                break
+        return refusal
+
+    def _note_stop(self, job: Job, route: Route, answer: Answer) -> None:
+        self.registry.count_stop(job.lane_name, route.model, answer)
+        if answer.refusal is None:
+            return
+        told = {"provider": route.provider, "model": shown(route.model), "category": shown(answer.refusal)}
+        log.info(signals.ANSWER_REFUSAL, **told)
+        self.lifecycle.publish(job, "refusal", **told)
+
+    async def _enter(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> Permit | None:
+        """`used`: what the call before used; None: no call was made."""
         clock = asyncio.get_running_loop().time
         permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
@@ -206,14 +271,12 @@ class Attempts:
         self._publish_change(job, permit.change)
         if job.reserved is None or route == job.reserved.route:
             return permit
-        before, used, is_reserved = job.reserved.route, self._spent(job, error), False
+        is_reserved = False
         try:
             is_reserved = await self.budget_gate.move(job, decoded, route, used)
         finally:
             if not is_reserved:
                 await self.breakers.unknown(permit, clock())
-        if is_reserved and used is not None and used.output_tokens > 0 and job.attempted is not None:
-            job.attempted.lost = (*job.attempted.lost, (before.model, used))
         return permit if is_reserved else None
 
     async def _call(
@@ -235,6 +298,7 @@ class Attempts:
                 await self.breakers.unknown(permit, clock())
             raise
         self._publish_change(job, await self.breakers.answered(permit, clock()))
+        self._note_stop(job, permit.route, answer)
         return answer
 
     async def _answer(
@@ -294,6 +358,11 @@ class Attempts:
             rng=self.rng,
             has_other=has_other,
         )
+
+
+def _lose(job: Job, route: Route, used: Amounts | None) -> None:
+    if used is not None and used.output_tokens > 0 and job.attempted is not None:
+        job.attempted.lost = (*job.attempted.lost, LostCall(route.model, used))
 
 
 def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:

@@ -46,6 +46,10 @@ RELEASES_AT_MOST = 1000
 SHELTER_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
 PAUSE_CAP_S = 1.0
+DEATHS_AT_MOST = 4
+"""After this many workers have died while they worked on a request (had its claim in the store), the request goes to
+the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
+that ended because the connection was lost while the worker lived on."""
 T = TypeVar("T")
 log = logs.logger()
 

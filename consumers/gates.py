@@ -1,23 +1,20 @@
-"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps, budget."""
+"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps; then `budget_gate.py`."""
 
 import asyncio
 import random
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, assert_never
 
 from consumers.brake import Brake
-from consumers.claiming import Claiming
+from consumers.claiming import DEATHS_AT_MOST, Claiming
 from consumers.clock import NowMs, now_ms
 from consumers.decoding import Decoding
-from consumers.job import Attempted, Decoded, Interruptible, Job, Reserved, Route
+from consumers.job import Attempted, Decoded, Job, Route
 from consumers.large_bodies import Fetching
-from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
-from consumers.limits.budgets import Budgets, Estimates, UsageClass, task_of
+from consumers.limits.base import Amounts
 from consumers.outcomes import (
-    LATER_MS,
     Answered,
     Batched,
     DeadLettered,
@@ -35,6 +32,7 @@ from consumers.outcomes import (
 from consumers.prices import Prices, Usage
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import asking_for
+from consumers.refusals import LEAST_WAIT_MS, SPREAD, exceeded, later
 from consumers.spending import Bound, Hold, Over, Spending, Spent
 from consumers.state.base import (
     DAY_S,
@@ -52,15 +50,11 @@ from consumers.state.base import (
 )
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
-from lanekeeper.contract.problems import ProviderFailure, RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import logs, signals
 from topology.codec.decoding import Request
 from topology.codec.headers import BatchHop, provider_headers_json
 
-LEAST_WAIT_MS = 200
-"""The shortest deferral of a request that runs elsewhere, or for which no provider may be called."""
-SPREAD = 0.5
-"""A delay is lengthened at random by up to this share, so that requests do not come back together."""
 log = logs.logger()
 
 
@@ -91,47 +85,6 @@ async def refuse_if_late(job: Job, decoded: Decoded, *, breakers: Breakers, now_
     if now_ms() < decoded.request.deadline_ms:
         return None
     return Refused(exceeded(job, decoded, breakers, now_ms=now_ms()))
-
-
-def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> RequestProblem:
-    """The error for a request past its deadline. Its text says how long the request waited and ran, and what hindered
-    it."""
-    bound_ms = decoded.request.deadline_ms - decoded.request.start_ms
-    spent = f"{max(0, job.waited_ms(now_ms) - job.ran_ms)} ms in the queue"
-    if job.redelivered:
-        spent += " or with a worker that was lost"
-    if job.attempts > 1:
-        spent += " and in pauses between attempts"
-    if job.ran_ms:
-        spent += f", {job.ran_ms} ms in " + (f"{job.attempts} attempts" if job.attempts > 1 else "attempt 1")
-    detail = f"not answered within {bound_ms} ms: {spent}"
-    pause = breakers.brake.during(
-        lane=job.lane_name,
-        tenant=job.identity.tenant,
-        app=job.app,
-        routes=decoded.chain.routes,
-        from_ms=decoded.request.start_ms,
-        to_ms=decoded.request.deadline_ms,
-    )
-    if pause is not None:
-        return RequestProblem(
-            "deadline_exceeded",
-            f"{detail}; {pause.told}{job.last_failure}",
-            brief=detail,
-            provider=job.provider_failure,
-        )
-    if decoded.chain.routes and (why := breakers.hindrance(decoded.chain.routes)) is not None:
-        return unavailable(job, why, detail, breakers.last_failure(decoded.chain.routes))
-    return RequestProblem("deadline_exceeded", detail + job.last_failure, provider=job.provider_failure)
-
-
-def unavailable(job: Job, why: str, detail: str, failure: ProviderFailure | None) -> RequestProblem:
-    """The error for a request whose time is over while nothing could be called for it, because of `why`. `failure`:
-    what the provider answered to others, if it has answered nothing to this request."""
-    detail = f"{why} ({detail}){job.last_failure}"
-    return RequestProblem(
-        "provider_unavailable", detail, brief="no provider may be called", provider=job.provider_failure or failure
-    )
 
 
 async def defer_until_due(
@@ -233,10 +186,6 @@ class BrakeGate:
         return round(min(max(delay_ms, self._next_ms[pause] - now_ms), LONGEST_MS))
 
 
-DEATHS_AT_MOST = 4
-"""After this many workers have died while they worked on a request (had its claim in the store), the request goes to
-the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
-that ended because the connection was lost while the worker lived on."""
 SUSPECT_FROM = 2
 """A request is a suspect if at least this many workers have died while they worked on it. A worker runs only one
 suspect at a time, so that the request which kills workers is identified."""
@@ -339,10 +288,6 @@ HOLD_S = 3.0
 STAGGER_S = 0.2
 """Each request waits up to this many seconds longer, at random. So one of them makes the probe (the first call after an
 outage), and the others come after its result."""
-SHARE_OF_OUTAGE = 0.25
-"""A request is deferred by this share of the time for which the provider has been down."""
-MOST_TARGETS = 5
-"""A request is deferred by at most this many times its lane's target wait (the setting `target_wait_s`)."""
 
 
 async def await_route(
@@ -367,26 +312,6 @@ async def await_route(
         async with job.interruptible(until_s - clock() if ends_first else None):
             await asyncio.sleep(wait_s + rng.uniform(0, STAGGER_S))
     return None
-
-
-def later(
-    job: Job, decoded: Decoded, wait_s: float, *, breakers: Breakers, now_ms: NowMs, rng: random.Random
-) -> Outcome:
-    """The outcome of a job for which no provider may be called in the next `wait_s` seconds: it is deferred, or refused
-    if its deadline is before the end of that time."""
-    left_ms = decoded.request.deadline_ms - now_ms()
-    wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
-    routes = decoded.chain.routes
-    if wait_ms >= left_ms:
-        why = breakers.hindrance(routes) or "its last calls failed"
-        detail = f"no provider may be called for {wait_ms} ms, and {max(0, left_ms)} ms are left"
-        return ended_by(unavailable(job, why, detail, breakers.last_failure(routes)))
-    now_s = asyncio.get_running_loop().time()
-    down_s = min(breakers.down_s(route, now_s) for route in routes)
-    stay_s = min(SHARE_OF_OUTAGE * down_s, MOST_TARGETS * decoded.lane.target_wait_s)
-    delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + rng.uniform(0, SPREAD)))
-    is_paused = any(breakers.pauses.since_s(route) is not None or breakers.brake.of_route(route) for route in routes)
-    return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason="paused" if is_paused else "breaker")
 
 
 SPREAD_MS = 60_000
@@ -479,13 +404,15 @@ class CapsGate:
             usage = None if attempted is None else attempted.usage
             tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
             used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
-            saved_usd = 0.0 if attempted is None else attempted.saved_usd
-            self.spending.count(job.lane_name, job.identity.tenant, used, saved_usd=saved_usd)
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = likely
-        for model, amounts in () if attempted is None else attempted.lost:
+        for model, amounts, cost_usd in () if attempted is None else attempted.lost:
             _, tokens, usd = self._spent(amounts, model)
+            usd = usd if cost_usd is None else cost_usd
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
+        if isinstance(answer, Answered):
+            saved_usd = 0.0 if attempted is None else attempted.saved_usd
+            self.spending.count(job.lane_name, job.identity.tenant, used, saved_usd=saved_usd)
         if hold is not None:
             self.spending.correct(hold, used, publish=partial(self.publish, job))
 
@@ -580,235 +507,3 @@ class BatchGate:
             tries=0 if before is None else before.tries,
         )
         return Batched(params=params)
-
-
-REPORTED_FROM_S = 1.0
-BACK_WITHIN_MS = 15_000
-AT_ONCE_S = 0.25
-"""A call that could begin within this time is always tried, even if it may not end before the request's deadline."""
-SHORTEST_S = 0.25
-LONGEST_S = 15.0
-"""The shortest and the longest patience of a request whose slot others need."""
-
-
-class WaitingRoom:
-    """Counts the requests of this process that wait for budget, by lane and account, and decides how long each may
-    wait.
-
-    A waiting request keeps its slot (the right to be worked on), because requests behind it for the same account would
-    wait too. But if requests that wait for one account hold all slots of a lane but one, the next request for that
-    account may wait for a short time only (its patience). Then it is deferred, which frees its slot for a request for
-    another account; when it comes back, it has its old place among those that wait. As long as only requests for that
-    account follow, the patience doubles with each of them, because deferring them helps no other request.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._patience_s: dict[str, float] = {}
-
-    def enter(self, lane: str, account: str, *, slots: int) -> float | None:
-        """Count a request that begins to wait. Return its patience; None: it need not let others pass."""
-        waiting = self._waiting[lane]
-        waiting[account] += 1
-        if len(waiting) > 1:
-            self._patience_s[lane] = SHORTEST_S  # requests for other accounts follow too: deferring helps them
-        if waiting[account] <= max(1, slots - 1):
-            return None
-        patience_s = self._patience_s.get(lane, SHORTEST_S)
-        self._patience_s[lane] = min(LONGEST_S, 2 * patience_s)
-        return patience_s
-
-    def leave(self, lane: str, account: str) -> None:
-        self._waiting[lane][account] -= 1
-        if not self._waiting[lane][account]:
-            del self._waiting[lane][account]
-
-    def passed(self, lane: str, account: str) -> None:
-        """Note that a request got its budget without a wait. If others of its lane wait for another account, deferring
-        those lets requests like this one pass, so the patience becomes short again."""
-        if self._waiting[lane].keys() - {account}:
-            self._patience_s[lane] = SHORTEST_S
-
-
-@dataclass(slots=True, eq=False)
-class BudgetGate:
-    """Reserves budget (requests and tokens per minute) for the call of a job. Of the providers that may be called for
-    the job, it chooses the first that will have enough budget soon; if there is none, the provider with the shortest
-    predicted wait."""
-
-    budgets: Budgets
-    breakers: Breakers
-    estimates: Estimates
-    _: KW_ONLY
-    spec: BudgetSpec
-    now_ms: NowMs = now_ms
-    on_wait: Callable[[Job, Wait], None]
-    _waiting_room: WaitingRoom = field(default_factory=WaitingRoom, init=False)
-    waits: Counter[tuple[str, str, str]] = field(default_factory=Counter, init=False)
-
-    async def enter(self, job: Job, decoded: Decoded) -> Outcome | None:
-        if job.batch_result is not None:  # nothing is called
-            return None
-        routes = self.breakers.usable(decoded.chain.routes)
-        route = routes[0]
-        began_s = _loop_s()
-        try:
-            async with job.interruptible(None) as limit:  # `_reserve` limits it, if the request has to wait
-                if len(routes) > 1:
-                    if (found := await self._overflowing(job, decoded, routes, limit)) is not None:
-                        job.reserved = found
-                        return None
-                    waits = [await self._wait(job, decoded.request, each) for each in routes]
-                    route = routes[min(range(len(routes)), key=lambda index: waits[index].seconds)]
-                until = self._start_by(job, decoded.request, route)
-                job.reserved = await self._reserve(job, decoded, route, until, limit)
-                return None
-        except WaitTooLong as too_long:
-            return self._too_long(job, decoded.request, route, too_long.wait)
-        return await self._interrupted(job, decoded.request, route, _loop_s() - began_s)
-
-    async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Replace what was reserved for the job by what the call used or, if that is unknown, by what it has probably
-        used."""
-        reserved, job.reserved = job.reserved, None
-        if reserved is None:
-            return
-        attempted = job.attempted
-        if attempted is None:
-            self.budgets.settle(reserved.reservation, None)
-            return
-        usage, kind = attempted.usage, _usage_class(job, reserved.route)
-        self.budgets.settle(reserved.reservation, self.likely(job, reserved) if usage is None else usage)
-        job.in_progress = None  # it keeps the events of a stream in memory
-        if isinstance(outcome, (Answered, Refused)):
-            self.estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
-        if isinstance(outcome, Answered) and usage is not None:
-            self.estimates.learn(
-                kind,
-                text_bytes=decoded.request.text_bytes,
-                media_tokens=decoded.request.media.tokens(reserved.route.model),
-                input_tokens=usage.input_tokens,
-                output_tokens=usage.output_tokens,
-            )
-
-    def likely(self, job: Job, reserved: Reserved) -> Amounts:
-        """What a job's call has probably used of the provider's limits, if it ended without the provider's count: what
-        a stream has shown of it. Without a stream: the input that was sent, and as much of the expected output as the
-        model could write in the time."""
-        expected, in_progress = reserved.reservation.amounts, job.in_progress
-        if in_progress is None:
-            return expected
-        if (used := in_progress.used()) is not None:
-            return used
-        run_s = _loop_s() - in_progress.began_s
-        usual_s = self.estimates.run_s(_usage_class(job, reserved.route))
-        part = run_s / usual_s if run_s < usual_s else 1.0
-        return expected._replace(output_tokens=part * expected.output_tokens)
-
-    async def move(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> bool:
-        """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
-        earlier reservation. Return False, and change nothing, if the account of `route` has too little budget. `used`:
-        what the call on the earlier route used; None: no call was made."""
-        amounts = self.amounts(job, decoded.request, route)
-        found = await self.budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts, request=job.id)
-        if found is None:
-            return False
-        before, job.reserved = job.reserved, Reserved(route, found)
-        if before is not None:
-            self.budgets.settle(before.reservation, used)
-        return True
-
-    def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
-        return Amounts(
-            1.0,
-            self.estimates.input_tokens(route.model, request.text_bytes, request.media.tokens(route.model)),
-            self.estimates.output_tokens(_usage_class(job, route), max_tokens=request.max_tokens),
-        )
-
-    async def _overflowing(
-        self, job: Job, decoded: Decoded, routes: Sequence[Route], limit: Interruptible
-    ) -> Reserved | None:
-        patience_s = decoded.lane.target_wait_s if self.spec.overflow_s is None else self.spec.overflow_s
-        for route in routes:
-            soon = min(self._start_by(job, decoded.request, route), _loop_s() + patience_s)
-            if (await self._wait(job, decoded.request, route)).seconds > soon - _loop_s():
-                continue
-            try:
-                return await self._reserve(job, decoded, route, soon, limit)
-            except WaitTooLong:
-                continue
-        return None
-
-    async def _reserve(self, job: Job, decoded: Decoded, route: Route, until: float, limit: Interruptible) -> Reserved:
-        lane, account, room, has_to_wait, ends_s = decoded.lane, route.account, self._waiting_room, False, limit.until_s
-
-        def on_wait(wait: Wait) -> None:
-            nonlocal has_to_wait
-            has_to_wait = True
-            self.waits[account, lane.name, wait.reason] += 1
-            patience_s = room.enter(lane.name, account, slots=lane.slots)
-            hold_s = self.spec.hold_s
-            limit.reschedule(_loop_s() + (hold_s if patience_s is None else min(patience_s, hold_s)))
-            if wait.seconds >= REPORTED_FROM_S:
-                self.on_wait(job, wait)
-
-        # A request that comes back after a deferral or redelivery keeps its place among those that wait. A new one goes
-        # to the end, even if its headers say that it was published long ago.
-        try:
-            reservation = await self.budgets.reserve(
-                account,
-                lane=job.lane_name,
-                amounts=self.amounts(job, decoded.request, route),
-                until=until,
-                request=job.id,
-                arrived=_loop_s() - job.waited_ms(self.now_ms()) / 1000 if job.came_before else None,
-                on_wait=on_wait,
-            )
-        except WaitTooLong:
-            limit.reschedule(ends_s)  # undo the shorter limit of `on_wait`: another route may be tried
-            raise
-        finally:
-            if has_to_wait:
-                room.leave(job.lane_name, account)
-        if not has_to_wait:
-            room.passed(job.lane_name, account)
-        return Reserved(route, reservation)
-
-    def _start_by(self, job: Job, request: Request, route: Route) -> float:
-        """The latest time at which the call may begin, by the event loop's clock: the request's deadline minus the
-        usual run time of such a call, but at least `AT_ONCE_S` from now, unless the deadline itself is earlier."""
-        left_s = (request.deadline_ms - self.now_ms()) / 1000
-        return _loop_s() + max(left_s - self._run_s(job, request, route), min(left_s, AT_ONCE_S))
-
-    def _run_s(self, job: Job, request: Request, route: Route) -> float:
-        return 0.0 if request.stream else self.estimates.run_s(_usage_class(job, route))
-
-    async def _wait(self, job: Job, request: Request, route: Route) -> Wait:
-        amounts = self.amounts(job, request, route)
-        return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
-
-    def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
-        left_ms = request.deadline_ms - self.now_ms()
-        bound_ms = request.deadline_ms - request.start_ms
-        return ended(
-            "deadline_exceeded",
-            f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
-            f"(waiting for {wait.reason} of {route.account}), its call may take "
-            f"{round(1000 * self._run_s(job, request, route))} ms, and {max(0, left_ms)} ms are left{job.last_failure}",
-        )
-
-    async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
-        if job.stopped is not None:
-            return stopped_by(job.stopped, doing="waited for the budget")
-        wait = await self._wait(job, request, route)
-        lets_others_pass = waited_s < self.spec.hold_s
-        delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if lets_others_pass else LATER_MS
-        return Deferred(delay_ms=delay_ms, reason=wait.reason)
-
-
-def _usage_class(job: Job, route: Route) -> UsageClass:
-    return UsageClass(job.lane_name, task_of(job.routing_key), route.model)
-
-
-def _loop_s() -> float:
-    return asyncio.get_running_loop().time()

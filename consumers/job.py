@@ -8,7 +8,7 @@ from enum import Enum, auto
 from functools import cached_property
 from hashlib import blake2b
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -103,6 +103,15 @@ class Reserved:
     reservation: Reservation
 
 
+class LostCall(NamedTuple):
+    """A call that has to be paid for, or may have to be, although its answer is not the request's: it failed, or was a
+    refusal, after which another model was asked. `cost_usd`: None if only the amounts are known."""
+
+    model: str
+    used: Amounts
+    cost_usd: float | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Attempted:
     """What is known about the attempt that is made for a delivery, that is, about its one or two calls to providers."""
@@ -112,8 +121,7 @@ class Attempted:
     usage: Amounts | None = None
     cost_usd: float | None = None
     saved_usd: float = 0.0
-    lost: tuple[tuple[str, Amounts], ...] = ()
-    """The attempt's failed calls that may have to be paid for."""
+    lost: tuple[LostCall, ...] = ()
     error: ProviderError | None = None
     counts: bool = True
     """Whether the attempt counts against the request's limit of attempts. False if the provider was down."""

@@ -63,10 +63,13 @@ class Lifecycle:
 
     def publish_outcome(self, job: Job, outcome: Outcome) -> None:
         match outcome:
-            case Answered(model=model, provider=provider):
+            case Answered(model=model, provider=provider, stop_reason=stop_reason):
                 model, wait_ms, run_ms = shown(model), job.wait_ms, job.run_ms
-                log.debug(signals.REQUEST_ANSWERED, model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
-                self.publish(job, "completed", model=model, provider=provider, wait_ms=wait_ms, run_ms=run_ms)
+                told = {"model": model, "provider": provider, "wait_ms": wait_ms, "run_ms": run_ms}
+                if stop_reason is not None:
+                    told["stop_reason"] = shown(stop_reason)
+                log.debug(signals.REQUEST_ANSWERED, **told)
+                self.publish(job, "completed", **told)
             case Deferred(delay_ms=delay_ms, reason=reason):
                 log.debug(signals.REQUEST_DEFERRED, delay_ms=delay_ms, reason=reason)
                 self.publish(job, "deferred", delay_ms=delay_ms, reason=reason)

@@ -23,6 +23,8 @@ class Answered:
     provider: str
     request_id: str | None = None
     """The provider's id of the call."""
+    stop_reason: str | None = None
+    """Of the Message; None: it is none."""
     kept: BodyAddress | None = None
     """The address and digest of an answer that is stored outside the broker because of its size; `body` is then a JSON
     object with that address."""

@@ -337,6 +337,8 @@ WAITING_BYTES = 256 * 1024
 """How many bytes the parts for one address that wait for the publish before them may have together, each counted with
 `PART_OVERHEAD`; a larger part waits alone."""
 PART_OVERHEAD = 256
+KEPT_BYTES = 64 * 1024
+"""How much of a stream is kept at most before its first content; usually it is one event."""
 SEVERAL = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 """The correlation ids that need no escapes in a message of several parts."""
 
@@ -377,14 +379,18 @@ class Outbox:
         return self._next
 
     async def _publish(self) -> None:
-        while self._waiting:
-            parts, self._waiting, self._bytes = self._waiting, [], 0
-            sent, self._next = self._next, asyncio.get_running_loop().create_future()
-            try:
+        sent = self._next
+        try:
+            while self._waiting:
+                parts, self._waiting, self._bytes = self._waiting, [], 0
+                sent, self._next = self._next, asyncio.get_running_loop().create_future()
                 await self._send(parts)
-            finally:
                 sent.set_result(None)
-        self._on_empty()
+        finally:
+            self._on_empty()
+            for each in (sent, self._next):
+                if not each.done():
+                    each.set_result(None)
 
     async def _send(self, parts: Sequence[_Waiting]) -> None:
         groups = [[part] for part in parts if not part.of.reads_several]
@@ -449,9 +455,12 @@ class Parts:
     tells the requester to discard those events.
     """
 
-    def __init__(self, replies: Replies, job: Job) -> None:
+    def __init__(self, replies: Replies, job: Job, *, keeps: bool = False) -> None:
+        """`keeps`: keep the events before the first one of content, until that comes or `release` is called, because an
+        answer without content may be replaced by another one."""
         self._replies = replies
         self.job = job
+        self._keeps = keeps
         self._seq = -1
         self._loss: object = None
         self._has_lost = False
@@ -459,6 +468,9 @@ class Parts:
         self.flow = False
         self.on_flow: Callable[[], None] = lambda: None
         self.has_sent = False
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self.is_open = not self._keeps
         headers, correlation_id = job.message.headers, job.message.correlation_id or ""
         self.reads_several = headers.get(n.PARTS_TOGETHER) in (True, "true") and bool(SEVERAL.fullmatch(correlation_id))
 
@@ -466,6 +478,26 @@ class Parts:
         if not self.flow and CONTENT in event:
             self.flow = True
             self.on_flow()
+        if self.is_open:
+            await self._pass_on(event)
+            return
+        self._kept.append(event)
+        self._kept_bytes += len(event)
+        if self.flow or self._kept_bytes > KEPT_BYTES:
+            await self.release(self.taken())
+
+    def taken(self) -> Sequence[bytes]:
+        """What is kept, which is not kept any longer."""
+        events, self._kept, self._kept_bytes = self._kept, [], 0
+        return events
+
+    async def release(self, events: Sequence[bytes]) -> None:
+        """Send these events, and keep no more."""
+        self.is_open = True
+        for event in events:
+            await self._pass_on(event)
+
+    async def _pass_on(self, event: bytes) -> None:
         address, progress = self.job.message.reply_to, self.job.progress
         if not address and progress is None:
             return
@@ -476,6 +508,8 @@ class Parts:
 
     def restart(self) -> bool:
         had_begun, self._seq, self.flow = self._seq >= 0, -1, False
+        self.is_open = not self._keeps
+        self.taken()
         return had_begun
 
     def lose(self, why: object) -> None:

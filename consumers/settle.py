@@ -42,7 +42,7 @@ from consumers.state.base import Completion, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.tolerant import KEY_BYTES
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import is_request_id, is_word
+from lanekeeper.contract.identity import is_request_id, is_word, shown
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem
@@ -345,6 +345,8 @@ class Settler:
             case Answered(body=body, model=model, provider=provider, request_id=request_id, kept=kept):
                 headers |= {n.MODEL: model, n.PROVIDER: provider, **({} if kept is None else kept.headers)}
                 headers |= _request_id_header(request_id)
+                if outcome.stop_reason is not None:
+                    headers[n.STOP_REASON] = shown(outcome.stop_reason)
                 job.completion = Completion(status="ok", body=body, headers=headers, ended_ms=ended_ms)
             case Refused(problem) | DeadLettered(problem) | Superseded(problem):
                 headers[n.WAIT_MS] = max(0, job.waited_ms(ended_ms) - job.ran_ms)

@@ -29,7 +29,7 @@ from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerErr
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing
-from service.config.loading import variable
+from service.config.names import variable
 from service.config.settings import FIRST, Settings
 from service.config.value_types import mask_url
 from service.connections import connection_for, management_of

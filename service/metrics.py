@@ -71,6 +71,8 @@ COUNTERS: Final = {
     "lanekeeper.lane.tokens": "Tokens that the lane used",
     "lanekeeper.lane.cost_usd": "Dollars that the lane used",
     "lanekeeper.lane.saved_usd": "Dollars that the lane saved by providers' batches",
+    "lanekeeper.answers": "Answers of models, by why they ended",
+    "lanekeeper.refusals": "Answers that a provider's safety systems ended",
     "lanekeeper.account.waits": "Waits for the account's limits",
     "lanekeeper.account.calls": "Calls",
     "lanekeeper.account.tokens": "Tokens of answered calls",

@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 
 from benchmarks.harness.processes import broker
 from lanekeeper import Client
-from service.config.loading import simulating
-from service.config.settings import Settings
+from service.config.settings import Settings, simulating
 from service.demo import working
 
 

@@ -3,7 +3,7 @@ from the response which limits the account has."""
 
 import asyncio
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -35,6 +35,9 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     request_id: str | None = None
     stop_reason: str | None = None
+    refusal: str | None = None
+    """Why the provider's safety systems ended the answer: the category that it names, or `NO_CATEGORY`. None: they did
+    not."""
     rate: RateHeaders | None = None
     cost_usd: float | None = None
     saved_usd: float = 0.0
@@ -79,6 +82,16 @@ class Calls:
 
 
 log = logs.logger()
+REFUSAL = "refusal"
+STOP_REASONS = frozenset(
+    {
+        "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "compaction", REFUSAL,
+        "model_context_window_exceeded",
+    }
+)  # fmt: skip
+NO_CATEGORY = "none"
+CATEGORIES = frozenset({"cyber", "bio", "frontier_llm", "reasoning_extraction", "general_harms", NO_CATEGORY})
+"""Those of refusals. In metrics another category, or another stop reason, is `other`."""
 UNPRICED_TOLD = 1000
 """For so many models without a price a warning is logged once each."""
 CONTENT = b'"content_block_'
@@ -135,6 +148,10 @@ class Registry:
         self._unpriced: LRUCache[str, bool] = LRUCache(UNPRICED_TOLD)
         self._learn = learn
         self.calls: defaultdict[tuple[str, str, str], Calls] = defaultdict(Calls)
+        self.stops: Counter[tuple[str, str, str]] = Counter()
+        """Answers by lane, model and stop reason."""
+        self.refusals: Counter[tuple[str, str, str]] = Counter()
+        """Those that are refusals, by lane, model and category."""
 
     @property
     def names(self) -> Collection[str]:
@@ -205,8 +222,18 @@ class Registry:
         with self._tracing.chat(model=route.name, provider=route.provider, stream=False) as span:
             return self._count(await batches.answer(line), route, span)
 
+    def count_stop(self, lane: str, model: str, answer: Answer) -> None:
+        """Count an answer by why it ended."""
+        model, reason = self._label(model), answer.stop_reason or OTHER
+        self.stops[lane, model, reason if reason in STOP_REASONS else OTHER] += 1
+        if answer.refusal is not None:
+            self.refusals[lane, model, answer.refusal if answer.refusal in CATEGORIES else OTHER] += 1
+
+    def _label(self, model: str) -> str:
+        return model if model in self._models else OTHER
+
     def _calls_of(self, route: Route) -> Calls:
-        return self.calls[route.provider, route.account, route.model if route.model in self._models else OTHER]
+        return self.calls[route.provider, route.account, self._label(route.model)]
 
     def _count(self, answer: Answer, route: Route, span: Span) -> Answer:
         answer.cost_usd = self.prices.cost_usd(route.model, answer.usage, name=route.name)

@@ -10,7 +10,7 @@ import jiter
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.limits.base import Amounts, RateHeaders
 from consumers.prices import Tokens, Usage
-from consumers.providers.registry import Answer, counted
+from consumers.providers.registry import NO_CATEGORY, REFUSAL, Answer, counted
 from lanekeeper.contract.identity import encodable
 from topology.codec import bounds
 from topology.codec.bounds import Measure
@@ -66,8 +66,14 @@ def read_answer(
         usage=read_usage(message.get("usage")),
         request_id=request_id,
         stop_reason=_name(stop_reason),
+        refusal=_category(message) if stop_reason == REFUSAL else None,
         rate=rate,
     )
+
+
+def _category(message: Mapping[str, Any]) -> str:
+    details = message.get("stop_details")
+    return _name(details.get("category") if isinstance(details, dict) else None) or NO_CATEGORY
 
 
 def _name(value: object) -> str:

@@ -85,7 +85,7 @@ async def _serve(
     from lanekeeper.telemetry.tracing import Tracing
     from service import checks
     from service.cli.process import SERVICE_NAME
-    from service.config.loading import simulating
+    from service.config.settings import simulating
     from service.gateway.app import Gateway, client_for
     from service.gateway.server import CannotListen, Server
     from service.metrics import measuring, of_client, of_http

@@ -20,10 +20,10 @@ NO_LIMIT = 1_000_000_000
 
 @options.with_settings
 def demo(settings: "Settings") -> None:
-    """Flood the batch lane, let chats overtake it, spend a small budget, and print the results.
+    """Show three promises kept: urgent first, nothing lost, a scarce budget spent in the right order.
 
     It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
-    request was answered right and every act kept its promise."""
+    act kept its promise."""
     from service.demo import tell_story
     from service.telemetry import logs
 

@@ -264,7 +264,8 @@ def check(
 
 async def _findings(given: options.Given, *, simulate: bool) -> "AsyncIterator[Finding]":
     from service.checks import Finding, look
-    from service.config.loading import effective, load_with_sources
+    from service.config.effective import effective
+    from service.config.loading import load_with_sources
     from service.telemetry import logs
 
     try:
@@ -301,7 +302,8 @@ def settings(
 
     Example:  lanekeeper settings --set lanes.batch.slots=12 --given
     """
-    from service.config.loading import DEFAULT, effective, load_with_sources
+    from service.config.effective import DEFAULT, effective
+    from service.config.loading import load_with_sources
 
     found, sources = load_with_sources(given.config, **given.values)
     shown = [setting for setting in effective(found, sources) if not changed or setting.source != DEFAULT]

@@ -147,7 +147,7 @@ def wrong_references(
             lane = lanes.get(step.lane)
             if lane is not None and lane.models is not None and step.model and step.model not in lane.models:
                 text = f"step {step.name[:40]!r}: model {step.model[:80]!r} is not allowed in lane {lane.name}"
-                yield Disagreement(text, at=(("pipelines", name, "steps"),), by=(("lanes", lane.name, "models"),))
+                yield Disagreement(text, at=(("pipelines", name, "steps"),))
             for kind, word, known in (("handler", step.handler, handlers), ("lane", step.lane, lanes)):
                 if word and word not in known:
                     text = f"step {step.name[:40]!r}: {kind} {word[:40]!r} is not declared"

@@ -95,7 +95,7 @@ class ScheduleSettings(Section):
         lane, words = lanes.get(self.key.partition(".")[0]), self.key.split(".")
         if lane is None or len(words) < 3 or not all(words) or len(self.key.encode()) > 255:
             text = f"found {self.key[:80]!r}, allowed is LANE.APP.TASK with a lane of {', '.join(lanes)}"
-            yield Disagreement(text, at=((*at, "key"),), by=(("lanes",),))
+            yield Disagreement(text, at=((*at, "key"),))
             return
         spec = self.spec(name)
         message = Message(
@@ -104,10 +104,10 @@ class ScheduleSettings(Section):
         try:
             decode(message, lane=lane, request_id=ID, hop=None, now_ms=0, handlers=handlers, pipelines=pipelines)
         except RequestProblem as problem:
-            yield Disagreement(problem.detail, at=tuple((*at, each) for each in ("body", "headers", "type")), by=(at,))
+            yield Disagreement(problem.detail, at=tuple((*at, each) for each in ("body", "headers", "type")))
         url = spec.headers.get(WEBHOOK)
         if isinstance(url, str) and (why := webhooks.refusal(url, tenant=tenant)) is not None:
-            yield Disagreement(f"{WEBHOOK}: {why}", at=((*at, "headers"),), by=(("webhooks",),))
+            yield Disagreement(f"{WEBHOOK}: {why}", at=((*at, "headers"),))
         try:
             is_sendable = len(encoded(message)) <= HEADERS_BYTES
         except (TypeError, ValueError):

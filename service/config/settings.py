@@ -211,7 +211,7 @@ class TlsSettings(Section):
 
     def disagreements(self) -> Iterator[Disagreement]:
         if self.key_file is not None and self.cert_file is None:
-            yield clash("key_file is given without cert_file", "key_file", by=("cert_file",))
+            yield clash("key_file is given without cert_file", "key_file")
         try:
             self.given_context()
         except (ssl.SSLError, OSError) as error:
@@ -562,10 +562,10 @@ class ProviderSettings(LimitsSettings):
         needs = _NEEDS[self.kind]
         for name in needs:
             if name != "api_key" and getattr(self, name) is None:
-                yield clash(f"not set; a provider of kind {self.kind} needs it", name, by=("kind",))
+                yield clash(f"not set; a provider of kind {self.kind} needs it", name)
         for name in ("region", "project"):
             if name not in needs and getattr(self, name) is not None:
-                yield clash(f"a provider of kind {self.kind} has none; remove it", name, by=("kind",))
+                yield clash(f"a provider of kind {self.kind} has none; remove it", name)
 
         if self.models is not None and not self.models:
             yield clash("names no model; where it has all of them, leave it out", "models")
@@ -574,7 +574,7 @@ class ProviderSettings(LimitsSettings):
         """Find missing settings that only a process which calls providers needs. In other processes they may be
         missing, because an application may use the same settings file without the provider's key."""
         if "api_key" in _NEEDS[self.kind] and self.api_key is None:
-            yield clash(f"not set; a provider of kind {self.kind} needs it", "api_key", by=("kind",))
+            yield clash(f"not set; a provider of kind {self.kind} needs it", "api_key")
 
 
 class MetricsSettings(Section):
@@ -591,6 +591,9 @@ class ModelsSettings(Section):
     fallbacks: types.ModelNames = Field(default_factory=dict)
     """For a model: the one that is called when no provider can answer with it. Example:
     claude-sonnet-5-5=claude-haiku-5-5"""
+    fallback_on_refusal: bool = False
+    """Whether the fallback is asked too, once, if the model refuses (`stop_reason: refusal`). Of a stream, only if no
+    content came before the refusal. Both calls are paid. Example: true"""
     tenants: types.ModelLists = Field(default_factory=dict)
     """The only models that a tenant may use. Tenants not listed may use all. Example: {"crm": ["claude-haiku-5-5"]}"""
 
@@ -729,6 +732,10 @@ class Settings(BaseSettings):
     """All settings, validated. Its `repr` contains no secret."""
 
     model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        env_ignore_empty=True,
+        enable_decoding=False,
         extra="forbid",
         frozen=True,
         populate_by_name=True,
@@ -830,8 +837,7 @@ class Settings(BaseSettings):
         *_: Any,
         **__: Any,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Make `Settings()` ignore the environment, which only `load_settings` reads, so that it has the default
-        values."""
+        """`Settings()` has the default values, whatever the environment is: `load_settings` reads the other sources."""
         return (init_settings,)
 
     def budget_spec(self) -> BudgetSpec:
@@ -1055,3 +1061,36 @@ class Settings(BaseSettings):
 
 def _unmasked(value: SecretStr | None) -> str | None:
     return None if value is None else value.get_secret_value()
+
+
+SIMULATED = "simulated"
+
+
+def with_broker(settings: Settings, url: str, *, namespace: str, store_url: str) -> Settings:
+    """A copy of the settings with another broker, namespace and store."""
+    update = {"amqp_url": SecretStr(url), "namespace": namespace, "store_url": SecretStr(store_url)}
+    return settings.model_copy(update=update)
+
+
+def simulating(settings: Settings, *urls: str) -> Settings:
+    """A copy in which all lanes use only the simulated APIs at `urls`, with the limits of the first provider."""
+    limits = {name: getattr(settings.budget, name) for name in LimitsSettings.model_fields}
+    providers = {
+        f"{SIMULATED}-{number}" if number > 1 else SIMULATED: ProviderSettings.model_validate(
+            {"base_url": url, "api_key": SIMULATED, **limits}
+        )
+        for number, url in enumerate(urls, start=1)
+    }
+    lanes = {
+        name: lane.model_copy(update={"providers": None, "batches": _quick(lane.batches)})
+        for name, lane in settings.lanes.items()
+    }
+    update = {"anthropic_base_url": None, "anthropic_api_key": None, "providers": providers, "lanes": lanes}
+    return settings.model_copy(update=update)
+
+
+def _quick(batches: BatchesSettings) -> BatchesSettings:
+    """For one second, unless it is set for how long."""
+    usual = BatchesSettings()
+    names = ("window_s", "first_poll_s")
+    return batches.model_copy(update={name: 1.0 for name in names if getattr(batches, name) == getattr(usual, name)})

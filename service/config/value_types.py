@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import jiter
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, SecretStr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainValidator, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from consumers.prices import Price
@@ -32,22 +32,19 @@ class Disagreement:
     text: str
     at: tuple[tuple[str, ...], ...]
     """The paths of the settings that contradict each other. The error message names those that the user has set."""
-    by: tuple[tuple[str, ...], ...] = ()
-    """The paths of further settings that contribute to the contradiction; the error message does not name them. If any
-    setting of `at` or `by` is wrong by itself, the disagreement is not reported."""
 
     def under(self, place: tuple[str, ...]) -> "Disagreement":
         """Below the path `place` of its group."""
-        return Disagreement(
-            self.text,
-            tuple((*place, *setting) for setting in self.at),
-            tuple((*place, *setting) for setting in self.by),
-        )
+        return Disagreement(self.text, tuple((*place, *setting) for setting in self.at))
 
 
-def clash(text: str, *fields: str, by: tuple[str, ...] = ()) -> Disagreement:
+def clash(text: str, *fields: str) -> Disagreement:
     """A disagreement between fields of one section."""
-    return Disagreement(text, at=tuple((field,) for field in fields), by=tuple((field,) for field in by))
+    return Disagreement(text, at=tuple((field,) for field in fields))
+
+
+CONTRADICTION = "contradiction"
+"""The pydantic error type of settings in one group that contradict each other. Its context has the disagreements."""
 
 
 class Section(BaseModel):
@@ -57,6 +54,12 @@ class Section(BaseModel):
 
     def disagreements(self) -> Iterator[Disagreement]:
         return iter(())
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if found := tuple(self.disagreements()):
+            raise PydanticCustomError(CONTRADICTION, "settings contradict each other", {"found": found})
+        return self
 
 
 def mask_url(url: str) -> str:

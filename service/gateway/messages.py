@@ -46,6 +46,7 @@ REPLY_HEADERS_SENT = (
     n.MODEL,
     n.PROVIDER,
     n.PROVIDER_REQUEST_ID,
+    n.STOP_REASON,
     n.ATTEMPT,
     n.WAIT_MS,
     n.RUN_MS,
@@ -55,6 +56,9 @@ REPLY_HEADERS_SENT = (
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 _FIRST = frozenset({"message_start", "content_block_start", "ping"})
 _LAST = "message_stop"
+_ALWAYS_THERE = ("stop_reason", "stop_sequence")
+_ENDS = (*_ALWAYS_THERE, "stop_details", "container")
+"""Of the Message, what `message_delta` tells."""
 _LOST = "parts of the answer were lost"
 _HELD_BYTES = 64 * 1024
 _TYPE = b'{"type":"'
@@ -238,7 +242,7 @@ def _event(kind: str, data: bytes) -> bytes:
 def events_of(message: dict[str, Any]) -> Iterator[bytes]:
     """The Server-Sent Events that stream a complete Message, with one delta for the content of each block."""
     blocks = message.get("content", [])
-    ends = {"stop_reason": message.get("stop_reason"), "stop_sequence": message.get("stop_sequence")}
+    ends = {name: message.get(name) for name in _ENDS if name in message or name in _ALWAYS_THERE}
     yield _new_event("message_start", message={**message, "content": [], **dict.fromkeys(ends)})
     for index, block in enumerate(blocks):
         start, deltas = _split_block(block)

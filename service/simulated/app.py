@@ -242,6 +242,8 @@ class SimulatedAPI:
         if fault is not None and fault.name == "html":
             return html(headers)
         output = messages.answer(asked, output_tokens=self.options.output_tokens)
+        if fault is not None and fault.name == "refusal":
+            output = messages.refused(output, category=fault.category, has_text=fault.at == "middle")
         id = f"msg_{request_id[4:]}"
         try:
             duration_s = self._duration_s(asked, output)

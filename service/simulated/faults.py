@@ -67,6 +67,7 @@ BROKEN: Final[Mapping[str, str]] = {
     "broken_json": "a whole answer (or one event of it) that is not JSON",
     "not_a_message": "200 with JSON that is no Message",
     "unfinished": "a whole Message (or stream) without a stop_reason",
+    "refusal": "an answer with the stop_reason `refusal` and `category=` (cyber); `at=middle`: after half a text",
 }
 
 IN_BATCHES: Final[Mapping[str, str]] = {
@@ -82,7 +83,7 @@ _ERROR_CODES: Final[Mapping[str, str]] = {
     "spend_limit": "enforced_spend_limit_reached",
     "acceleration": "ramp_limit_exceeded",
 }
-_PARAMETERS: Final = frozenset({"retry_after", "delay", "type", "at"})
+_PARAMETERS: Final = frozenset({"retry_after", "delay", "type", "at", "category"})
 _MARKER: Final = re.compile(r"\[\[\s*(fault|latency|tokens)\s*:\s*([^\[\]]*?)\s*\]\]")
 
 
@@ -129,6 +130,7 @@ class Fault:
     delay_s: float = 0.0
     type: str = "overloaded_error"
     at: str | None = None
+    category: str = "cyber"
 
     def refusal(self) -> Refusal | None:
         if self.name not in REFUSED:
@@ -238,6 +240,7 @@ def parse_fault(text: str) -> Fault:
         delay_s=_seconds(given["delay"]) if "delay" in given else _DELAYS_S.get(name, 0.0),
         type=given.get("type", "overloaded_error"),
         at=given.get("at"),
+        category=given.get("category", "cyber"),
     )
 
 

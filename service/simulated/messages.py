@@ -85,6 +85,7 @@ class Output:
     blocks: tuple[dict[str, Any], ...]
     stop_reason: str
     tokens: int
+    stop_details: dict[str, Any] | None = None
 
 
 def read_request(body: bytes, *, counting: bool = False, version: str = WITHOUT_SAMPLING) -> Asked:
@@ -178,6 +179,14 @@ def answer(asked: Asked, *, output_tokens: int | None) -> Output:
     return Output(blocks=tuple(blocks), stop_reason=stop_reason, tokens=_tokens_of(len(text)))
 
 
+def refused(output: Output, *, category: str, has_text: bool) -> Output:
+    """The model stops before it writes anything, or after half of the text."""
+    details = {"type": "refusal", "category": category, "explanation": "its prompt asked for that"}
+    text = "" if not has_text else output.blocks[-1].get("text", "")
+    blocks = ({"type": "text", "text": text[: len(text) // 2]},) if text else ()
+    return Output(blocks=blocks, stop_reason="refusal", tokens=_tokens_of(len(text) // 2), stop_details=details)
+
+
 def message(asked: Asked, output: Output, *, id: str, tier: str = "standard") -> dict[str, Any]:
     """The answer as the JSON of an Anthropic Message."""
     return {
@@ -188,6 +197,7 @@ def message(asked: Asked, output: Output, *, id: str, tier: str = "standard") ->
         "content": list(output.blocks),
         "stop_reason": output.stop_reason,
         "stop_sequence": None,
+        "stop_details": output.stop_details,
         "usage": {
             "input_tokens": asked.input_tokens,
             "cache_creation_input_tokens": 0,
@@ -201,11 +211,17 @@ def message(asked: Asked, output: Output, *, id: str, tier: str = "standard") ->
 def events(asked: Asked, output: Output, *, id: str, deltas: int) -> list[bytes]:
     """The answer as the Server-Sent Events of Anthropic's stream; each block is cut into up to `deltas` pieces."""
     whole = message(asked, output, id=id)
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 1}}
+    begun = {
+        **whole,
+        "content": [],
+        "stop_reason": None,
+        "stop_details": None,
+        "usage": {**whole["usage"], "output_tokens": 1},
+    }
     found = [event("message_start", message=begun)]
     for index, block in enumerate(output.blocks):
         found.extend(_block(index, block, deltas=deltas))
-    ending = {"stop_reason": output.stop_reason, "stop_sequence": None}
+    ending = {"stop_reason": output.stop_reason, "stop_sequence": None, "stop_details": output.stop_details}
     found.append(event("message_delta", delta=ending, usage={"output_tokens": output.tokens}))
     found.append(event("message_stop"))
     return found

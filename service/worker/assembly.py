@@ -16,6 +16,7 @@ from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
 from consumers.brake import Brake
+from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
 from consumers.clock import now_ms
 from consumers.control import MESSAGE_BYTES, BrakeCommands, Control, ControlAnswers
@@ -65,7 +66,7 @@ from lanekeeper.contract.problems import (
 )
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.tracing import Tracing
-from service.config.loading import variable
+from service.config.names import variable
 from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
 from service.worker.figures import QueueLengths, side_of
@@ -280,7 +281,7 @@ class Budgeting:
     spending: Spending
     registry: Registry
     caps_gate: gates.CapsGate
-    budget_gate: gates.BudgetGate
+    budget_gate: BudgetGate
 
     async def count_late(self, lane: str, route: Route, line: bytes) -> None:
         """Count what an answer in a batch has cost for whose request nobody waits any more."""
@@ -317,7 +318,7 @@ def open_budgeting(
     breakers = Breakers(store, pauses=pauses, brake=brake, models=prices.models)
     spending = Spending(store, settings.caps.spec())
     stack.push_async_callback(spending.finish, within_s=FINISH_WITHIN_S)
-    budget_gate = gates.BudgetGate(
+    budget_gate = BudgetGate(
         budgets,
         breakers,
         Estimates(first_output_tokens=spec.first_output_tokens, first_bytes_per_token=spec.first_bytes_per_token),
@@ -863,6 +864,7 @@ def _handler(
             pausing=pausing,
             policy=settings.retry_policy(),
             call_begins=claiming.call_begins,
+            fallback_on_refusal=settings.models.fallback_on_refusal,
         ),
         replies=settler.replies,
         webhooks=settler.webhooks,

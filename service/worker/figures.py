@@ -308,6 +308,10 @@ def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
         for type in ("input", "output"):
             tokens = added(getattr(calls, f"{type}s") for calls in several)
             yield "gen_ai.client.token.usage", {**common, "gen_ai.token.type": type}, tokens
+    for (lane, model, reason), count in budgeting.registry.stops.items():
+        yield "lanekeeper.answers", {"lane": lane, "model": model, "stop_reason": reason}, count
+    for (lane, model, category), count in budgeting.registry.refusals.items():
+        yield "lanekeeper.refusals", {"lane": lane, "model": model, "category": category}, count
     for (account, outcome), count in outcomes.items():
         yield "lanekeeper.account.calls", {"account": account, "outcome": outcome}, count
     for name, value in is_open.items():

@@ -13,18 +13,19 @@ import pytest
 from typing_extensions import override
 
 from consumers.attempt import Attempts
+from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
 from consumers.failures import TIMEOUT, RetryPolicy
-from consumers.gates import BudgetGate
-from consumers.job import Chain, Decoded, Job, Reserved, Route
+from consumers.job import Chain, Decoded, Job, LostCall, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.budgets import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
-from consumers.prices import Prices
+from consumers.prices import Prices, Usage
 from consumers.progress import Progress
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Change, Pauses, Permit
-from consumers.providers.registry import Registry
+from consumers.providers.registry import Answer, Registry
+from consumers.replies import Parts
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
@@ -61,6 +62,10 @@ class Moves(BudgetGate):
             job.reserved = reserve(to)
         return self.has_room
 
+    @override
+    def give_up(self, job: Job, used: Amounts | None) -> None:
+        job.reserved = None
+
 
 class TwoProviders:
     """Two providers, `one` and `two`, each a simulated API."""
@@ -68,13 +73,13 @@ class TwoProviders:
     def __init__(self, one: SimulatedAPI, two: SimulatedAPI, *providers: AnthropicProvider) -> None:
         self.one, self.two = one, two
         self.bench = Bench()
-        registry = Registry(*providers, tracing=Tracing(), prices=Prices())
+        self.registry = registry = Registry(*providers, tracing=Tracing(), prices=Prices())
         self.breakers = Breakers(pauses=Pauses(registry.probe))
         self.moves = Moves()
         self._loop = asyncio.get_running_loop()
         self._began_s = self._loop.time()
         rng = random.Random(1)
-        self._attempts = Attempts(
+        self.attempts = Attempts(
             registry,
             breakers=self.breakers,
             budget_gate=self.moves,
@@ -118,7 +123,7 @@ class TwoProviders:
         read(job, Chain(routes or BOTH), now_ms=self.now_ms())
         job.progress = progress
         self.job, job.reserved = job, reserve(reserved or (routes or BOTH)[0])
-        return await self._attempts.make(job, decoded(job))
+        return await self.attempts.make(job, decoded(job))
 
     def parts(self) -> list[str]:
         """What the requester was sent before the final reply: for each message the type of its event, or `restart`."""
@@ -206,7 +211,7 @@ async def test_after_a_provider_failed_the_next_is_called_in_the_same_attempt(
     assert two.calls == (1 + checks, 1)
     assert two.moves.asked == [("two", used)]
     assert two.job.attempted is not None
-    assert two.job.attempted.lost == (((MODEL, EXPECTED),) if used is EXPECTED else ()), "it may have been paid"
+    assert two.job.attempted.lost == ((LostCall(MODEL, EXPECTED),) if used is EXPECTED else ()), "it may have been paid"
     assert two.bench.log[0] == "event: started"
 
 
@@ -460,7 +465,7 @@ async def test_an_attempt_whose_part_may_not_be_sent_has_its_run_time(
         raise RequestProblem("forbidden_reply_to", "it is forged")
 
     two = await providers()
-    monkeypatch.setattr("consumers.replies.Replies.part", refuse)
+    monkeypatch.setattr("consumers.replies.Parts._send", refuse)
     outcome = await two.ask("hello", stream=True)
     assert isinstance(outcome, DeadLettered | Refused)
     assert outcome.problem.code == "forbidden_reply_to"
@@ -475,3 +480,126 @@ async def test_the_second_call_of_an_attempt_has_the_lanes_time_limit_too(provid
 
     assert failed_with(outcome) == TIMEOUT
     assert two.calls == (1, 1)
+
+
+TO_SONNET = (route("one"), route("two"), route("one", FALLBACK), route("two", FALLBACK))
+
+
+async def test_a_refusal_is_an_answer_that_is_counted_and_told(providers: Open) -> None:
+    two = await providers()
+
+    outcome = await two.ask("[[fault: refusal category=bio]]", *TO_SONNET)
+
+    assert isinstance(outcome, Answered)
+    assert (outcome.stop_reason, outcome.model, two.calls) == ("refusal", MODEL, (1, 0))
+    assert two.registry.stops == {("normal", MODEL, "refusal"): 1}
+    assert two.registry.refusals == {("normal", MODEL, "bio"): 1}
+    assert "event: refusal" in two.bench.log
+
+
+async def test_unknown_stop_reasons_and_categories_are_other_in_metrics(providers: Open) -> None:
+    two = await providers()
+
+    await two.ask("[[fault: refusal category=something_new]]", BOTH[0])
+    await two.ask("[[tokens: 2000]]", BOTH[0])
+
+    assert two.registry.refusals == {("normal", MODEL, "other"): 1}
+    assert two.registry.stops == {("normal", MODEL, "refusal"): 1, ("normal", MODEL, "max_tokens"): 1}
+    answer = Answer(body=b"", model=MODEL, provider="one", stop_reason="something_new")
+    two.registry.count_stop("normal", MODEL, answer)
+    assert two.registry.stops["normal", MODEL, "other"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_fallback_is_asked_once_after_a_refusal_and_both_are_paid(providers: Open, stream: bool) -> None:
+    two = await providers()
+    two.attempts.fallback_on_refusal = True
+
+    outcome = await two.ask("[[fault: refusal x1]]", *TO_SONNET, stream=stream)
+
+    assert isinstance(outcome, Answered)
+    assert (outcome.stop_reason, outcome.model, two.calls) == ("end_turn", FALLBACK, (2, 0))
+    assert two.job.attempted is not None
+    [lost] = two.job.attempted.lost
+    assert lost.model == MODEL
+    assert lost.cost_usd == pytest.approx(Prices().cost_usd(MODEL, usage_of(lost.used)))
+    assert two.moves.asked == [("one", lost.used)]
+    assert not stream or "restart" not in two.parts(), "nothing of the refusal was sent"
+    assert two.registry.refusals == {("normal", MODEL, "cyber"): 1}
+    assert two.bench.log.count("event: started") == 1
+
+
+def usage_of(amounts: Amounts) -> Usage:
+    return Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fallback", ["refusal", "server_error", "cut"])
+async def test_a_fallback_that_refuses_or_fails_leaves_a_refusal_that_is_paid_once(
+    providers: Open, stream: bool, fallback: str
+) -> None:
+    two = await providers()
+    two.attempts.fallback_on_refusal = True
+
+    outcome = await two.ask(f"[[fault: refusal x1]] [[fault: {fallback}]]", *TO_SONNET, stream=stream)
+
+    assert isinstance(outcome, Answered)
+    assert outcome.stop_reason == "refusal"
+    assert two.calls == (2, 0), "once"
+    assert two.job.attempted is not None
+    assert [lost.model for lost in two.job.attempted.lost] == {
+        "refusal": [MODEL],
+        "server_error": [],
+        "cut": [FALLBACK],  # it may have to be paid for
+    }[fallback]
+    refused = json.loads(outcome.body)
+    if stream:
+        parts = two.parts()
+        whole = parts[parts.index("restart") + 1 :] if "restart" in parts else parts
+        assert whole == ["message_start", "message_delta", "message_stop"]
+        assert ("restart" in parts) == (fallback == "cut"), "some of the fallback's text was sent"
+    assert refused["stop_details"]["category"] == "cyber"
+
+
+async def test_a_stream_whose_text_was_sent_is_not_replaced(providers: Open) -> None:
+    two = await providers()
+    two.attempts.fallback_on_refusal = True
+
+    outcome = await two.ask("[[fault: refusal at=middle x1]]", *TO_SONNET, stream=True)
+
+    assert isinstance(outcome, Answered)
+    assert (outcome.stop_reason, two.calls) == ("refusal", (1, 0))
+    whole = await two.ask("[[fault: refusal at=middle x1]] again", *TO_SONNET, id="m-2")
+    assert isinstance(whole, Answered)
+    assert whole.model == FALLBACK, "an answer that is not streamed is"
+
+
+@pytest.mark.parametrize("why", ["no other model", "no budget", "no time"])
+async def test_without_a_fallback_that_can_be_asked_the_refusal_is_the_answer(providers: Open, why: str) -> None:
+    two = await providers()
+    two.attempts.fallback_on_refusal = True
+    two.moves.has_room = why != "no budget"
+
+    outcome = await two.ask(
+        "[[fault: refusal x1]]",
+        *(BOTH if why == "no other model" else TO_SONNET),
+        deadline_ms=1500 if why == "no time" else 60_000,
+    )
+
+    assert isinstance(outcome, Answered)
+    assert (outcome.stop_reason, two.calls) == ("refusal", (1, 0))
+    assert two.job.attempted is not None
+    assert two.job.attempted.lost == ()
+
+
+async def test_events_before_the_text_are_kept_only_up_to_a_limit(providers: Open) -> None:
+    two = await providers()
+    two.attempts.fallback_on_refusal = True
+    job = two.bench.job(routing_key="normal.shop.chat", body=b"{}", message_id="m-1", headers={n.STREAM: True})
+    parts = Parts(two.bench.replies, job, keeps=True)
+
+    for _ in range(3):
+        await parts(b'{"type":"ping","x":"%b"}' % (b"x" * 30_000))
+    await parts.confirmed()
+
+    assert two.parts() == ["ping"] * 3

@@ -11,7 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.gates import CapsGate
-from consumers.job import Attempted, Chain, Job
+from consumers.job import Attempted, Chain, Job, LostCall
 from consumers.limits.base import Amounts
 from consumers.outcomes import (
     Answered,
@@ -310,9 +310,6 @@ async def test_if_the_store_is_unavailable_at_the_end_the_estimate_stays_counted
     assert store.used == {"cap lane batch requests": 1}
 
 
-Lost = tuple[tuple[str, Amounts], ...]
-
-
 class Ground:
     """A gate of caps, and jobs that enter it."""
 
@@ -345,7 +342,13 @@ class Ground:
         return await self.gate.enter(job, decoded(job))
 
     async def through(
-        self, job: Job, outcome: Outcome, *, usage: Amounts | None, cost_usd: float | None = None, lost: Lost = ()
+        self,
+        job: Job,
+        outcome: Outcome,
+        *,
+        usage: Amounts | None,
+        cost_usd: float | None = None,
+        lost: tuple[LostCall, ...] = (),
     ) -> None:
         assert await self.gate.enter(job, decoded(job)) is None
         job.attempted = Attempted(started_ms=NOW_MS, usage=usage, cost_usd=cost_usd, lost=lost)
@@ -414,7 +417,7 @@ async def test_a_call_that_was_interrupted_is_counted_although_another_provider_
     ground = Ground(lanes={"critical": daily(requests=10, tokens=10_000, usd=1)})
     job = ground.job()
 
-    await ground.through(job, ANSWERED, usage=Amounts(1, 100, 50), cost_usd=0.01, lost=((MODEL, ESTIMATE),))
+    await ground.through(job, ANSWERED, usage=Amounts(1, 100, 50), cost_usd=0.01, lost=(LostCall(MODEL, ESTIMATE),))
 
     assert ground.store.used["cap lane critical requests"] == 1
     assert ground.store.used["cap lane critical tokens"] == 1650
@@ -512,7 +515,7 @@ async def test_without_a_cap_a_failure_that_may_have_been_paid_counts_nowhere() 
 
 async def test_a_lost_call_of_a_model_without_a_price_counts_its_tokens_alone() -> None:
     ground = Ground(lanes={"critical": daily(tokens=10_000, usd=1)})
-    await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 100, 50), lost=(("unpriced-1", ESTIMATE),))
+    await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 100, 50), lost=(LostCall("unpriced-1", ESTIMATE),))
     assert counted(ground.store) == {"cap lane critical tokens": 1650, "cap lane critical usd": 0}
 
 

@@ -17,7 +17,7 @@ from tests.support.waiting import until
 LONG_S = 240
 """For a start, a broker and the first requests, or the whole demo, on a busy machine."""
 QUICK = {"LANEKEEPER_LANES__BATCH__SLOTS": "100"}
-"""The flood takes two seconds instead of twelve; everything else is the same."""
+"""The flood takes two seconds, not twelve; everything else is the same."""
 DEAD_PROXY = "socks5://127.0.0.1:9"
 """All servers of the demo are on this machine, so that it uses none."""
 ENDLESS = {"LANEKEEPER_LANES__BATCH__SLOTS": "1"}
@@ -38,26 +38,16 @@ async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost: Vhost,
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=LONG_S)
     told = " ".join(" ".join(lines).split())
     assert code == 0, told
-    assert "OK: all 580 requests answered right" in told
-    for row in ("critical", "normal"):
-        assert told.count(f"{row}") >= 2
+    for number in (1, 2, 3):
+        assert told.count(f"Act {number}: ") == 1
+    assert told.count("OK: ") == 3
     assert len(re.findall(r"40/40 +2 ", told)) == 4, "with lanes, and first come first served"
     assert len(re.findall(r"500/500 +20 ", told)) == 2
-    assert re.search(r"[1-9]\d* calls broken off, 0 of 60 requests lost", told)
-    assert "20 of 20 answered from the store, 0 calls made" in told
-    assert "cancelled in a delay: recorded, cancelled" in told
-    assert re.search(r"a document in 40 of 40 parts: [\d.]+ s, 43 calls made", told)
-    first_token = (
-        r"time to the first token: critical \d+ ms \(p95 [^)]+, 10 of 10 answered\), batch [^)]+, 10 of 10 answered"
-    )
-    assert re.search(first_token, told)
-    assert re.search(
-        r"300 of 300 answered right, in \d batch(es)? and 6 calls .* saved; the provider's bill: \$\d", told
-    )
-    assert re.search(r"a provider down: 0 of \d+ requests lost", told)
-    assert re.search(r"its breaker open, .*, closed", told)
-    assert re.search(r"the budget gate \d+ ms \d+ ms \d+ 0 1\.00 ", told), "no 429"
-    assert re.search(r"whoever calls first [\d.]+ m?s [\d.]+ m?s \d+ [1-9]\d* ", told), "and without a gate, many"
+    assert re.search(r"a critical chat waited .* first come, first served: ", told)
+    assert re.search(r"[1-9]\d* calls were broken off, and 0 of 60 requests lost", told)
+    assert "20 of 20 answered from the store, 0 calls of the model" in told
+    assert re.search(r"critical requests waited [\d.]+ m?s \(p95\), and the provider refused no call", told)
+    assert "Now try" in told
     assert max(map(len, lines)) <= 80
     assert "FAILED" not in told
     await until(lambda: not left_on(vhost))
@@ -73,8 +63,9 @@ async def test_the_demo_fails_if_a_lane_is_broken(vhost: Vhost, tmp_path: Path) 
     told = "\n".join(lines)
     assert code == 1, told
     assert "FAILED: 40 requests were not answered right" in told
+    assert "FAILED: act 1" in told
     assert "claude-no-such-model" in told, "and why"
-    assert "OK:" not in told
+    assert "Now try" not in told
     await until(lambda: not left_on(vhost))
 
 

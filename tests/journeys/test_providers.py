@@ -8,12 +8,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from anthropic import AsyncAnthropic
 from structlog.testing import capture_logs
 
 from consumers.state.base import DAY_S
 from service.gateway.server import Server
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.status import Status, look
+from service.worker.figures import sources
 from tests.journeys.test_gateway import body, post
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
@@ -277,3 +279,56 @@ async def test_where_tls_or_dns_fails_the_request_is_told_so_without_an_address(
     assert (reply.code, reply.json["attempts"]) == ("provider_unavailable", 0)
     assert b"s3cret" not in reply.body
     assert b"127.0.0.1" not in reply.body
+
+
+async def test_a_refusal_is_an_answer_that_is_told_and_counted(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, gate(worker) as url, requester(vhost) as app:
+        await app.read_events()
+        reply = await app.ask({"prompt": "[[fault: refusal category=bio]]"})
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(f"{url}/v1/messages", json=body("[[fault: refusal]]")) as over_http,
+        ):
+            assert (over_http.status, over_http.headers["x-lane-stop-reason"]) == (200, "refusal")
+            assert (await over_http.json())["stop_details"]["category"] == "cyber"
+        await until(lambda: sum(event.json["event"] == "completed" for event in app.events) == 2)
+
+        assert (reply.status, reply.headers["x-lane-stop-reason"], reply.json["content"]) == ("ok", "refusal", [])
+        refusals = [event.json for event in app.events if event.json["event"] == "refusal"]
+        assert [(each["provider"], each["category"]) for each in refusals] == [
+            ("anthropic", "bio"),
+            ("anthropic", "cyber"),
+        ]
+        assert {event.json.get("stop_reason") for event in app.events if event.json["event"] == "completed"} == {
+            "refusal"
+        }
+        samples = [each for source in sources(worker.parts, tenants=(), store_url="") for each in source()]
+        counted = {labels["category"]: value for name, labels, value in samples if name == "lanekeeper.refusals"}
+        assert counted == {"bio": 1, "cyber": 1}
+
+
+async def test_a_refused_call_goes_to_the_models_fallback_once_and_both_are_in_the_ledger(vhost: Vhost) -> None:
+    model, fallback = "claude-sonnet-5-5", "claude-haiku-5-5"
+    models = {"fallbacks": {model: fallback}, "fallback_on_refusal": True}
+    async with (
+        serving(vhost, models=models, caps={"lanes": {"normal": {"usd": 100.0}}}) as worker,
+        gate(worker) as url,
+        requester(vhost) as app,
+        AsyncAnthropic(api_key="any", base_url=url, max_retries=0) as client,
+    ):
+        asked: dict[str, Any] = {"model": model, "max_tokens": 50}
+        messages: Any = [{"role": "user", "content": "[[fault: refusal x1]] whole"}]
+        reply = await app.ask({**asked, "messages": messages}, key="normal.tests.x")
+        assert (reply.headers["x-lane-model"], reply.headers["x-lane-stop-reason"]) == (fallback, "end_turn")
+        messages = [{"role": "user", "content": "[[fault: refusal x1]] streamed"}]
+        async with client.messages.stream(
+            **asked, messages=messages, extra_headers={"x-lane-name": "normal"}
+        ) as stream:
+            streamed = await stream.get_final_message()
+        assert (streamed.model, streamed.stop_reason) == (fallback, "end_turn")
+
+        assert [each.model for each in worker.api.calls] == 2 * [model, fallback]
+        budgeting = worker.parts.budgeting
+        paid_usd = pytest.approx(sum(each.usd for each in budgeting.registry.calls.values()))
+        assert budgeting.spending.totals()["lane"]["normal"].usd == paid_usd
+        await until(lambda: list(budgeting.spending.used().values()) == [paid_usd])

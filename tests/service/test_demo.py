@@ -1,4 +1,4 @@
-"""The demo's act about the budget fails if a promise is not kept."""
+"""The demo's third act fails if a promise is not kept."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from service.demo import Spending
 
-SPENT = Spending(waits_ms=[10] * 20, answered=75, refused=0, calls=75, used=0.94)
+SPENT = Spending(waits_ms=[10] * 20, answered=75, refused=0, used=0.94)
 UNGATED = Spending(used=1.02)
 
 

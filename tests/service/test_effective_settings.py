@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.cli.main import run
-from service.config.loading import SETTINGS, variable
+from service.config.names import SETTINGS, variable
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 
 from consumers.flows.handlers import HandlerSpec
 from lanekeeper.contract.problems import SettingsError
-from service.config.loading import load_settings
+from tests.support.settings import load
 
 GOOD = """
 [handlers.chunk]
@@ -25,13 +25,23 @@ prompt = "{{ number }}: {{ item }}"
 lane = "batch"
 on_failure = "keep"
 """
-WRONG = """
+WRONG_TOGETHER = """
 [handlers.messages]
 run = "a:b"
 
 [handlers.Upper]
 run = "a:b"
 
+[[pipelines.p.steps]]
+name = "first"
+prompt = "x"
+lane = "nowhere"
+
+[[pipelines.p.steps]]
+name = "second"
+handler = "absent"
+"""
+WRONG = """
 [handlers.nowhere]
 kind = "cpu"
 
@@ -46,7 +56,6 @@ count = 1
 [[pipelines.p.steps]]
 name = "first"
 prompt = "{{ second }} {{ inptu }}"
-lane = "nowhere"
 
 [[pipelines.p.steps]]
 name = "second"
@@ -90,14 +99,14 @@ def told(toml: str, folder: Path) -> str:
     file = folder / "lanekeeper.toml"
     file.write_text(toml)
     with pytest.raises(SettingsError) as refused:
-        load_settings(file, environ={})
+        load(file)
     return str(refused.value)
 
 
 def test_handlers_and_pipelines_are_read(tmp_path: Path) -> None:
     file = tmp_path / "lanekeeper.toml"
     file.write_text(GOOD)
-    settings = load_settings(file, environ={"LANEKEEPER_HANDLERS__EMBED__RUN": "documents.vectors:embed"})
+    settings = load(file, env={"LANEKEEPER_HANDLERS__EMBED__RUN": "documents.vectors:embed"})
     assert settings.handler_specs() == (
         HandlerSpec(name="chunk", run="documents.parts:chunk", kind="cpu"),
         HandlerSpec(name="embed", run="documents.vectors:embed", kind="async"),
@@ -116,24 +125,29 @@ def test_handlers_and_pipelines_are_read(tmp_path: Path) -> None:
 def test_a_step_may_have_a_whole_number_of_tokens_of_its_own(tokens: str, is_allowed: bool) -> None:
     steps = f'[{{"name": "a", "prompt": "b", "max_tokens": {tokens}}}]'
     with nullcontext() if is_allowed else pytest.raises(SettingsError, match="max_tokens is no number from 1"):
-        load_settings(environ={"LANEKEEPER_PIPELINES__P__STEPS": steps})
+        load(env={"LANEKEEPER_PIPELINES__P__STEPS": steps})
 
 
 def test_what_is_wrong_is_told_by_name_all_at_once(tmp_path: Path) -> None:
-    text = told(WRONG, tmp_path)
+    text = told(WRONG_TOGETHER, tmp_path)
     for line in (
         "handlers.messages.run in {file}: the name messages is taken: by the model",
         "handlers.Upper.run in {file}: 'Upper' is no name",
+        "pipelines.p.steps in {file}: step 'first': lane 'nowhere' is not declared",
+        "pipelines.p.steps in {file}: step 'second': handler 'absent' is not declared",
+    ):
+        assert line.replace("{file}", str(tmp_path / "lanekeeper.toml")) in text, text
+
+    text = told(WRONG, tmp_path)
+    for line in (
         "handlers.nowhere.run in {file}: is not set",
         "handlers.badly.run in {file}: found 'no function', allowed is module:function",
         "handlers.takes_many.count in {file}: found",
         "pipelines.p.steps in {file}: step 'first': it uses 'second', which has not run then: steps run in order",
         "pipelines.p.steps in {file}: step 'first': it uses 'inptu', and there are only input",
-        "pipelines.p.steps in {file}: step 'first': lane 'nowhere' is not declared",
         "pipelines.p.steps in {file}: step 'second': its template cannot be read: line 1",
         "pipelines.p.steps in {file}: step 'second': on_failure is for the items of `each`",
         "pipelines.p.steps in {file}: step 'second': there are two steps of this name",
-        "pipelines.p.steps in {file}: step 'second': handler 'absent' is not declared",
         "pipelines.p.steps in {file}: step 'second': model and max_tokens are for a prompt",
         "pipelines.p.steps in {file}: step 'itself': it uses 'itself', which has not run then",
         "pipelines.p.steps in {file}: step 'itself': it uses 'item'",

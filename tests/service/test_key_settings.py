@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import SettingsError
-from service.config.loading import Changed, load_settings
+from service.config.loading import Changed
 from service.config.settings import GatewayKey
 from service.config.value_types import read_tenant
 from service.gateway.access import hash_of
+from tests.support.settings import load
 
 HASH = hash_of("lane-a")
 
@@ -34,7 +35,7 @@ HASH = hash_of("lane-a")
 )
 def test_a_wrong_key_setting_is_told(keys: dict[str, object]) -> None:
     with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
-        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
+        load(env={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
 
 
 def test_a_key_may_say_all_that_there_is_and_there_are_1000_at_most() -> None:
@@ -43,14 +44,14 @@ def test_a_key_may_say_all_that_there_is_and_there_are_1000_at_most() -> None:
         "expires": "2027-01-31T18:00:00Z", "name": "ci",
     }  # fmt: skip
     keys: dict[str, object] = {f"{number:064x}": {"tenant": "guest"} for number in range(999)}
-    read = load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full})}).gateway.keys
+    read = load(env={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full})}).gateway.keys
     assert read[HASH] == GatewayKey(
         tenant="guest", lanes=("normal", "batch"), models=("claude-haiku-5-5",), operator="act",
         expires_at=1_801_418_400.0, name="ci",
     )  # fmt: skip
     assert read["0" * 64].name == "0" * 8
     with pytest.raises(SettingsError, match="LANEKEEPER_GATEWAY__KEYS"):
-        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full, "f" * 64: full})})
+        load(env={"LANEKEEPER_GATEWAY__KEYS": json.dumps({**keys, HASH: full, "f" * 64: full})})
 
 
 @pytest.mark.parametrize("name", ["x", "x" * 128, "Straße/7", "crm.eu_1:a@b-c"])
@@ -68,15 +69,15 @@ def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:
     keys = json.dumps({HASH: {"tenant": "crm"}})
 
     with pytest.raises(SettingsError, match="LANEKEEPER_SPEAKERS"):
-        load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": keys})
-    assert load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "guest"}})})
+        load(env={"LANEKEEPER_GATEWAY__KEYS": keys})
+    assert load(env={"LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "guest"}})})
 
 
 def test_the_brokers_user_speaks_for_its_own_tenant_and_a_password_is_no_user() -> None:
     url = {"LANEKEEPER_AMQP_URL": "amqp://crm:sesame@localhost/"}
-    load_settings(environ={**url, "LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "crm"}})})
+    load(env={**url, "LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "crm"}})})
     with pytest.raises(SettingsError, match="the broker's user 'crm', who is not in LANEKEEPER_SPEAKERS"):
-        load_settings(environ={**url, "LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "sesame"}})})
+        load(env={**url, "LANEKEEPER_GATEWAY__KEYS": json.dumps({HASH: {"tenant": "sesame"}})})
 
 
 def test_keys_are_read_again_when_their_file_has_changed_and_not_before(

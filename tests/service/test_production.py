@@ -7,9 +7,9 @@ import pytest
 
 from lanekeeper.contract.problems import AccessRefused
 from service.checks import of_file, of_settings, of_transport, refuse, risks
-from service.config.loading import load_settings
 from service.config.settings import Settings
 from tests.support.redis import redis_server
+from tests.support.settings import load
 from topology.declaration import RECOMMENDED
 
 GOOD = {
@@ -21,7 +21,7 @@ GOOD = {
 
 
 def settings(**given: str) -> Settings:
-    return load_settings(environ={**GOOD, **given}, dotenv=Path("/nowhere"))
+    return load(env={**GOOD, **given})
 
 
 def found(made: Settings) -> set[str]:
@@ -125,9 +125,9 @@ async def test_a_broker_version_with_known_weaknesses_is_found(version: str, is_
 
 
 def test_without_the_profile_requests_without_a_user_are_accepted() -> None:
-    assert not load_settings(environ={}, dotenv=Path("/nowhere")).needs_user_id
+    assert not load(env={}).needs_user_id
     assert settings().needs_user_id
 
 
 async def test_without_the_profile_nothing_is_refused_or_checked() -> None:
-    await refuse(load_settings(environ={"LANEKEEPER_AMQP_URL": "amqp://guest:guest@127.0.0.1:1/"}))
+    await refuse(load(env={"LANEKEEPER_AMQP_URL": "amqp://guest:guest@127.0.0.1:1/"}))

@@ -9,12 +9,11 @@ import pytest
 
 from service import checks as provider_checks
 from service.checks import Finding, providers
-from service.config.loading import load_settings
 from service.simulated.app import SimulatedAPI, SimulatedOptions
+from tests.support.settings import load
 
 KEY = "sk-ant-s3cret"
 SONNET, HAIKU = "claude-sonnet-5-5", "claude-haiku-5-5"
-
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -35,7 +34,7 @@ def other(name: str, url: str, **more: str) -> dict[str, str]:
 
 
 async def look(env: dict[str, str]) -> dict[str, Finding]:
-    found = {each.what: each for each in await providers(load_settings(environ=env))}
+    found = {each.what: each for each in await providers(load(env=env))}
     assert not any(KEY in each.text for each in found.values())
     return found
 

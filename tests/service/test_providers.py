@@ -3,7 +3,6 @@
 import pytest
 
 from consumers.decoding import Parsing
-from service.config.loading import load_settings
 from service.worker.assembly import open_providers
 from tests.support.settings import load, wrong
 
@@ -11,7 +10,7 @@ AWS = {"LANEKEEPER_PROVIDERS__AWS__KIND": "bedrock", "LANEKEEPER_PROVIDERS__AWS_
 
 
 def opened(env: dict[str, str]) -> list[str]:
-    return [each.name for each in open_providers(load_settings(environ=env), parsing=Parsing())]
+    return [each.name for each in open_providers(load(env=env), parsing=Parsing())]
 
 
 def test_each_provider_is_made_according_to_its_kind() -> None:

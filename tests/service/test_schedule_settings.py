@@ -44,11 +44,19 @@ def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
         return {f"LANEKEEPER_SCHEDULES__{name}__{field}": value for field, value in good.items()}
 
     told = wrong(
-        "[schedules.Big]\ncron = '0 7 * * *'\nkey = 'batch.a.b'\nbody = {prompt = 'x'}",
         env={
             **one("NEVER", CRON="0 0 30 2 *"),
             **one("ODD", CRON="soon"),
             **one("ZONE", TIMEZONE="Europe/Atlantis"),
+        }
+    )
+    assert "LANEKEEPER_SCHEDULES__NEVER__CRON: found '0 0 30 2 *', allowed is a cron expression that fires" in told
+    assert "LANEKEEPER_SCHEDULES__ODD__CRON: found 'soon', allowed is a cron expression" in told
+    assert "LANEKEEPER_SCHEDULES__ZONE__TIMEZONE: found 'Europe/Atlantis', allowed is a time zone" in told
+
+    told = wrong(
+        "[schedules.Big]\ncron = '0 7 * * *'\nkey = 'batch.a.b'\nbody = {prompt = 'x'}",
+        env={
             **one("LANE", KEY="urgent.reports.x"),
             **one("WORD", KEY="batch.reports"),
             **one("LONG", KEY="batch.reports." + "x" * 242),
@@ -62,9 +70,6 @@ def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:
         },
     )
 
-    assert "LANEKEEPER_SCHEDULES__NEVER__CRON: found '0 0 30 2 *', allowed is a cron expression that fires" in told
-    assert "LANEKEEPER_SCHEDULES__ODD__CRON: found 'soon', allowed is a cron expression" in told
-    assert "LANEKEEPER_SCHEDULES__ZONE__TIMEZONE: found 'Europe/Atlantis', allowed is a time zone" in told
     lanes = "allowed is LANE.APP.TASK with a lane of critical, normal, batch"
     assert f"LANEKEEPER_SCHEDULES__LANE__KEY: found 'urgent.reports.x', {lanes}" in told
     assert f"LANEKEEPER_SCHEDULES__WORD__KEY: found 'batch.reports', {lanes}" in told

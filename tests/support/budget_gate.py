@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 
-from consumers.gates import BudgetGate
+from consumers.budget_gate import BudgetGate
 from consumers.job import Chain, Job, Route
 from consumers.limits.base import AccountCaps, BudgetSpec, Wait
 from consumers.limits.budgets import Estimates, own_budgets

@@ -16,9 +16,10 @@ from unittest.mock import patch
 
 from typing_extensions import override
 
+from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
-from consumers.gates import BudgetGate, CapsGate, ClaimGate, Gate, await_route, refuse_if_late
+from consumers.gates import CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
 from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, CallInProgress
 from consumers.limits.budgets import Estimates, own_budgets

@@ -14,12 +14,13 @@ from typing_extensions import override
 
 from consumers.attempt import Attempts
 from consumers.brake import Brake
+from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
 from consumers.control import BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.failures import RetryPolicy
 from consumers.flows.webhooks import Webhooks, WebhookSpec
-from consumers.gates import BudgetGate, Gate
+from consumers.gates import Gate
 from consumers.handler import Handler
 from consumers.job import Chain, Decoded, Job, source_of
 from consumers.large_bodies import Fetching, LargeAnswers

@@ -1,7 +1,10 @@
 """Loads settings from a test's own file and environment, or returns the error's text if they are wrong."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,15 +14,17 @@ from service.config.settings import Settings
 from topology.lanes import LaneSpec
 
 
-def load(toml: str | None = None, *, env: dict[str, str] | None = None, **options: Any) -> Settings:
-    config = None
-    if toml is not None:
+def load(toml: str | Path | None = None, *, env: Mapping[str, str] | None = None, **options: Any) -> Settings:
+    """`toml`: a file, or what is written into one."""
+    config = toml if isinstance(toml, Path) else None
+    if isinstance(toml, str):
         config = Path("given.toml")
         config.write_text(toml)
-    return load_settings(config, environ=env or {}, **options)
+    with patch.dict(os.environ, env or {}, clear=True):
+        return load_settings(config, **options)
 
 
-def wrong(toml: str | None = None, *, env: dict[str, str] | None = None, **options: Any) -> str:
+def wrong(toml: str | None = None, *, env: Mapping[str, str] | None = None, **options: Any) -> str:
     with pytest.raises(SettingsError) as caught:
         load(toml, env=env, **options)
     assert caught.value.__cause__ is None, "a cause would bring the values into a traceback"

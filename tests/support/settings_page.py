@@ -15,7 +15,8 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from service.cli.status import value_text
-from service.config.loading import ANY, SETTINGS, Place, allowed_values, is_section, plain, shown, variable
+from service.config.effective import plain, shown
+from service.config.names import ANY, SETTINGS, Place, allowed_values, is_section, variable
 from service.config.settings import LimitsSettings, Settings
 from topology.lanes import DEFAULT_LANES
 

@@ -101,8 +101,11 @@ class Request:
 
 NOT_PACKED = ("identity", "utf-8")
 """kombu and Spring state the charset of JSON as its encoding."""
+AMQP_1 = "amqp-1.0"
+"""The `type` that RabbitMQ gives to a message that an AMQP 1.0 client sent as a value (a string, a list) in place of
+data; its body is not what the client sent."""
 AMQP_VALUE = b"\x00\x53\x77"
-"""So RabbitMQ begins the body of a message that an AMQP 1.0 client sent as a value in place of data."""
+"""So that body begins."""
 PACKED_BYTES = MIB
 UNPACKED_BYTES = 8 * MIB
 """Unpacking this much takes 20 ms of CPU, whatever the size of the packed body."""
@@ -304,9 +307,7 @@ def unpacked(message: Message) -> bytes:
     encoding = (message.content_encoding or "identity").lower()
     if encoding in NOT_PACKED:
         if message.body.startswith(AMQP_VALUE):
-            raise invalid_request(
-                "body: an AMQP 1.0 value (a string); allowed is JSON in UTF-8 as a data section: send the body as bytes"
-            )
+            raise _no_data_section()
         return message.body
     if encoding != "gzip":
         raise RequestProblem("unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity and gzip")
@@ -320,6 +321,12 @@ def unpacked(message: Message) -> bytes:
     if not unpacker.eof or unpacker.unused_data:
         raise invalid_request("body: the gzip data is cut short, or something follows it")
     return body
+
+
+def _no_data_section() -> RequestProblem:
+    return invalid_request(
+        "body: an AMQP 1.0 value (a string); allowed is JSON in UTF-8 as a data section: send the body as bytes"
+    )
 
 
 def larger_than_allowed(size: int) -> RequestProblem:
@@ -365,6 +372,8 @@ def _check_properties(message: Message, *, lane: LaneSpec, fresh: bool) -> None:
         raise invalid_request(f"message_id: {REQUEST_ID}; found something else")
     if message.priority is not None and message.priority > PRIORITY_AT_MOST:
         raise invalid_request(f"priority: found {message.priority}, allowed are 0 to {PRIORITY_AT_MOST}")
+    if message.type == AMQP_1:
+        raise _no_data_section()
     if message.content_type and not _JSON_TYPE.fullmatch(message.content_type):
         raise RequestProblem(
             "unsupported_media", f"content_type {message.content_type[:60]!r}: allowed is application/json (UTF-8)"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumers.gates import WaitingRoom
+from consumers.budget_gate import WaitingRoom
 from consumers.job import Attempted, Route
 from consumers.limits.base import Amounts, CallInProgress, Reservation, Wait, WaitTooLong
 from consumers.outcomes import Answered, Deferred, Refused, Superseded

@@ -9,11 +9,12 @@ import pytest
 from typing_extensions import override
 
 from consumers.failures import AccountError, TransientError
-from consumers.gates import HOLD_S, await_route, later
+from consumers.gates import HOLD_S, await_route
 from consumers.job import Decoded, Job, Route
 from consumers.outcomes import Deferred, Outcome, Refused, Superseded
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
+from consumers.refusals import later
 from consumers.state.base import Stop
 from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, decoded, read

@@ -3,15 +3,18 @@
 import json
 import time
 from dataclasses import replace
+from typing import get_args
 
 import pytest
+from anthropic.types import StopReason
+from anthropic.types.beta import BetaRefusalStopDetails, BetaStopReason
 
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.prices import Prices, Usage
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.registry import Answer, Calls, Registry, asking_for
+from consumers.providers.registry import CATEGORIES, STOP_REASONS, Answer, Calls, Registry, asking_for
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 
@@ -155,3 +158,12 @@ async def test_the_batch_of_a_provider_that_is_gone_is_a_transient_failure(regis
     assert registry.batches("anthropic") is not None
     with pytest.raises(TransientError, match="'gone' of its batch is gone"):
         await registry.from_batch(replace(HERE, provider="gone"), b"{}")
+
+
+def test_the_stop_reasons_and_categories_that_the_installed_sdk_declares_are_known() -> None:
+    category = BetaRefusalStopDetails.model_fields["category"].annotation
+    categories = {each for part in get_args(category) for each in get_args(part)}
+
+    assert len(categories) >= 5
+    assert {*get_args(BetaStopReason), *get_args(StopReason)} <= STOP_REASONS
+    assert categories <= CATEGORIES

@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 
 from lanekeeper.telemetry import signals
 from service.cli import main
-from service.config.loading import load_settings
 from service.config.settings import GatewayKey, GatewaySettings, OperatorRight
 from service.gateway.access import Access, hash_of, is_loopback, lane_of, require_operator
 from service.gateway.problems import ApiError
+from tests.support.settings import load
 from topology.lanes import DEFAULT_LANES
 
 HASH = hash_of("lane-a")
@@ -56,7 +56,7 @@ def test_a_new_key_is_printed_once_and_its_hash_is_what_the_settings_take(
 
     keys = tomllib.loads(told[told.index("[gateway.keys.") :])["gateway"]["keys"]
     assert key not in json.dumps(keys)
-    settings = load_settings(environ={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
+    settings = load(env={"LANEKEEPER_GATEWAY__KEYS": json.dumps(keys), "LANEKEEPER_SPEAKERS": "guest"})
     found = settings.gateway.keys[hash_of(key)]
     assert (found.tenant, found.lanes, found.models) == ("crm", ("normal", "batch"), ("claude-x",))
     assert found.operator == "look"

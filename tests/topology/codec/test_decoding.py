@@ -117,6 +117,7 @@ BAD: list[tuple[str, Message, str, str]] = [
     ("prompt empty", message(b'{"prompt":""}'), "invalid_request", "prompt: "),
     ("prompt with more", message(b'{"prompt":"x","tools":[]}'), "invalid_request", "found also tools"),
     ("a value", message(b"\x00\x53\x77\xa1\x02{}"), "invalid_request", "as a data section"),
+    ("a value's type", message(b"\x00\x53\x77\xa1\x02{}", type="amqp-1.0"), "invalid_request", "as a data section"),
     ("no gzip", message(content_encoding="gzip"), "invalid_request", "content_encoding is gzip, but it is not"),
     ("half a gzip", message(gzip.compress(WHOLE)[:-5], content_encoding="gzip"), "invalid_request", "cut short"),
     ("gzip and more", message(gzip.compress(WHOLE) + b"x", content_encoding="gzip"), "invalid_request", "follows it"),
