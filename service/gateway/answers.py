@@ -30,7 +30,7 @@ from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.telemetry import logs, signals
 from service.gateway.problems import ApiError, refused
-from service.gateway.shares import ParsingTime, SharedLimit
+from service.gateway.shares import Parsing, SharedLimit
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
@@ -174,7 +174,7 @@ class StoredAnswer:
 class StoredAnswers:
     """Fetches large answers from `stores`: those of now, and of before a change of the settings."""
 
-    def __init__(self, stores: Sequence[BodyStore], parsing: ParsingTime, *, most_bytes: int) -> None:
+    def __init__(self, stores: Sequence[BodyStore], parsing: Parsing, *, most_bytes: int) -> None:
         self._stores = stores
         self._parsing = parsing
         self._most_bytes = most_bytes
@@ -200,7 +200,7 @@ class StoredAnswers:
     ) -> AsyncIterator[StoredAnswer]:
         async with self._filed(tenant) as file:
             async with self.in_memory(kept, tenant) as body:
-                await self._parsing.run(tenant, math.inf, lambda: file.writelines(make(body)))
+                await self._parsing.run(math.inf, lambda: file.writelines(make(body)))
             yield StoredAnswer(file, file.tell())
 
     @asynccontextmanager

@@ -35,7 +35,6 @@ from lanekeeper.requests import ANSWER_LATE_S, Options
 from service.config.settings import GatewayKey
 from service.gateway.access import lane_of, only_value, require_allowed_model, require_allowed_pipeline
 from service.gateway.problems import ApiError
-from service.gateway.server import Connection
 from service.gateway.shares import SharedLimit, Shares, Taken
 from topology.codec import bounds
 from topology.codec.decoding import Request, decode, too_large
@@ -269,7 +268,7 @@ class Bodies:
                 return filed, len(whole)
 
             size = len(came) if isinstance(came, bytes) and not packed else math.inf
-            call, unpacked = await self._shares.parsing.run(caller.tenant, size, check)
+            call, unpacked = await self._shares.parsing.run(size, check)
             is_filed = unpacked > self._over_bytes
             files.change(unpacked if is_filed else 0)
             memory.change(0 if is_filed else unpacked)
@@ -284,7 +283,7 @@ class Bodies:
             came = bytearray()
             async with _arriving(BODY_WITHIN_S):
                 _send_100(request)
-                async for piece in self._pieces(request, caller):
+                async for piece in request.content.iter_any():
                     came += piece
                     if len(came) > COUNTED_BYTES:
                         raise _too_large(COUNTED_BYTES)
@@ -295,20 +294,9 @@ class Bodies:
                 check(whole)
                 return whole
 
-            body = await self._shares.parsing.run(caller.tenant, math.inf if packed else len(came), checked)
+            body = await self._shares.parsing.run(math.inf if packed else len(came), checked)
             memory.change(len(body))
             yield body
-
-    async def _pieces(self, request: web.BaseRequest, caller: GatewayKey) -> AsyncIterator[bytes]:
-        """What arrives of a body. Chunks of one byte cost much CPU: a tenant's bodies have a share of the time."""
-        async for piece in request.content.iter_any():
-            yield piece
-            if isinstance(request.protocol, Connection):
-                self._shares.receiving.add(
-                    caller.tenant or "", 2 * request.protocol.parsed_s()
-                )  # to join costs as much
-            if pause_s := self._shares.receiving.pause_s(caller.tenant or ""):
-                await asyncio.sleep(pause_s)
 
     async def _received(
         self, request: web.BaseRequest, caller: GatewayKey, stack: ExitStack, memory: Taken, files: Taken
@@ -319,7 +307,7 @@ class Bodies:
         held = bytearray()
         async with _arriving(BODY_WITHIN_S + max(0, most - self._over_bytes) / LEAST_BYTES_PER_S):
             _send_100(request)
-            async for piece in self._pieces(request, caller):
+            async for piece in request.content.iter_any():
                 held += piece
                 if files.amount + len(held) > self._most_bytes:
                     raise _too_large(self._most_bytes)

@@ -33,8 +33,8 @@ PORT = "LANEKEEPER_GATEWAY__PORT"
 KEEP_ALIVE_S: Final = 75.0
 HEADERS_WITHIN_S: Final = 15.0
 LINGER_S: Final = 2.0
-"""For how long a body that was refused is still read, if the caller's key is known: if the connection were closed at
-once, the client would get a TCP reset in place of the error answer. From others nothing more is read."""
+"""For how long a body that was refused is still read: if the connection were closed at once, the client would get a TCP
+reset in place of the error answer."""
 HEALTH_CONNECTIONS: Final = 64
 ENDLESS: Final = ("/v1/requests/{id}/events", "/v1/live", "/v1/ws")
 """Their answers do not end, so they have no HEAD."""
@@ -228,19 +228,17 @@ class _Connections:
 class Connection(web.RequestHandler):
     """An HTTP connection.
 
-    Until `admit` is called for a call, its caller counts as a stranger: of a body that has not come completely when the
-    call is answered, nothing more is read. Calls that aiohttp's parser cannot read are answered in Anthropic's format,
+    Until `admit` is called for a call, its caller counts as a stranger, whose connection is closed first if there are
+    too many. Calls that aiohttp's parser cannot read are answered in Anthropic's format,
     whatever their path, which aiohttp does not tell; aiohttp itself answers with plain text, and logs a part of the
     call, which may be a key."""
 
-    __slots__ = ("_connections", "_is_admitted", "_is_deaf", "_parsed_s", "before_parser")
+    __slots__ = ("_connections", "_is_admitted", "before_parser")
 
     def __init__(self, manager: web.Server, connections: _Connections, **options: Any) -> None:
         super().__init__(manager, **options)
         self._connections = connections
         self._is_admitted = False
-        self._is_deaf = False
-        self._parsed_s = 0.0
         self.before_parser: Callable[[WebSocketReader], Any] | None = None
 
     def admit(self) -> None:
@@ -250,12 +248,6 @@ class Connection(web.RequestHandler):
     def abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
-
-    def hold(self, is_held: bool) -> None:
-        if is_held:
-            self._pause_reading_for_buffer()
-        else:
-            self._resume_reading_for_buffer()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -269,18 +261,6 @@ class Connection(web.RequestHandler):
         self._connections.remove(self)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_deaf:
-            self._pause_transport_reading()
-            return
-        began_s = time.thread_time()
-        super().data_received(data)
-        self._parsed_s += time.thread_time() - began_s
-
-    def parsed_s(self) -> float:
-        took_s, self._parsed_s = self._parsed_s, 0.0
-        return took_s
-
     def set_parser(self, parser: WebSocketReader, data_received_cb: Callable[[], None] | None = None) -> None:
         super().set_parser(parser if self.before_parser is None else self.before_parser(parser), data_received_cb)
 
@@ -291,12 +271,6 @@ class Connection(web.RequestHandler):
         if self._is_admitted:
             self._is_admitted = False
             self._connections.is_idle(self)
-        elif not request.content.is_eof():
-            self._is_deaf = True
-            self._pause_transport_reading()
-            if self.transport is not None:
-                with suppress(OSError, RuntimeError, NotImplementedError):
-                    self.transport.write_eof()  # so the client knows that the answer is all
         return answered
 
     def handle_error(

@@ -31,7 +31,7 @@ from service.gateway.calls import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.problems import ApiError, problem_of, refused
 from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, urls_of
 from service.gateway.server import Connection
-from service.gateway.shares import Shares, Taken, UsedTime
+from service.gateway.shares import Shares, Taken
 from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
 
@@ -51,8 +51,6 @@ FIELDS: Final[Mapping[str, frozenset[str]]] = {
 }
 LEAST_BYTES_PER_S: Final = 256 * 1024
 CLOSE_WITHIN_S: Final = 5.0
-FRAMES_AT_ONCE: Final = 50
-FRAME_S: Final = 0.0001
 
 
 @dataclass(slots=True)
@@ -73,7 +71,7 @@ class Sockets:
         try:
             async with self.requests.poller.following(caller):
                 with self.shares.memory.taken(caller.tenant, 0) as memory:
-                    ws.count_in(memory, self.shares.receiving, caller.tenant)
+                    ws.count_in(memory)
                     await ws.prepare(request)
                     async with background_task(self._close_with_the_process(ws), name="socket stopping"):
                         await _Socket(ws, caller, self).serve()
@@ -125,7 +123,7 @@ class _Socket:
             size = self._ws.sizes.popleft()
             reading = partial(read_message, frame.data, max_values=self._of.call_reader.max_values)
             try:
-                message = await self._of.shares.parsing.run(self._caller.tenant, len(frame.data), reading)
+                message = await self._of.shares.parsing.run(len(frame.data), reading)
             except ApiError as error:
                 raise InvalidMessage(WSCloseCode.TRY_AGAIN_LATER, error.message) from None
             self._group.create_task(self._work(message, size), name=f"socket {message.type}")
@@ -169,7 +167,7 @@ class _Socket:
         id, read = submitted_id_of(headers), self._of.call_reader.read
         with self._of.shares.calls.taken(self._caller.tenant):
             reading = partial(read, headers, message.body, self._caller, request_id=id, task="requests")
-            asked = await self._of.shares.parsing.run(self._caller.tenant, len(message.body), reading)
+            asked = await self._of.shares.parsing.run(len(message.body), reading)
             await self._requests.submit(asked, self._caller)
         await self._send("submitted", id, message.ref, **urls_of(id))
         if message.subscribe:
@@ -293,8 +291,7 @@ class BoundedSocket(web.WebSocketResponse):
 
     aiohttp waits without a limit until the client has read what was sent: in `close`, when it answers a ping, and when
     it closes a connection because of an invalid message or a missed heartbeat. It also accepts frames that are not
-    masked, does not tell how much of a message has arrived, and reads all frames that have arrived before anything else
-    can run: one read can bring 40,000 pings. Messages are not packed."""
+    masked, and does not tell how much of a message has arrived. Messages are not packed."""
 
     def __init__(self, request: web.Request, *, heartbeat_s: float, message_bytes: int) -> None:
         super().__init__(heartbeat=heartbeat_s, max_msg_size=message_bytes, writer_limit=sys.maxsize, compress=False)
@@ -309,11 +306,11 @@ class BoundedSocket(web.WebSocketResponse):
         self._out = await super().prepare(request)
         return self._out
 
-    def count_in(self, memory: Taken, used: UsedTime, tenant: str | None) -> None:
-        """Count the bytes of messages in `memory` as they arrive, until `forget` is called, and frames in `used`."""
+    def count_in(self, memory: Taken) -> None:
+        """Count the bytes of messages in `memory` as they arrive, until `forget` is called."""
         assert isinstance(self._protocol, Connection)
         self.memory = memory
-        self._protocol.before_parser = partial(_Frames, self, self._protocol, used, tenant or "")
+        self._protocol.before_parser = partial(_Frames, self)
 
     def forget(self, size: int) -> None:
         self.memory.change(self.memory.amount - size)
@@ -346,20 +343,12 @@ class BoundedSocket(web.WebSocketResponse):
 
 
 class _Frames:
-    """Reads the heads of frames before aiohttp. One not masked (RFC 6455, 5.1), or for which there is no room,
-    ends the connection; a tenant's are read for at most `INLINE_SHARE` of the time."""
+    """Reads the heads of frames before aiohttp, so that a message counts before it is whole. A frame that is not masked
+    (RFC 6455, 5.1), or for which there is no room, ends the connection."""
 
-    def __init__(
-        self, socket: BoundedSocket, connection: Connection, used: UsedTime, tenant: str, parser: WebSocketReader
-    ) -> None:
+    def __init__(self, socket: BoundedSocket, parser: WebSocketReader) -> None:
         self._socket = socket
-        self._connection = connection
-        self._used = used
-        self._tenant = tenant
         self._parser = parser
-        self._has_failed = False
-        self._came = b""
-        self._going_on: asyncio.TimerHandle | None = None
         self._head = bytearray()
         self._left = 0
         self._is_control = False
@@ -367,45 +356,21 @@ class _Frames:
         self._size = 0
 
     def feed_data(self, data: bytes) -> tuple[bool, bytes]:
-        self._came = self._came + data if self._came else data
-        if self._going_on is None:
-            self._go_on()
-        elif not self._has_failed:
-            self._connection.hold(True)
-        return self._has_failed, b""
+        try:
+            self._read(data)
+        except (WebSocketError, ApiError) as error:
+            if isinstance(error, ApiError):
+                error = WebSocketError(WSCloseCode.TRY_AGAIN_LATER, error.message)
+            self._socket.fail(error)
+            return True, b""
+        return self._parser.feed_data(data)
 
     def feed_eof(self) -> None:
-        if self._going_on is not None:
-            self._going_on.cancel()
-        self._has_failed = True
         self._parser.feed_eof()
 
-    def _go_on(self) -> None:
-        was_held, self._going_on = self._going_on is not None, None
-        while self._came and not self._has_failed:
-            if pause_s := self._used.pause_s(self._tenant):
-                self._going_on = asyncio.get_running_loop().call_later(pause_s, self._go_on)
-                self._connection.hold(True)
-                return
-            try:
-                end = self._read(self._came)
-            except (WebSocketError, ApiError) as error:
-                self._has_failed = True
-                if isinstance(error, ApiError):
-                    error = WebSocketError(WSCloseCode.TRY_AGAIN_LATER, error.message)
-                self._socket.fail(error)
-                break
-            came, self._came = self._came[:end], self._came[end:]
-            self._has_failed, _ = self._parser.feed_data(came)
-        if was_held:
-            if self._has_failed:
-                self._connection.close()
-            self._connection.hold(False)
-
-    def _read(self, data: bytes) -> int:
-        at = frames = 0
-        memory = self._socket.memory
-        while at < len(data) and frames < FRAMES_AT_ONCE:
+    def _read(self, data: bytes) -> None:
+        at, memory = 0, self._socket.memory
+        while at < len(data):
             if self._left:
                 step = min(self._left, len(data) - at)
                 self._left -= step
@@ -420,13 +385,10 @@ class _Frames:
                     continue
                 self._begin(self._head)
                 self._head.clear()
-                frames += 1
             at += step
             if not self._left and self._is_last and not self._is_control:
                 self._socket.sizes.append(self._size)
                 self._size = 0
-        self._used.add(self._tenant, frames * FRAME_S)
-        return at
 
     def _begin(self, head: bytearray) -> None:
         self._is_last, self._is_control = bool(head[0] & 0x80), bool(head[0] & 0x08)

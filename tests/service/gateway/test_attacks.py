@@ -103,22 +103,18 @@ async def test_nothing_of_a_strangers_body_is_unpacked(path: str, whole: bool, u
     assert unpacked() == 0
 
 
-async def test_of_a_refused_strangers_body_nothing_more_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "LINGER_S", 60)
+async def test_a_refused_strangers_body_is_not_read_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LINGER_S", 0.5)
 
     async def refused(path: str) -> None:
         method = "GET" if path in PATHS[3:6] else "POST"
         async with opened() as made, sent(made.server.port, post(path, b"{", method=method, length=1 << 30)) as found:
-            reader, writer = found[0]
+            reader, _ = found[0]
             assert await status(reader) in (200, 401, 404, 413), path
             async with asyncio.timeout(30):
-                await reader.read()  # it ends long before the time for known callers
-                writer.write(bytes(32 * 2**20))
-                with pytest.raises((TimeoutError, ConnectionError)):
-                    async with asyncio.timeout(2):
-                        await writer.drain()
+                await reader.read()  # until the connection is closed
 
-    await asyncio.gather(*map(refused, PATHS))  # at once: each waits for seconds
+    await asyncio.gather(*map(refused, PATHS))  # at once: each waits
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz"])
