@@ -1,10 +1,12 @@
-"""`./dev kubernetes`: whether the overlays of deploy/kubernetes are valid, without a cluster.
+"""`./dev kubernetes`: whether the overlays of deploy/kubernetes are valid, without a cluster. With
+`--print OVERLAY`: its containers of ours as JSON, for `./dev compose-test pods`.
 
 kustomize builds them. Each manifest is compared with Kubernetes' own schema (kubernetes-validate, strict), a
 ScaledObject with KEDA's model. Then what no schema knows: references, variables and their order, selectors, times of
 ending, security, and whether Lanekeeper takes the settings."""
 
 import base64
+import json
 import os
 import re
 import shutil
@@ -127,6 +129,8 @@ def of_pods(manifests: list[Manifest]) -> Iterator[str]:
         spec = pod["spec"]
         if not spec.get("securityContext", {}).get("runAsNonRoot") or spec.get("automountServiceAccountToken", True):
             yield f"{owner}: may be root, or has a token of Kubernetes' API"
+        if spec.get("enableServiceLinks", True):
+            yield f"{owner}: gets variables such as LANEKEEPER_GATEWAY_PORT of the Services"
         for container in spec["containers"]:
             locked = container.get("securityContext", {})
             if not locked.get("readOnlyRootFilesystem") or locked.get("allowPrivilegeEscalation", True):
@@ -163,6 +167,21 @@ def environments(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, str
         yield owner, found, wrong, pod
 
 
+def settings_files(manifests: list[Manifest], pod: Manifest) -> dict[str, str]:
+    """The files of the ConfigMap that is mounted at the working directory."""
+    container = pod["spec"]["containers"][0]
+    for mount in container.get("volumeMounts", ()):
+        if mount["mountPath"] == container.get("workingDir"):
+            (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == mount["name"])
+            name = volume["configMap"]["name"]
+            return next(
+                dict(each["data"])
+                for each in manifests
+                if (each["kind"], each["metadata"]["name"]) == ("ConfigMap", name)
+            )
+    return {}
+
+
 def of_settings(manifests: list[Manifest]) -> Iterator[str]:
     for owner, environ, wrong, pod in environments(manifests):
         yield from wrong
@@ -174,6 +193,8 @@ def of_settings(manifests: list[Manifest]) -> Iterator[str]:
         ]
         with tempfile.TemporaryDirectory() as folder:
             own["PYTHONPATH"] = str(HOUSE)
+            for name, text in settings_files(manifests, pod).items():
+                Path(folder, name).write_text(text)
             if file := own.get("LANEKEEPER_TLS__CA_FILE"):
                 mounts = [each["mountPath"] for each in pod["spec"]["containers"][0]["volumeMounts"]]
                 if str(Path(file).parent) not in mounts:
@@ -187,8 +208,14 @@ def of_settings(manifests: list[Manifest]) -> Iterator[str]:
         if lane or "gateway" in owner:
             longest_s = CALL_TIMEOUT_S[lane] if lane else max(CALL_TIMEOUT_S.values())
             grace_s, killed_s = float(environ["LANEKEEPER_GRACE_S"]), spec["terminationGracePeriodSeconds"]
-            if not longest_s < grace_s < killed_s:
-                yield f"{owner}: longest attempt {longest_s} s, grace {grace_s:g} s, killed after {killed_s} s"
+            before_s = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+            if not longest_s < grace_s < killed_s - before_s:
+                yield (
+                    f"{owner}: longest attempt {longest_s} s, grace {grace_s:g} s after {before_s} s, "
+                    f"killed after {killed_s} s"
+                )
+            if "gateway" in owner and not before_s:
+                yield f"{owner}: no preStop: it stops to listen while routes still lead to it"
 
 
 def built_kustomize() -> str:
@@ -206,8 +233,19 @@ def built_kustomize() -> str:
     return str(program)
 
 
+def show(manifests: list[Manifest]) -> None:
+    found = [
+        {"owner": owner, "environ": environ, "spec": pod["spec"], "files": settings_files(manifests, pod)}
+        for owner, environ, _, pod in environments(manifests)
+    ]
+    print(json.dumps(found))
+
+
 def main() -> int:
     failures, kustomize = 0, built_kustomize()
+    if sys.argv[1:2] == ["--print"]:
+        show(built(kustomize, sys.argv[2]))
+        return 0
     for overlay in ("try", "production"):
         manifests = built(kustomize, overlay)
         wrong = [

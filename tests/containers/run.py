@@ -3,6 +3,8 @@
 image     built from the Dockerfile; runs with a read-only root, not as root, becomes healthy, ends on SIGTERM with 0
 server    docker-compose.yml with its profile `observe`, as docs/install.md says: a request is sent, its trace found in
           Jaeger, Prometheus scrapes all and no alert fires; SIGTERM answers what runs; what is wrong is refused
+example   the same with examples/compose: a lane of one's own, a schedule whose webhook comes, a picture of 1 MB
+pods      the containers of deploy/kubernetes/try as kustomize renders them: command, environment, limit, probes
 cluster   deploy/cluster: while requests are published, a broker node and a worker are killed: none may be lost
 
 Images that no registry gives are made from Debian's packages and Jaeger's Go module. There is none for Grafana."""
@@ -37,6 +39,7 @@ from tests.support.requester import Ledger
 Found = TypeVar("Found")
 HOUSE = Path(__file__).parents[2]
 SERVER = HOUSE / "docker-compose.yml"
+EXAMPLE = HOUSE / "examples" / "compose" / "docker-compose.yml"
 CLUSTER = HOUSE / "deploy" / "cluster" / "docker-compose.yml"
 IMAGE = "lanekeeper:compose-test"
 BASE = "debian-python:3.11"
@@ -343,6 +346,152 @@ def check_other_arguments(compose: Compose) -> None:
     print("server: queues with other arguments are refused, and nothing is declared", flush=True)
 
 
+# ---- with settings ---------------------------------------------------------------------------------------------------
+
+PICTURE = """
+import base64, json, os, sys, urllib.request
+url, key = sys.argv[1:]
+source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(os.urandom(1_000_000)).decode()}
+content = [{"type": "image", "source": source}, {"type": "text", "text": "what is it"}]
+body = {"model": "claude-sonnet-5-5", "max_tokens": 50, "messages": [{"role": "user", "content": content}]}
+headers = {"x-api-key": key, "content-type": "application/json"}
+request = urllib.request.Request(f"{url}/v1/messages", json.dumps(body).encode(), headers)
+print(urllib.request.urlopen(request, timeout=60).status)
+"""
+"""Asks about a picture that is too large for a message, and so goes by the store of bodies."""
+
+
+def new_key() -> tuple[str, str]:
+    """A key for the gateway, and the setting with its hash."""
+    text = docker("run", "--rm", *LOCKED, IMAGE, "key", "new", "crm")
+    key, hashed = re.search(r"lane-\S+", text), re.search(r"gateway\.keys\.(\w+)", text)
+    assert key, text
+    assert hashed, text
+    return key[0], json.dumps({hashed[1]: {"tenant": "crm"}})
+
+
+def check_example() -> None:
+    names = ("AMQP", "MANAGEMENT", "JAEGER", "GATEWAY")
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
+    key, keys = new_key()
+    settings = {
+        **passwords("RABBITMQ_PASSWORD", "WORKER_PASSWORD", "CLI_PASSWORD", "REDIS_PASSWORD", "GATEWAY_PASSWORD"),
+        **images(),
+        "JAEGER_IMAGE": observers()["JAEGER_IMAGE"],
+        **{f"{name}_PORT": str(port) for name, port in ports.items()},
+        "SERVE_OPTIONS": "--simulate",
+        "SETTINGS_FOLDER": str(EXAMPLE.parent),
+        "GATEWAY_KEYS": keys,
+    }
+    with composed(SERVER, EXAMPLE, settings=settings) as compose:
+        compose("--profile=gateway", "up", "--detach", "--no-build")
+        compose.healthy("lanekeeper", "gateway")
+        sent = compose.run("run", "--rm", "-T", "cli", "send", "--lane", "vip", "Name three rivers.")
+        assert "echo: Name three rivers." in sent.stdout, sent.stderr
+        gateway = compose.container("gateway")
+        assert docker("exec", gateway, "python3", "-c", PICTURE, "http://127.0.0.1:8080", key) == "200"
+        until(lambda: '{"words": 3}' in compose("logs", "receiver").replace('":3', '": 3'), "the schedule's webhook")
+    print("example: an own lane answers, a picture of 1 MB is asked about, the schedule's webhook has come", flush=True)
+
+
+# ---- pods ------------------------------------------------------------------------------------------------------------
+
+SERVICE_VARIABLES = {
+    "LANEKEEPER_GATEWAY_PORT": "tcp://10.0.0.1:80",
+    "LANEKEEPER_GATEWAY_SERVICE_HOST": "10.0.0.1",
+    "LANEKEEPER_GATEWAY_PORT_80_TCP": "tcp://10.0.0.1:80",
+}
+"""What a kubelet adds to a pod with `enableServiceLinks` for the Service `lanekeeper-gateway`."""
+PROBE = "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=3)"
+
+
+def check_pods() -> None:
+    printed = subprocess.run([HOUSE / "dev", "kubernetes", "--print", "try"], stdout=subprocess.PIPE, check=True)
+    pods = {each["owner"]: each for each in json.loads(printed.stdout)}
+    key, keys = new_key()
+    network, made = f"{PREFIX}-pods", [f"{PREFIX}-pod-rabbitmq", f"{PREFIX}-pod-redis"]
+    volume = f"{PREFIX}-pods-bodies"
+    docker("network", "create", network)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            start_stores(network, pods, *made)
+            job = "Job topology"
+            until(lambda: start_pod(pods[job], network, volume, Path(folder, "job"), wait=True) == "0", job)
+            for owner, pod in pods.items():
+                if owner != job:
+                    pod["environ"] |= {"LANEKEEPER_GATEWAY__KEYS": keys} if "gateway" in owner else {}
+                    made.append(start_pod(pod, network, volume, Path(folder, owner)))
+            for name, (owner, pod) in zip(made[2:], ((o, p) for o, p in pods.items() if o != job), strict=True):
+                container = pod["spec"]["containers"][0]
+                for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+                    until(lambda n=name, p=container[kind]: probed(n, p), f"{owner}: {kind}")  # type: ignore[misc]
+            gateway = made[2 + [owner for owner in pods if owner != job].index("Deployment gateway")]
+            assert docker("exec", gateway, "python3", "-c", PICTURE, "http://127.0.0.1:8080", key) == "200"
+            for name in made[2:]:
+                docker("stop", "--time=60", name)
+                state = docker("inspect", "--format={{.State.ExitCode}} {{.State.OOMKilled}}", name)
+                assert state == "0 false", f"{name}: {state}: {docker('logs', name)[-500:]}"
+        print(f"pods: {len(pods)} of the overlay `try` run and are ready, a picture of 1 MB is asked about", flush=True)
+    finally:
+        docker("rm", "--force", "--volumes", *made, check=False)
+        docker("volume", "rm", volume, check=False)
+        docker("network", "rm", network, check=False)
+
+
+def start_stores(network: str, pods: Mapping[str, Any], rabbitmq: str, redis: str) -> None:
+    """The broker and the store that the pods' variables name."""
+    found = images()
+    user = pods["Job topology"]["environ"]
+    login = [
+        f"--env=RABBITMQ_DEFAULT_{name}={user[of]}" for name, of in (("USER", "ADMIN"), ("PASS", "ADMIN_PASSWORD"))
+    ]
+    line = ("run", "--detach", f"--network={network}")
+    docker(*line, f"--name={rabbitmq}", "--network-alias=rabbitmq", *login, found["RABBITMQ_IMAGE"])
+    password = pods["Deployment gateway"]["environ"]["REDIS_PASSWORD"]
+    server = ["redis-server", "--requirepass", password, "--appendonly", "yes", "--dir", "/tmp"]
+    docker(*line, f"--name={redis}", "--network-alias=redis", "--tmpfs=/tmp", found["REDIS_IMAGE"], *server)
+    check = ("rabbitmq-diagnostics", "--quiet", "check_port_connectivity")
+    until(lambda: ready(rabbitmq, *check), "the broker runs")
+
+
+def ready(name: str, *command: str) -> bool:
+    return subprocess.run(["docker", "exec", name, *command], capture_output=True).returncode == 0
+
+
+def start_pod(pod: Mapping[str, Any], network: str, volume: str, folder: Path, *, wait: bool = False) -> str:
+    """Its first container as a kubelet would start it; returns its name or, with `wait`, its exit code."""
+    spec, container = pod["spec"], pod["spec"]["containers"][0]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, text in pod["files"].items():
+        Path(folder, name).write_text(text)
+    folder.chmod(0o755)
+    mounts = {"settings": f"--volume={folder}:{{}}:ro", "bodies": f"--volume={volume}:{{}}", "tmp": "--tmpfs={}"}
+    environ = {**pod["environ"], **(SERVICE_VARIABLES if spec.get("enableServiceLinks", True) else {})}
+    context, name = spec["securityContext"], f"{PREFIX}-pod-{folder.name.rpartition(' ')[2]}"
+    line = [
+        *(f"--name={name}", f"--network={network}", "--read-only", "--cap-drop=ALL"),
+        *("--security-opt=no-new-privileges:true", f"--user={context['runAsUser']}:{context['runAsGroup']}"),
+        f"--memory={container['resources']['limits']['memory'].removesuffix('i').lower()}",
+        f"--workdir={container['workingDir']}",
+        *(f"--env={key}={value}" for key, value in environ.items()),
+        *(mounts[each["name"]].format(each["mountPath"]) for each in container["volumeMounts"]),
+        *(["--entrypoint", container["command"][0]] if "command" in container else []),
+        *(IMAGE, *container.get("command", [])[1:], *container["args"]),
+    ]
+    docker("rm", "--force", name, check=False)
+    if wait:
+        done = subprocess.run(["docker", "run", "--rm", *line], capture_output=True, text=True, timeout=120)
+        print(done.stderr[-1000:] if done.returncode else "pods: the job has declared everything", flush=True)
+        return str(done.returncode)
+    docker("run", "--detach", *line)
+    return name
+
+
+def probed(name: str, probe: Mapping[str, Any]) -> bool:
+    return ready(name, "python3", "-c", PROBE, f"http://127.0.0.1:8080{probe['httpGet']['path']}")
+
+
 # ---- a cluster -------------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +533,7 @@ async def load(amqp_url: str, compose: Compose) -> dict[str, object]:
     return {"requests": len(ledger.confirmed), "replies twice": ledger.repeated, "s": round(time.monotonic() - began)}
 
 
-PARTS = ("image", "server", "cluster")
+PARTS = ("image", "server", "example", "pods", "cluster")
 
 
 def main(parts: list[str]) -> None:
@@ -400,6 +549,10 @@ def main(parts: list[str]) -> None:
                 print("image: read-only, not root, healthy, ends on SIGTERM with 0", flush=True)
             if "server" in parts:
                 check_server()
+            if "example" in parts:
+                check_example()
+            if "pods" in parts:
+                check_pods()
             if "cluster" in parts:
                 check_cluster()
         finally:
