@@ -1,6 +1,7 @@
 """A streamed request gets its parts as they are produced, and a final reply equal to all parts together. If a stream
 breaks, the requester gets a restart, and a partial answer is never sent as a complete one."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -50,6 +51,29 @@ async def test_parts_are_sent_when_the_provider_sends_them_and_not_at_the_end(vh
         provider.go_on()
         final = await app.final(asked)
         assert final.json == put_together([part.json for part in app.parts(asked)])
+
+
+async def test_each_of_many_streams_that_run_at_the_same_time_gets_every_event_once(vhost: Vhost) -> None:
+    words = " ".join(f"word-{number}" for number in range(400))
+
+    async def read(client: Client, number: int) -> None:
+        said, seqs = "", list[int]()
+        async for reply in client.stream({"prompt": f"{number}: {words}"}, key="normal.tests.x"):
+            if isinstance(reply, Final):
+                assert reply.text == said == f"echo: {number}: {words}"
+            else:
+                seqs.append(reply.seq)
+                said += reply.text
+        assert seqs == list(range(len(seqs)))
+
+    async with (
+        serving(vhost, lanes={"normal": {"slots": 40}}),
+        Client(vhost.amqp_url) as client,
+        asyncio.timeout(120),
+        asyncio.TaskGroup() as group,
+    ):
+        for number in range(80):
+            group.create_task(read(client, number))
 
 
 async def test_a_stream_that_flows_passes_its_deadline(vhost: Vhost) -> None:
