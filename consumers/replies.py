@@ -37,6 +37,7 @@ from lanekeeper.contract.problems import (
     PROBLEMS,
     AccessRefused,
     BrokerError,
+    ClientMisused,
     ConfirmUnknown,
     MessageTooLarge,
     PublishRefused,
@@ -402,7 +403,7 @@ class Outbox:
             try:
                 answer = await self._replies.sender.write(message, self._address, timeout_s=PART_TIMEOUT_S)
                 answers[answer] = group
-            except (BrokerError, RequestProblem) as error:
+            except (BrokerError, ClientMisused, RequestProblem) as error:
                 for part in group:
                     part.of.lose(error)
         if answers:

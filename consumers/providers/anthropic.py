@@ -267,8 +267,9 @@ class AnthropicProvider:
         not count towards `limit`, the time limit for the first token. `pause_s`: that for each pause after it."""
         splitter = self.dialect.splitter(self.max_answer_bytes // _LEAST_EVENTS)
         clock = asyncio.get_running_loop().time
-        async with aclosing(_slices(body_pieces, _OVERHEAD * self.max_answer_bytes)) as slices:
-            is_complete = flows = False
+        pauses = _Pauses(limit, longest_s=pause_s)
+        async with aclosing(_slices(body_pieces, _OVERHEAD * self.max_answer_bytes)) as slices, aclosing(pauses):
+            is_complete, flows, until_s, since_s = False, False, limit.when(), clock()
             while not is_complete:
                 with translate_errors(secret=self.secret):
                     piece = await anext(slices, None)
@@ -278,8 +279,12 @@ class AnthropicProvider:
                     if parts is not None:
                         await parts(_STOP)
                     return
-                until_s, came_s = limit.when(), clock()
-                limit.reschedule(None)
+                came_s = clock()
+                if flows:
+                    pauses.end()
+                else:
+                    until_s = limit.when()
+                    limit.reschedule(None)
                 events = await self.parsing.run(partial(self._events, splitter, piece), rank=(urgent, len(piece)))
                 for data, event in events:
                     if not isinstance(event.get("type"), str):  # no event of Anthropic's, or `[DONE]`
@@ -294,8 +299,9 @@ class AnthropicProvider:
                         await parts(data)
                     if is_complete:
                         break
-                if (events and flows) or until_s is None:
-                    limit.reschedule(clock() + pause_s)
+                if flows or until_s is None:
+                    since_s = clock() if events else since_s + clock() - came_s
+                    pauses.begin(since_s)
                 else:
                     limit.reschedule(until_s + clock() - came_s)
             limit.reschedule(None)
@@ -314,6 +320,39 @@ def parse_message(body: bytes, content_type: str) -> dict[str, Any]:
         kind = content_type[:50] or "no content type"
         raise TransientError(f"the answer ({kind}, {len(body)} bytes) is not JSON", type="broken_answer") from error
     return message if isinstance(message, dict) else {}
+
+
+class _Pauses:
+    """Lets the limit of a stream expire when its provider sends nothing for `longest_s`. One timer serves all pauses:
+    to set one at each event takes longer than all else that is done with it."""
+
+    def __init__(self, limit: asyncio.Timeout, *, longest_s: float) -> None:
+        self._limit = limit
+        self._longest_s = longest_s
+        self._since_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, since_s: float) -> None:
+        self._since_s = since_s
+        if self._timer is None:
+            self._check()
+
+    def end(self) -> None:
+        self._since_s = None
+
+    async def aclose(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        end_s = (now_s if self._since_s is None else self._since_s) + self._longest_s
+        if now_s < end_s:
+            self._timer = loop.call_at(end_s, self._check)
+        else:
+            self._timer = None
+            self._limit.reschedule(now_s)
 
 
 async def _slices(body_pieces: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes, None]:
