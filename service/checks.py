@@ -394,7 +394,7 @@ async def risks(settings: Settings, broker: Connection | None) -> AsyncIterator[
         async for risk in _of_broker(settings, broker):
             yield risk
     if not settings.store.startswith(SQLITE):
-        for text in await redis_risks(settings.store):
+        for text in await redis_risks(settings.store, tls=settings.tls.for_redis()):
             yield Finding("store durability", None, text)
 
 

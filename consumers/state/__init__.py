@@ -1,5 +1,6 @@
 """The store, in a SQLite file or in Redis. Its interface is in `base.py`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -29,12 +30,12 @@ def open_store(url: str, *, namespace: str, spec: "StoreSpec", former: Path | No
     raise ValueError("a store's URL begins with sqlite:///, redis:// or rediss://")
 
 
-async def redis_risks(url: str) -> list[str]:
+async def redis_risks(url: str, *, tls: Mapping[str, str]) -> list[str]:
     """Returns the reasons why the Redis at `url`, with its settings, could lose acknowledged writes. The list is empty
     if there are none, or if the settings cannot be read."""
     from consumers.state.redis.client import RedisClient
 
-    client = RedisClient(url)
+    client = RedisClient(url, tls=tls)
     try:
         return await client.risks()
     finally:

@@ -53,6 +53,8 @@ class StoreSpec:
     """How many events of its answer are stored for a followed request."""
     event_bytes_per_request: int = 8 * MIB
     lease_s: float = LEASE_S
+    redis_tls: Mapping[str, str] = field(default_factory=dict)
+    """Arguments of redis-py for a `rediss://` URL, such as `ssl_ca_certs`."""
 
 
 DEFAULT = StoreSpec()

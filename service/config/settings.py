@@ -195,14 +195,14 @@ def _lane(name: str, given: Any) -> Any:
 
 
 class TlsSettings(Section):
-    """The TLS settings for connections to the broker (`amqps://`) and to its management API (https). The broker's
-    certificate is always verified."""
+    """The TLS settings for connections to the broker (`amqps://`), to its management API (https) and to Redis
+    (`rediss://`). Certificates are always verified."""
 
     ca_file: types.ReadableFile | None = None
-    """The certificate authorities by which the broker's certificate is checked. None: the operating system's. Example:
-    /etc/lanekeeper/ca.pem"""
+    """The certificate authorities by which the broker's and Redis's certificates are checked. None: the operating
+    system's. Example: /etc/lanekeeper/ca.pem"""
     cert_file: types.ReadableFile | None = None
-    """Lanekeeper's own certificate, for brokers that ask for one. Example: /etc/lanekeeper/client.pem"""
+    """Lanekeeper's own certificate, for a broker or Redis that asks for one. Example: /etc/lanekeeper/client.pem"""
     key_file: types.ReadableFile | None = None
     """The key of `cert_file`, not encrypted. None: it is in the certificate's file. Example:
     /etc/lanekeeper/client.key"""
@@ -216,6 +216,11 @@ class TlsSettings(Section):
             self.given_context()
         except (ssl.SSLError, OSError) as error:
             yield clash(f"ca_file, cert_file or key_file cannot be used: {error}", "ca_file", "cert_file", "key_file")
+
+    def for_redis(self) -> dict[str, str]:
+        """The files as arguments of redis-py."""
+        files = {"ssl_ca_certs": self.ca_file, "ssl_certfile": self.cert_file, "ssl_keyfile": self.key_file}
+        return {name: str(file) for name, file in files.items() if file is not None}
 
     def given_context(self) -> ssl.SSLContext | None:
         """The TLS context for https. None if no file is set: then the HTTP library's default is used."""
@@ -1034,6 +1039,7 @@ class Settings(BaseSettings):
             unseen_per_tenant=self.control.unseen_per_tenant,
             waiting_per_tenant=self.waiting.per_tenant,
             waiting_in_all=self.waiting.in_all,
+            redis_tls=self.tls.for_redis(),
         )
 
     @property

@@ -355,7 +355,7 @@ def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Bud
     from consumers.state.redis.client import RedisClient
     from consumers.state.redis.shared_turns import shared_budgets
 
-    client = RedisClient(settings.store)
+    client = RedisClient(settings.store, tls=settings.tls.for_redis())
     stack.push_async_callback(client.aclose)
     shared = shared_budgets(client, namespace=settings.namespace, spec=spec)
     stack.push_async_callback(shared.aclose)

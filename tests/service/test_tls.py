@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,16 +12,8 @@ from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.config.settings import TlsSettings
+from tests.support.certificates import certificate
 from tests.support.fake_gateway import KEY, FakeGateway
-
-
-def certificate(folder: Path, name: str, *, days: int = 2) -> tuple[Path, Path]:
-    """A self-signed certificate and its key."""
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
-    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    made += ["-days", str(days), "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name}"]
-    subprocess.run([*made, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
-    return cert, key
 
 
 @asynccontextmanager

@@ -17,14 +17,15 @@ START_S = 60
 class RedisServer:
     """One server. After `kill`, `start` uses the same port; the data is gone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, options: tuple[str, ...] = ()) -> None:
         (self.port,) = free_ports(1)
         self.url = f"redis://{LOOPBACK}:{self.port}/0"
         self._folder = folder
+        self._options = options
         self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        command = ["--port", str(self.port), "--bind", LOOPBACK, "--save", "", "--appendonly", "no"]
+        command = ["--port", str(self.port), "--bind", LOOPBACK, "--save", "", "--appendonly", "no", *self._options]
         self._guard = subprocess.Popen(
             ["sh", "-c", GUARD, "guard", SERVER, *command, "--dir", str(self._folder)],
             stdin=subprocess.PIPE,
@@ -52,10 +53,10 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(folder: Path) -> Iterator[RedisServer]:
+def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
     """A running server. If there is none and none can be installed, the test is skipped; in CI it fails."""
     see_that_it_is_installed(SERVER)
-    server = RedisServer(folder)
+    server = RedisServer(folder, options)
     try:
         server.start()
         yield server

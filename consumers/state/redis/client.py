@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha1
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -73,7 +74,8 @@ BUDGET: Final = Script(_read("budget.lua"))
 class RedisClient:
     """Runs Lua scripts on one Redis. It connects at the first call, and again after an error."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, tls: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`tls`: redis-py's arguments for a `rediss://` URL, such as `ssl_ca_certs`."""
         parts = urlsplit(url)
         self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
         self.trouble: str | None = None
@@ -86,6 +88,7 @@ class RedisClient:
             retry=Retry(NoBackoff(), 0),  # no retries here: the caller decides whether to try again
             protocol=2,  # with `driver_info=None` no greeting is sent, which saves a round trip for each connection
             driver_info=None,
+            **(tls if parts.scheme == "rediss" else {}),
         )
         self._is_closed = False
         self._redis: Redis = Redis.from_pool(pool)
@@ -101,6 +104,9 @@ class RedisClient:
                 except exceptions.NoScriptError:  # Redis was restarted, or never saw it
                     value = await self._redis.eval(script.text, len(keys), *keys, *arguments)
         except LOST as error:
+            if isinstance(error, exceptions.ReadOnlyError):  # a primary until now: its address may lead to another one
+                with suppress(*LOST):
+                    await self._redis.connection_pool.disconnect(inuse_connections=False)
             self.trouble = f"Redis at {self.address} {_explain(error)}"
             raise StoreUnavailable(self.trouble) from error
         self.trouble = None
@@ -147,6 +153,8 @@ def _explain(error: Exception) -> str:
             return f"is still loading its data: it is tried again ({text})"
         case exceptions.ReadOnlyError():
             return f"is a replica that may not be written: give the primary's address ({text})"
+        case exceptions.MovedError() | exceptions.ClusterCrossSlotError():
+            return f"is in cluster mode, in which Lanekeeper cannot use it: name one without ({text})"
         case exceptions.OutOfMemoryError():
             return f"refuses writes, its memory is full: raise maxmemory ({text})"
         case exceptions.InvalidResponse():

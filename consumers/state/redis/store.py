@@ -41,7 +41,7 @@ class RedisStore:
     is_full = False
 
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = base.DEFAULT) -> None:
-        self._client = RedisClient(url)
+        self._client = RedisClient(url, tls=spec.redis_tls)
         self._namespace = namespace
         self._lease_ms = round(spec.lease_s * 1000)
         self._keep_ms = round(spec.keep_s * 1000)

@@ -13,7 +13,7 @@ from yarl import URL
 
 from consumers.addresses import PrivateAddress, Resolver
 from consumers.flows.posts import HEAD_BYTES, INFORMATIONAL, Answer, BadAnswer, NotReached, Poster
-from tests.service.test_tls import certificate
+from tests.support.certificates import certificate
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 HINT = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"

@@ -3,19 +3,23 @@ itself."""
 
 import asyncio
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
-from consumers.state.base import Ended, Granted, Held, Running, StoreUnavailable
+from consumers.state.base import Ended, Granted, Held, Running, StoreSpec, StoreUnavailable
 from consumers.state.redis.store import RedisStore
+from service.config.settings import TlsSettings
 from service.private_broker import LOOPBACK
+from tests.support.certificates import certificate
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.memory_store import current
-from tests.support.redis import RedisServer
+from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
 
 PASSWORD = "s3cret"
@@ -112,6 +116,65 @@ async def test_a_redis_replica_raises_store_unavailable(own_redis: RedisServer) 
         async with told(own_redis, "REPLICAOF", LOOPBACK, "1", back=("REPLICAOF", "NO", "ONE")):
             assert "is a replica that may not be written: give the primary's address" in await trouble_with(store)
         assert isinstance(await is_well_again(store), Granted)
+
+
+@asynccontextmanager
+async def forwarding(port: Callable[[], int], tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """A port whose new connections lead to the port that `port` names then, like a Service or a virtual address."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while part := await reader.read(65_536):
+                writer.write(part)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind_reader, behind_writer = await asyncio.open_connection(LOOPBACK, port())
+        with suppress(asyncio.CancelledError):  # the test has ended
+            await asyncio.gather(copy(reader, behind_writer), copy(behind_reader, writer))
+
+    async with await asyncio.start_server(serve, LOOPBACK, 0, ssl=tls) as server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_a_primary_that_was_demoted_is_left_for_the_one_to_which_its_address_leads(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    with redis_server(tmp_path / "first") as first, redis_server(tmp_path / "second") as second:
+        now = first
+        async with forwarding(lambda: now.port) as port, a_store(f"redis://{LOOPBACK}:{port}/0") as store:
+            assert store.trouble is None
+            now = second
+            async with Redis.from_url(first.url) as admin:  # its connections stay open
+                await admin.execute_command("REPLICAOF", LOOPBACK, str(second.port))  # type: ignore[no-untyped-call]
+            assert "replica that may not be written" in await trouble_with(store)
+            assert isinstance(await is_well_again(store), Granted)
+
+
+async def test_the_authority_of_the_settings_signs_for_redis_too(tmp_path: Path, own_redis: RedisServer) -> None:
+    cert, key = certificate(tmp_path, "localhost")
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(cert, key)
+    async with forwarding(lambda: own_redis.port, tls) as port:
+        url = f"rediss://localhost:{port}/0"
+        async with a_store(url) as store:
+            assert "self-signed certificate" in await trouble_with(store)
+        spec = StoreSpec(redis_tls=TlsSettings(ca_file=cert).for_redis())
+        async with RedisStore(url, namespace="lane", spec=spec) as store:
+            assert isinstance(await store.claim(ME, fingerprint()), Granted)
+
+
+async def test_a_redis_in_cluster_mode_is_refused(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--cluster-enabled", "yes") as server:
+        async with Redis.from_url(server.url) as admin:
+            await admin.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")  # type: ignore[no-untyped-call]
+            await until(lambda: is_up(admin))
+        async with a_store(server.url) as store:
+            assert "is in cluster mode, in which Lanekeeper cannot use it" in await trouble_with(store)
+
+
+async def is_up(admin: Redis) -> bool:
+    return b"cluster_state:ok" in await admin.execute_command("CLUSTER", "INFO")  # type: ignore[no-untyped-call]
 
 
 async def test_a_wrong_password_is_reported_without_the_password(own_redis: RedisServer) -> None:
