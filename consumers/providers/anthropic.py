@@ -268,11 +268,11 @@ class AnthropicProvider:
         splitter = self.dialect.splitter(self.max_answer_bytes // _LEAST_EVENTS)
         clock = asyncio.get_running_loop().time
         pauses = _Pauses(limit, longest_s=pause_s)
-        async with aclosing(_slices(body_pieces, _OVERHEAD * self.max_answer_bytes)) as slices, aclosing(pauses):
+        found = _slices(body_pieces, _OVERHEAD * self.max_answer_bytes, secret=self.secret)
+        async with aclosing(found) as slices, aclosing(pauses):
             is_complete, flows, until_s, since_s = False, False, limit.when(), clock()
             while not is_complete:
-                with translate_errors(secret=self.secret):
-                    piece = await anext(slices, None)
+                piece = await anext(slices, None)
                 if piece is None:
                     if not collected.has_ended:
                         raise TransientError("the stream ended without message_stop", type="cut")
@@ -355,11 +355,12 @@ class _Pauses:
             self._limit.reschedule(now_s)
 
 
-async def _slices(body_pieces: AsyncIterable[bytes], most: int) -> AsyncGenerator[bytes, None]:
-    async with aclosing(bounded(body_pieces, most, hint=_HINT)) as chunks:
-        async for chunk in chunks:
-            for at in range(0, len(chunk), _SLICE_BYTES):
-                yield chunk[at : at + _SLICE_BYTES]
+async def _slices(body_pieces: AsyncIterable[bytes], most: int, *, secret: str) -> AsyncGenerator[bytes, None]:
+    with translate_errors(secret=secret):
+        async with aclosing(bounded(body_pieces, most, hint=_HINT)) as chunks:
+            async for chunk in chunks:
+                for at in range(0, len(chunk), _SLICE_BYTES):
+                    yield chunk[at : at + _SLICE_BYTES]
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:

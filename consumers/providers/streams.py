@@ -176,11 +176,14 @@ class EventSplitter:
         if b"\r" in chunk:
             chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         searched = max(0, len(self._rest) - 1)
-        self._rest += chunk
         blocks: list[bytes] = []
-        if self._rest.find(b"\n\n", searched) >= 0:
-            *blocks, rest = bytes(self._rest).split(b"\n\n")
-            self._rest = bytearray(rest)
+        if not self._rest and chunk.endswith(b"\n\n"):  # most pieces are whole events
+            blocks = chunk[:-2].split(b"\n\n")
+        else:
+            self._rest += chunk
+            if self._rest.find(b"\n\n", searched) >= 0:
+                *blocks, rest = bytes(self._rest).split(b"\n\n")
+                self._rest = bytearray(rest)
         if len(self._rest) > self._max_event_bytes or any(len(block) > self._max_event_bytes for block in blocks):
             raise AnswerTooLargeError(f"an event of more than {self._max_event_bytes} bytes")
         found = []
