@@ -4,7 +4,7 @@ if the broker is away, the client goes, or a gateway or a worker is killed or st
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,16 +17,17 @@ import pytest
 from anthropic import AsyncAnthropic
 from pydantic import SecretStr
 
+from consumers.replies import Replies
 from service.gateway.access import hash_of
 from service.gateway.app import ABSENT_WITHIN_S
 from service.simulated.app import SimulatedAPI
 from tests.faults.proxy import Proxy
 from tests.support.brokers import Vhost, close_connection
 from tests.support.gate import gate
-from tests.support.malicious import MaliciousProvider, head
+from tests.support.malicious import Asked, MaliciousProvider, Piece, deltas, head, streamed
 from tests.support.processes import Running, environment, interpreter, lanekeeper
 from tests.support.requester import requester
-from tests.support.serving import serving
+from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import until
 
 CRM, SHOP = "lane-crm", "lane-shop"
@@ -153,11 +154,16 @@ async def test_a_rate_limit_is_answered_with_its_retry_after(vhost: Vhost) -> No
         assert 7200 <= int(headers["retry-after"]) <= 7201
 
 
+def replies_of(worker: RunningWorker, is_here: bool) -> Replies | None:
+    return worker.parts.settler.replies if is_here else None
+
+
 def sse(**event: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), json.dumps(event).encode())
 
 
-async def test_one_event_of_three_megabytes_reaches_the_client_and_is_paid_once(vhost: Vhost) -> None:
+@pytest.mark.parametrize("is_here", [True, False], ids=["the worker is here", "elsewhere"])
+async def test_one_event_of_three_megabytes_reaches_the_client_and_is_paid_once(vhost: Vhost, is_here: bool) -> None:
     text = "x" * 3_000_000
     message: dict[str, Any] = {
         "type": "message",
@@ -180,7 +186,7 @@ async def test_one_event_of_three_megabytes_reaches_the_client_and_is_paid_once(
     async with (
         MaliciousProvider(lambda _: [head(body=stream, content_type="text/event-stream")]) as provider,
         serving(vhost, base_url=provider.base_url) as worker,
-        gate(worker) as url,
+        gate(worker, replies=replies_of(worker, is_here)) as url,
     ):
         status, _, found = await raw_post(url, body("large", stream=True))
 
@@ -190,8 +196,41 @@ async def test_one_event_of_three_megabytes_reaches_the_client_and_is_paid_once(
         assert len(provider.asked) == 1
 
 
-async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(vhost: Vhost) -> None:
-    async with serving(vhost) as worker, gate(worker) as url:
+@pytest.mark.parametrize("is_here", [True, False], ids=["the worker is here", "elsewhere"])
+async def test_a_client_that_reads_slowly_holds_nobody_up_and_its_call_ends(vhost: Vhost, is_here: bool) -> None:
+    delta = b'{"type":"text_delta","text":"%b"}' % (b"x" * 10_000)
+
+    def answer(asked: Asked) -> Iterator[Piece]:
+        return streamed(deltas(1200 if b"endless" in asked.body else 3, delta, at_once=10))
+
+    async with (
+        MaliciousProvider(answer) as provider,
+        serving(vhost, base_url=provider.base_url) as worker,
+        gate(worker, replies=replies_of(worker, is_here)) as url,
+        requester(vhost) as app,
+    ):
+        await app.read_events()
+        content = json.dumps(body("endless", stream=True)).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(url).port, limit=1024)
+        size = f"content-length: {len(content)}"
+        writer.write(f"POST /v1/messages HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\n{size}\r\n".encode())
+        writer.write(b"content-type: application/json\r\n\r\n" + content)
+        said = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert " 200 " in said, said + str(await reader.read(300))
+        id = said.partition("request-id: ")[2].split()[0]
+        for _ in range(3):
+            await reader.read(1)
+            async with asyncio.timeout(20):
+                assert types(await events(url, body("quick", stream=True)))[-1] == "message_stop"
+        await until(lambda: {"completed", "cancelled"} & {*app.events_of(id)})
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["the worker is here", "elsewhere"])
+async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_client_tries_again(
+    vhost: Vhost, is_here: bool
+) -> None:
+    async with serving(vhost) as worker, gate(worker, replies=replies_of(worker, is_here)) as url:
         found = await events(url, body("[[fault: cut x1]] a longer story in many pieces", stream=True))
 
         assert types(found)[0] == "message_start"
@@ -214,8 +253,9 @@ async def test_a_lost_connection_is_not_noticed_before_the_first_piece(vhost: Vh
         assert len(worker.calls("held")) == 1
 
 
-async def test_a_connection_lost_in_the_middle_ends_the_stream_and_its_call(vhost: Vhost) -> None:
-    async with serving(vhost) as worker, gate(worker) as url:
+@pytest.mark.parametrize("is_here", [True, False], ids=["the worker is here", "elsewhere"])
+async def test_a_connection_lost_in_the_middle_ends_the_stream_and_its_call(vhost: Vhost, is_here: bool) -> None:
+    async with serving(vhost) as worker, gate(worker, replies=replies_of(worker, is_here)) as url:
         said = body(f"[[latency: 60s]] [[tokens: 50]] broken {'off ' * 50}", stream=True)
         async with aiohttp.ClientSession() as session, session.post(url + "/v1/messages", json=said) as got:
             await got.content.readuntil(b"content_block_delta")

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 import aiohttp
 from pydantic import SecretStr
 
+from consumers.replies import Replies
 from consumers.state import open_store
 from consumers.state.base import FollowedStore
 from lanekeeper import Client
@@ -36,12 +37,17 @@ class HasSettings(Protocol):
 
 
 @asynccontextmanager
-async def gate(worker: Settings | HasSettings, *, port: int = 0, **spec: Any) -> AsyncIterator[str]:
-    """Its URL. `port`: 0 is any free one; `spec`: settings of the gateway."""
+async def gate(
+    worker: Settings | HasSettings, *, port: int = 0, replies: Replies | None = None, **spec: Any
+) -> AsyncIterator[str]:
+    """Its URL. `port`: 0 is any free one; `replies`: of a worker that gives it the parts of streams without the broker,
+    as in `serve`; `spec`: settings of the gateway."""
     settings = worker if isinstance(worker, Settings) else worker.settings
     made = settings.model_copy(update={"gateway": GatewaySettings(port=port, **spec)})
     async with client_for(made) as client, opened(made) as store:
         routes = Gateway(made, client, store)
+        if replies is not None and client.amqp is not None:
+            replies.here = client.amqp.direct
         async with Server(routes.reasons, host=made.gateway.host, port=port, paths=routes) as server:
             yield server.url
 
