@@ -64,8 +64,6 @@ class Served:
     pids: Mapping[str, int] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
-    reader_counts: bool = False
-    """Whether the reader is our client, whose CPU time is a figure too."""
 
 
 Serving = Callable[[], AbstractAsyncContextManager[Served]]
@@ -103,7 +101,7 @@ async def over_amqp(on: Stage, url: str) -> AsyncIterator[Served]:
     worker = worker_of(ROOT, "normal")
     await on.reset(worker)
     async with on.workers(worker, slots=550, base_url=url) as (pid,):
-        yield Served(on.amqp_url, {"consume": pid}, environ=on.environment(worker), reader_counts=True)
+        yield Served(on.amqp_url, {"consume": pid}, environ=on.environment(worker))
 
 
 @asynccontextmanager
@@ -141,10 +139,15 @@ def broker_pid(amqp_url: str) -> int | None:
 
 
 async def measured(served: Served, given: Load, seconds: float, broker: int | None) -> dict[str, float]:
-    """Read the streams; CPU is counted in the middle of them, when all have begun and none has ended."""
-    events = int(given.rate * seconds)
+    """Read the streams. CPU is counted from when all have begun until all have ended."""
+    count_at, events = time.monotonic() + 0.4 * seconds, int(given.rate * seconds)
     reading = Reading(
-        url=served.url, headers=dict(served.headers), streams=given.streams, rate=given.rate, events=events
+        url=served.url,
+        headers=dict(served.headers),
+        streams=given.streams,
+        rate=given.rate,
+        events=events,
+        count_at=count_at,
     )
     pids = {**served.pids, **({} if broker is None else {"broker": broker})}
     before_mib = sum(map(resident_mib, served.pids.values()))
@@ -155,15 +158,12 @@ async def measured(served: Served, given: Load, seconds: float, broker: int | No
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        if served.reader_counts:
-            pids["client"] = made.pid
-        await asyncio.sleep(seconds * 0.4)
-        began, began_s = {name: cpu_s(pid) for name, pid in pids.items()}, time.monotonic()
-        await asyncio.sleep(seconds * 0.5)
-        sent = given.streams * given.rate * (time.monotonic() - began_s)
-        used = {f"{name}_us": 1e6 * (cpu_s(pid) - began[name]) / sent for name, pid in pids.items()}
+        await asyncio.sleep(count_at - time.monotonic())
+        began_s = {name: cpu_s(pid) for name, pid in pids.items()}
+        await asyncio.sleep(0.4 * seconds)
         most_mib = sum(map(resident_mib, served.pids.values()))
         output, errors = await made.communicate()
+        ended_s = {name: cpu_s(pid) for name, pid in pids.items()}
     finally:
         if made.returncode is None:
             made.kill()
@@ -171,9 +171,11 @@ async def measured(served: Served, given: Load, seconds: float, broker: int | No
     if made.returncode or not printed:
         raise Spoiled(errors.decode()[-1500:])
     found = json.loads(printed[0].removeprefix("READ "))
+    later = given.streams * events - found["early"]
+    used = {f"{name}_us": 1e6 * (ended_s[name] - before) / later for name, before in began_s.items()}
     return {
         **used,
-        "us": sum(value for name, value in used.items() if name not in ("broker_us", "client_us")),
+        "us": sum(value for name, value in used.items() if name != "broker_us"),
         "first_p50_ms": quantile(found["first_ms"], 0.5),
         "first_p99_ms": quantile(found["first_ms"], 0.99),
         "late_p50_ms": quantile(found["late_ms"], 0.5),
@@ -211,7 +213,7 @@ async def measure(options: argparse.Namespace) -> Results:
                 if options.only and name not in options.only.split(","):
                     continue
                 async with serving() as served:
-                    await measured(served, Load("warm", 10, 20), 2, None)
+                    await measured(served, Load("warm", 10, 20), 3, None)
                     for given in LOADS:
                         if options.load and given.name not in options.load.split(","):
                             continue

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 from urllib.parse import urlsplit
 
 import uvloop
@@ -114,12 +114,16 @@ class Reading:
     streams: int
     rate: int
     events: int
+    count_at: float
+    """The time (CLOCK_MONOTONIC) at which to note how many events have been read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
     """What was read. `first_ms`: from the call to the first event of content; `late_ms`: the last such event."""
 
+    early: int
+    """How many events had been read at the time `count_at`."""
     first_ms: list[float]
     late_ms: list[float]
 
@@ -127,7 +131,10 @@ class Read:
 class Noted:
     """What came of one stream."""
 
+    all: ClassVar[list["Noted"]] = []
+
     def __init__(self) -> None:
+        self.all.append(self)
         self.began_s = time.monotonic()
         self.first_s = self.late_s = 0.0
         self.count = 0
@@ -206,11 +213,18 @@ async def over_amqp(given: Reading) -> list[Noted]:
 
 
 async def read(given: Reading) -> None:
+    early: list[int] = []
+    asyncio.get_running_loop().call_later(
+        given.count_at - time.monotonic(), lambda: early.append(sum(each.count for each in Noted.all))
+    )
     noted = await (over_amqp if given.url.startswith("amqp") else over_http)(given)
     if lost := [each.count for each in noted if each.count != given.events]:
         raise SystemExit(f"lost: {len(lost)} of {given.streams} streams are not whole: {lost[:10]} of {given.events}")
     first_ms = [1000 * (each.first_s - each.began_s) for each in noted]
-    print("READ " + json.dumps(asdict(Read(first_ms=first_ms, late_ms=[1000 * each.late_s for each in noted]))))
+    print(
+        "READ "
+        + json.dumps(asdict(Read(early=early[0], first_ms=first_ms, late_ms=[1000 * each.late_s for each in noted])))
+    )
 
 
 async def provide(port: int) -> None:
