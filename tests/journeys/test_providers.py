@@ -13,11 +13,12 @@ from structlog.testing import capture_logs
 
 from consumers.state.base import DAY_S
 from service.gateway.server import Server
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.status import Status, look
 from service.worker.figures import sources
 from tests.journeys.test_gateway import body, post
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import gate
 from tests.support.malicious import Answering, Asked, MaliciousProvider, redirect, well
 from tests.support.requester import requester
@@ -28,12 +29,12 @@ DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 
 
 @pytest.fixture
-async def spare() -> AsyncIterator[SimulatedAPI]:
-    async with SimulatedAPI() as started:
+async def spare() -> AsyncIterator[FaultyAPI]:
+    async with FaultyAPI() as started:
         yield started
 
 
-def chain(spare: SimulatedAPI, **more: Any) -> dict[str, Any]:
+def chain(spare: FaultyAPI, **more: Any) -> dict[str, Any]:
     """A second provider, called when the first cannot answer."""
     return {"providers": {"spare": {"api_key": "sk-ant-spare", "base_url": spare.base_url, **more}}}
 
@@ -51,7 +52,7 @@ async def status(worker: RunningWorker) -> Status:
 
 
 async def test_while_the_first_provider_is_down_the_second_answers_and_afterwards_the_first_is_called_again(
-    vhost: Vhost, spare: SimulatedAPI
+    vhost: Vhost, spare: FaultyAPI
 ) -> None:
     with capture_logs() as logs:
         async with serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
@@ -104,7 +105,7 @@ async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards
 
 
 async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(
-    vhost: Vhost, spare: SimulatedAPI
+    vhost: Vhost, spare: FaultyAPI
 ) -> None:
     async with serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
         worker.api.configure(SimulatedOptions(faults={"cut": 1.0}))
@@ -200,7 +201,7 @@ async def test_while_a_key_is_refused_few_calls_are_made(vhost: Vhost) -> None:
             assert (await app.final(each)).status == "ok"
 
 
-async def test_the_next_provider_takes_over_at_once(vhost: Vhost, spare: SimulatedAPI) -> None:
+async def test_the_next_provider_takes_over_at_once(vhost: Vhost, spare: FaultyAPI) -> None:
     async with meeting(vhost, simulated=OTHER_KEY, **chain(spare)) as (worker, app, _):
         for n in range(20):
             reply = await app.ask({"prompt": f"job {n}"})
@@ -272,7 +273,7 @@ def calls_under_way(worker: RunningWorker) -> int:
 
 @pytest.mark.parametrize("url", ["https://{address}", "http://no-such-host.invalid"])
 async def test_where_tls_or_dns_fails_the_request_is_told_so_without_an_address(vhost: Vhost, url: str) -> None:
-    async with SimulatedAPI() as api:
+    async with FaultyAPI() as api:
         base_url = url.format(address=api.base_url.removeprefix("http://")) + "/s3cret"
         async with serving(vhost, base_url=base_url), requester(vhost) as app:
             reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 1500})

@@ -21,7 +21,7 @@ from service.gateway.calls import REFUSED_HEADERS
 from service.gateway.messages import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.server import ENDLESS
 from service.page.live import FILES
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import SETTINGS, Alone
 from tests.support.settings import load
 from topology.codec import decoding
@@ -162,7 +162,7 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
     )  # here, because its import takes as long as all fast tests of this file
 
     paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
-    async with SimulatedAPI() as api, Alone(provider=api.base_url) as made:
+    async with FaultyAPI() as api, Alone(provider=api.base_url) as made:
         assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)
 
 
