@@ -22,8 +22,8 @@ NO_LIMIT = 1_000_000_000
 def demo(settings: "Settings") -> None:
     """Show three promises kept: urgent first, nothing lost, a scarce budget spent in the right order.
 
-    It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
-    act kept its promise."""
+    It needs a broker (`./dev demo` starts one), runs simulated providers, and removes at the end what it declared.
+    The exit code is 0 only if every act kept its promise."""
     from service.demo import tell_story
     from service.telemetry import logs
 

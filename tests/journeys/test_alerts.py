@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from service.gateway.server import Server
 from service.metrics import Metrics, of_http
-from service.private_broker import LOOPBACK, PrivateBroker, free_ports
 from service.simulated.app import SimulatedOptions
 from service.simulated.faults import Fault, parse_fault
 from service.simulated.messages import Asked
@@ -31,6 +30,7 @@ from tests.support.defaults import store_url
 from tests.support.endpoint import Endpoint, endpoint
 from tests.support.engine import GUARD, see_that_it_is_installed
 from tests.support.faulty_api import FaultyAPI
+from tests.support.private_broker import LOOPBACK, PrivateBroker, free_ports
 from tests.support.processes import Running, environment, lanekeeper, run
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
