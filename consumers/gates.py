@@ -456,7 +456,8 @@ class CapsGate:
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
             text = f"{over}; the next {over.bound.per} begins in {wait_ms} ms, and {left_ms} ms are left"
-            return ended("deadline_exceeded", text)
+            fits = over.wanted <= over.bound.limit
+            return ended("deadline_exceeded", text, retry_after_ms=wait_ms if fits else None)
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
 
