@@ -389,7 +389,7 @@ async def test_only_operators_may_probe(vhost: Vhost) -> None:
         async with http.post(f"{url}/v1/providers/anthropic/probe") as got:
             assert (got.status, got.headers["x-should-retry"]) == (503, "false")
             assert "LANEKEEPER_CONTROL__OPERATORS" in (await got.json())["detail"]
-        assert worker.api.calls == []
+        assert not worker.api.calls
 
 
 async def test_after_a_rate_limit_with_a_long_retry_after_what_is_refused_says_when_to_come_back(vhost: Vhost) -> None:
