@@ -56,8 +56,21 @@ class StoreSpec:
     redis_tls: Mapping[str, str] = field(default_factory=dict)
     """Arguments of redis-py for a `rediss://` URL, such as `ssl_ca_certs`."""
 
+    @property
+    def keep_ms(self) -> int:
+        return round(1000 * self.keep_s)
+
+    @property
+    def cancelled_ms(self) -> int:
+        return round(1000 * self.cancelled_s)
+
+    @property
+    def lease_ms(self) -> int:
+        return round(1000 * self.lease_s)
+
 
 DEFAULT = StoreSpec()
+DISPLACED_AT_MOST = 10
 
 # ---- claims and results ----------------------------------------------------------------------------------------------
 
