@@ -6,7 +6,7 @@ import asyncio
 import sqlite3
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from typing_extensions import override
 
@@ -14,9 +14,10 @@ from consumers.clock import now_ms
 from consumers.spending import DAY, Cap
 from consumers.state.base import DAY_S as DAY_S
 from consumers.state.base import Ending, Identity, Period, StoreSpec, StoreUnavailable, Taken, period_of
+from consumers.state.decisions import Times
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
-from consumers.state.sqlite.tables import Tables, Times
+from consumers.state.sqlite.tables import Tables
 
 T = TypeVar("T")
 LOGGED = {name: name for name in ("claim", "shelter", "release", "defer", "reserve", "debounce", "cancel")} | {
@@ -41,13 +42,14 @@ class MemoryStore(SqliteStore):
     def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.deserialize(_empty())
-        self._tables = Tables(connection, spec or StoreSpec())
+        self.spec = spec or StoreSpec()
+        self._tables = Tables(connection, self.spec)
         self.log = [] if log is None else log
         self.now_ms = 1_000_000
         self.failing: StoreUnavailable | None = None
 
     @override
-    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True, **_: Any) -> T:
+    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
         return operation(self._tables, self._at(LOGGED.get(name)))
 
     @override

@@ -174,12 +174,14 @@ class Writer:
             self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
+            tables.trust()
             at = Times(now=self.clock.since_boot_ms(), today=self.clock.since_1970_ms())
             done = [_done(tables, at, waiting) for waiting in group]
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
                 tables.connection.execute("ROLLBACK")
+            tables.distrust()
             raise
         return done
 

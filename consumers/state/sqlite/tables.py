@@ -18,12 +18,16 @@ from lanekeeper.contract.names import ATTEMPT
 T = TypeVar("T")
 COLUMNS: Final = Row._fields[:-1]
 """Those of the table `request`; the progress is in the table `followed`."""
+KNOWN_AT_MOST: Final = 10_000
+"""How many rows of held claims are kept in memory, so that they need not be read again."""
 _UNSEEN = "FROM request WHERE body_hash IS NULL AND noted = 0 AND due_ms IS NULL AND code = 'cancelled' AND tenant = ?"
 _READ = (
     f"SELECT {', '.join(f'r.{name}' for name in COLUMNS)}, f.body_hash, f.last, f.events, f.bytes FROM request r"
     " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id WHERE r.tenant = ? AND r.id = ?"
 )
-_INSERT = f"INSERT INTO request (tenant, id, {', '.join(COLUMNS)}) VALUES (?, ?{', ?' * len(COLUMNS)})"
+_INSERT = (
+    f"INSERT INTO request (tenant, id, {', '.join(COLUMNS)}) VALUES (?, ?{', ?' * len(COLUMNS)}) ON CONFLICT DO NOTHING"
+)
 _OF: Final = "WHERE tenant = ? AND id = ?"
 _DELETE: Final = f"DELETE FROM request {_OF}"
 _COUNT_UNSEEN = f"SELECT count(*) {_UNSEEN}"
@@ -154,9 +158,47 @@ class Tables:
         self.connection = connection
         self._execute = connection.execute
         self._spec = spec
+        self._known: dict[tuple[str, str], Row] = {}
+        self._version: int | None = None
 
-    def read(self, at: Times, identity: Identity) -> Row | None:
+    def trust(self) -> None:
+        """Called when a transaction begins: rows that this connection has written are as it knows them, unless another
+        one has written since."""
+        (version,) = self._execute("PRAGMA data_version").fetchone()
+        if version != self._version or len(self._known) > KNOWN_AT_MOST:
+            self._version = version
+            self._known.clear()
+
+    def distrust(self) -> None:
+        """Called when a transaction was rolled back."""
+        self._known.clear()
+
+    def change(self, at: Times, identity: Identity, decide: Callable[[Row | None, Times], Change[T]]) -> Change[T]:
         me = (identity.tenant, identity.id)
+        row = self._known.pop(me, None)
+        if row is not None and row.is_over(at):
+            row = None
+        change = decide(row, at)
+        new = change.row
+        # most requests are new: a row for one that turns out to be known is not inserted
+        if row is None and not (isinstance(new, Row) and self._execute(_INSERT, (*me, *new[:-1])).rowcount):
+            row = self._read(at, me)
+            change = decide(row, at)
+            new = change.row
+            if row is None and isinstance(new, Row):
+                self._execute(_INSERT, (*me, *new[:-1]))
+        if new is None:
+            self._execute(_DELETE, me)
+        elif new is not KEEP:
+            if row is not None:
+                self._update(me, row, new)
+            if change.entries and new.progress is not None:
+                self._go_on(me, new.progress, change)
+        if isinstance(left := row if new is KEEP else new, Row) and left.lease_ms:
+            self._known[me] = left
+        return change
+
+    def _read(self, at: Times, me: tuple[str, str]) -> Row | None:
         found = self._execute(_READ, me).fetchone()
         if found is None:
             return None
@@ -167,21 +209,10 @@ class Tables:
             return None
         return row
 
-    def change(self, at: Times, identity: Identity, decide: Callable[[Row | None, Times], Change[T]]) -> Change[T]:
-        me, row = (identity.tenant, identity.id), self.read(at, identity)
-        change = decide(row, at)
-        new = change.row
-        if new is None:
-            self._execute(_DELETE, me)
-        elif new is not KEEP:
-            if row is None:
-                self._execute(_INSERT, (*me, *new[:-1]))
-            elif changed := [each for each in zip(COLUMNS, new, row, strict=False) if each[1] != each[2]]:
-                names, values, _ = zip(*changed, strict=True)
-                self._execute(_update(*names), (*values, *me))
-            if change.entries and new.progress is not None:
-                self._go_on(me, new.progress, change)
-        return change
+    def _update(self, me: tuple[str, str], row: Row, new: Row) -> None:
+        if changed := [each for each in zip(COLUMNS, new, row, strict=False) if each[1] != each[2]]:
+            names, values, _ = zip(*changed, strict=True)
+            self._execute(_update(*names), (*values, *me))
 
     def _go_on(self, me: tuple[str, str], to: Progress, change: Change[T]) -> None:
         if change.forget == "event":
@@ -410,6 +441,7 @@ class Tables:
         return removed + self.remove(at, next_step(deque(map(Surplus._make, found)))) + self._expire_waiting(at)
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
+        self._known.clear()
         return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)
 
     def used_bytes(self) -> int:
