@@ -365,6 +365,17 @@ def append(row: Row | None, _: Times, part: Part, spec: StoreSpec) -> Change[Ref
     )
 
 
+# ---- allowances ------------------------------------------------------------------------------------------------------
+
+
+def take(used: float, freed: Sequence[float], amount: float, limit: float) -> base.Taken:
+    """`freed`: what was reserved and has ended, or gives its place to this. (In Redis, `shares.lua` decides the same in
+    one step, because many processes use one counter at the same time.)"""
+    left = max(0.0, used - sum(freed))
+    granted = left + amount <= limit
+    return base.Taken(granted=granted, used=left + amount if granted else left)
+
+
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 

@@ -367,6 +367,20 @@ async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
     assert ground.spending.totals()["lane"]["critical"] == Total(1, 2200, 0.02)
 
 
+async def test_what_a_killed_worker_held_gives_its_place_to_the_same_request_and_to_no_other() -> None:
+    ground = Ground(lanes={"critical": daily(requests=1)})
+    assert await ground.enter(ground.job(message_id="a")) is None
+    assert isinstance(await ground.enter(ground.job(message_id="b")), Deferred)
+    again = ground.job(message_id="a")
+    assert await ground.enter(again) is None
+    assert counted(ground.store) == {"cap lane critical requests": 1}
+
+    again.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE, cost_usd=0.02)
+    await ground.gate.leave(again, decoded(again), ANSWERED)
+    await ground.spending.finish(within_s=30)
+    assert counted(ground.store) == {"cap lane critical requests": 1}
+
+
 async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
     job = ground.job(user_id="shop")

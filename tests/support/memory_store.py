@@ -12,8 +12,18 @@ from typing_extensions import override
 
 from consumers.clock import now_ms
 from consumers.spending import DAY, Cap
+from consumers.state import decisions
 from consumers.state.base import DAY_S as DAY_S
-from consumers.state.base import Ending, Identity, Period, StoreSpec, StoreUnavailable, Taken, period_of
+from consumers.state.base import (
+    Ending,
+    Identity,
+    Period,
+    Reservation,
+    StoreSpec,
+    StoreUnavailable,
+    Taken,
+    period_of,
+)
 from consumers.state.decisions import Times
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
@@ -86,21 +96,35 @@ class MemoryAllowances:
     def __init__(self) -> None:
         self.used: dict[str, float] = {}
         self._numbers: dict[str, int] = {}
+        self._reserved: dict[tuple[str, str], tuple[str, float]] = {}
         self.is_away = False
         self.fails_at = 0
         """The number of the only call that raises StoreUnavailable; 0: none."""
         self.hangs = False
         self._calls = 0
 
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
+    async def take(
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
+    ) -> Taken:
         self._look()
         if self.hangs:
             await asyncio.Event().wait()
-        used = self._used_in(name, period)
-        granted = used + amount <= limit
-        if granted:
-            used = self.used[name] = used + amount
-        return Taken(granted=granted, used=used)
+        id = "" if reservation is None else reservation.id
+        freed = [self._reserved.pop((name, id), ("", 0.0))[1]]
+        taken = decisions.take(self._used_in(name, period), freed, amount, limit)
+        if taken.granted or freed[0]:
+            self.used[name] = taken.used
+        if taken.granted and reservation is not None:
+            self._reserved[name, id] = reservation.nonce, amount
+        return taken
+
+    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+        self._look()
+        nonce, amount = self._reserved.get((name, reservation.id), ("", 0.0))
+        if nonce == reservation.nonce:
+            del self._reserved[name, reservation.id]
+            self.used[name] = max(0.0, self._used_in(name, period) - amount)
+        self.used[name] = self._used_in(name, period) + used
 
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         self._look()

@@ -312,13 +312,25 @@ class RedisStore(Requests):
                 found[begin + at] = base.Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
         return found
 
-    async def take(self, name: str, amount: float, *, limit: float, period: base.Period) -> base.Taken:
-        keys = [self._allowance(name, period)]
-        granted, used = await self._run("take", keys, period.number, period.length_s * 1000, amount, limit)
+    async def take(
+        self,
+        name: str,
+        amount: float,
+        *,
+        limit: float,
+        period: base.Period,
+        reservation: base.Reservation | None = None,
+    ) -> base.Taken:
+        values = (period.number, period.length_s * 1000, amount, limit, *(reservation or ()))
+        granted, used = await self._run("take", self._allowance(name, period), *values)
         return base.Taken(granted=granted == 1, used=float(used))
 
+    async def settle(self, name: str, used: float, *, period: base.Period, reservation: base.Reservation) -> None:
+        values = (period.number, period.length_s * 1000, used, *reservation[:2])
+        await self._run("settle", self._allowance(name, period), *values)
+
     async def give_back(self, name: str, amount: float, *, period: base.Period) -> None:
-        keys = [self._allowance(name, period)]
+        keys = self._allowance(name, period)
         await self._run("give_back", keys, period.number, period.length_s * 1000, amount)
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
@@ -362,8 +374,9 @@ class RedisStore(Requests):
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._namespace}:{kind}:{quote(tenant, safe='')}"
 
-    def _allowance(self, name: str, period: base.Period) -> str:
-        return f"{self._namespace}:allowance:{period.length_s}:{name}"
+    def _allowance(self, name: str, period: base.Period) -> list[str]:
+        end = f"{period.length_s}:{name}"
+        return [f"{self._namespace}:{kind}:{end}" for kind in ("allowance", "reserved", "reserved-until")]
 
     @property
     def _pauses(self) -> list[str]:
@@ -454,7 +467,7 @@ def _swap(change: Change[Any], before: _Seen, after: _Seen) -> list[Argument]:
         return [expected, "" if change.row is KEEP else 0, 0, 0, 0, "", 0]
     row, old = change.row, before.row
     fields: list[Argument] = []
-    for name, new, kept in zip(FIELDS, after.values, before.values or repeat(b""), strict=False):
+    for name, new, kept in zip(FIELDS, after.values, before.values or repeat(None), strict=False):
         if new != kept:
             fields += (name, new)
     if row.body is not None and (old is None or row.body is not old.body):

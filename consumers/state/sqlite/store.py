@@ -371,6 +371,7 @@ class SqliteStore(Requests):
     enqueue = _in_writer(Tables.enqueue)
     dequeue = _in_writer(Tables.dequeue)
     take = _in_writer(Tables.take)
+    settle = _in_writer(Tables.settle)
     give_back = _in_writer(Tables.give_back)
     hold = _in_writer(Tables.hold)
     let_go = _in_writer(Tables.let_go)

@@ -7,9 +7,10 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from math import inf
 from typing import Final, TypeVar
 
-from consumers.state import base
+from consumers.state import base, decisions
 from consumers.state.base import Fingerprint, Firing, Identity, Pause, Submission, WaitingLimit
 from consumers.state.decisions import KEEP, Change, Progress, Row, Times, as_json
 from consumers.state.shedding import LOW_WATER, STEP_ROWS, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
@@ -61,6 +62,15 @@ KEPT_AFTER_MS = 86_400_000
 """How long what was used in a period is kept after its end, in case the calendar time is set back into it."""
 _USED_IN: Final = "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?"
 _SET_USED: Final = "INSERT OR REPLACE INTO allowance VALUES (?, ?, ?, ?, ?)"
+_OF_PERIOD: Final = "WHERE name = ? AND period_s = ? AND period = ?"
+_FREED: Final = f"DELETE FROM hold {_OF_PERIOD} AND (until_ms <= ? OR id = ?) RETURNING amount"
+_RESERVE: Final = "INSERT INTO hold (name, period_s, period, id, nonce, amount, until_ms) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SETTLE: Final = f"DELETE FROM hold {_OF_PERIOD} AND id = ? AND nonce = ? RETURNING amount"
+_ENDED: Final = (
+    f"DELETE FROM hold WHERE (name, period_s, period, id) IN (SELECT name, period_s, period, id FROM hold"
+    f" WHERE until_ms <= ? LIMIT {STEP_ROWS}) RETURNING amount, name, period_s, period"
+)
+_FREE: Final = f"UPDATE allowance SET used = max(0, used - ?) {_OF_PERIOD}"
 _EXPIRED_ALLOWANCES: Final = (
     "DELETE FROM allowance WHERE (name, period_s, period) IN "
     f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})"
@@ -264,16 +274,38 @@ class Tables:
 
     # ---- counters and pauses -----------------------------------------------------------------------------------------
 
-    def take(self, at: Times, name: str, amount: float, *, limit: float, period: base.Period) -> base.Taken:
-        used = self._used_in(name, period)
-        if granted := used + amount <= limit:
-            used += amount
-            self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
-        return base.Taken(granted=granted, used=used)
+    def take(
+        self,
+        at: Times,
+        name: str,
+        amount: float,
+        *,
+        limit: float,
+        period: base.Period,
+        reservation: base.Reservation | None = None,
+    ) -> base.Taken:
+        own = None if reservation is None else reservation.id
+        ended = self._execute(_FREED, (name, period.length_s, period.number, at.today, own)).fetchall()
+        before = self._used_in(name, period)
+        taken = decisions.take(before, [held for (held,) in ended], amount, limit)
+        if taken.granted or taken.used != before:
+            self._set_used(name, period, taken.used)
+        if reservation is not None and taken.granted:
+            self._execute(
+                _RESERVE, (name, period.length_s, period.number, *reservation[:2], amount, reservation.until_ms)
+            )
+        return taken
+
+    def settle(self, _: Times, name: str, used: float, *, period: base.Period, reservation: base.Reservation) -> None:
+        held = self._execute(_SETTLE, (name, period.length_s, period.number, *reservation[:2])).fetchall()
+        before = self._used_in(name, period)
+        self._set_used(name, period, decisions.take(before, [amount for (amount,) in held], used, inf).used)
 
     def give_back(self, at: Times, name: str, amount: float, *, period: base.Period) -> None:
         # not below 0: the amount may have been taken in the period before
-        used = max(0.0, self._used_in(name, period) - amount)
+        self._set_used(name, period, max(0.0, self._used_in(name, period) - amount))
+
+    def _set_used(self, name: str, period: base.Period, used: float) -> None:
         self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
 
     def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> bool:
@@ -438,6 +470,9 @@ class Tables:
             ("DELETE FROM enqueued WHERE until_ms <= ?", at.today),
         )
         removed = sum(self._execute(statement, (value,)).rowcount for statement, value in others)
+        ended = self._execute(_ENDED, (at.today,)).fetchall()
+        self.connection.executemany(_FREE, ended)
+        removed += len(ended)
         return removed + self.remove(at, next_step(deque(map(Surplus._make, found)))) + self._expire_waiting(at)
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
