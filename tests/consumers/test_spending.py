@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -480,7 +481,7 @@ async def test_over_a_cap_a_request_waits_for_the_next_day_or_nearly_to_its_dead
 
 async def test_if_running_calls_hold_the_rest_of_a_cap_a_request_waits_for_them_and_not_for_the_next_day() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    await ground.enter(ground.job())
+    await ground.enter(ground.job(message_id="another"))
 
     soon = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS}))
     later = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS - 100_000, n.DEADLINE_MS: 3_600_000}))
@@ -619,7 +620,7 @@ def batched(**held: Any) -> dict[str, Any]:
 
 async def gathered(ground: Ground) -> dict[str, Any]:
     """Lets a request into a batch. Returns the headers with which it comes back."""
-    job = ground.job()
+    job = ground.job(message_id=token_hex(4))
     assert await ground.enter(job) is None
     job.batch = BatchHop()
     await ground.gate.leave(job, decoded(job), Batched(params=b""))

@@ -6,6 +6,10 @@ local FIELDS = {
   'token', 'hash', 'mark', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'nonce', 'deaths', 'due',
   'status', 'code', 'headers', 'ended',
 }
+local NEW = {'body', ''}
+for _, name in ipairs(FIELDS) do
+  NEW[#NEW + 1], NEW[#NEW + 2] = name, ''
+end
 local PROGRESS = {'hash', 'last', 'events', 'bytes'}
 local function read(request, followed)
   local values = redis.call('HMGET', request, unpack(FIELDS))
@@ -50,6 +54,7 @@ function run.swap(at, stale_ms, with_body)
     elseif keep_ms == '0' then
       redis.call('DEL', request, followed, entries)
     else
+      if #found == 0 then redis.call('HSET', request, unpack(NEW)) end
       if fields > 0 then redis.call('HSET', request, unpack(ARGV, from, from + fields - 1)) end
       if progress > 0 then
         if forget == 'all' then redis.call('DEL', followed) end

@@ -467,7 +467,7 @@ def _swap(change: Change[Any], before: _Seen, after: _Seen) -> list[Argument]:
         return [expected, "" if change.row is KEEP else 0, 0, 0, 0, "", 0]
     row, old = change.row, before.row
     fields: list[Argument] = []
-    for name, new, kept in zip(FIELDS, after.values, before.values or repeat(None), strict=False):
+    for name, new, kept in zip(FIELDS, after.values, before.values or repeat(b""), strict=False):
         if new != kept:
             fields += (name, new)
     if row.body is not None and (old is None or row.body is not old.body):
