@@ -54,7 +54,7 @@ function run.swap(at, stale_ms, with_body)
     elseif keep_ms == '0' then
       redis.call('DEL', request, followed, entries)
     else
-      if #found == 0 then redis.call('HSET', request, unpack(NEW)) end
+      if #found == 0 and fields > 0 then redis.call('HSET', request, unpack(NEW)) end
       if fields > 0 then redis.call('HSET', request, unpack(ARGV, from, from + fields - 1)) end
       if progress > 0 then
         if forget == 'all' then redis.call('DEL', followed) end
