@@ -22,7 +22,7 @@ from benchmarks.harness.processes import broker, clean_environ, cpu_s, process, 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
-from service.private_broker import free_ports
+from tests.support.private_broker import free_ports
 from topology.broker.consume import Inbox
 
 NAMESPACE = "bench-batches"

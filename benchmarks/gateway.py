@@ -32,7 +32,7 @@ from benchmarks.harness.report import OURS, PAGE, Aim, Measured, ratio, value
 from benchmarks.harness.requesters import Http
 from benchmarks.harness.results import Median, Results, load, quantile
 from benchmarks.harness.stage import Stage, stage
-from service.private_broker import LOOPBACK, free_ports
+from tests.support.private_broker import LOOPBACK, free_ports
 
 COMMAND = "./dev bench gateway"
 PACKAGES = ("aiohttp", "anthropic", "uvloop")

@@ -18,7 +18,7 @@ import aiohttp
 
 from benchmarks.harness.load import MODEL
 from benchmarks.harness.processes import START_WITHIN_S, process
-from service.private_broker import LOOPBACK, free_ports
+from tests.support.private_broker import LOOPBACK, free_ports
 
 PROGRAM = Path(".cache/litellm/bin/litellm")
 WHY_NOT = f"LiteLLM: no {PROGRAM}; benchmarks/litellm.py says how to install it"

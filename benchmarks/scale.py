@@ -35,8 +35,8 @@ from benchmarks.harness.results import Results
 from benchmarks.harness.stage import MOST, Spoiled, Stage, stage
 from benchmarks.scenarios import Figures
 from lanekeeper.contract.names import Names
-from service.private_broker import LOOPBACK, free_ports
 from tests.faults.nodes import Cluster, Node, cluster, docker, single
+from tests.support.private_broker import LOOPBACK, free_ports
 
 COMMAND = "./dev bench scale"
 PAGE, FOLDER = ROOT / "docs/scale.md", ROOT / "benchmarks/results/scale"

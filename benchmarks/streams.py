@@ -35,7 +35,7 @@ from benchmarks.harness.report import OURS, PAGE, Aim, Measured, value
 from benchmarks.harness.results import Median, Results, load, quantile
 from benchmarks.harness.stage import Spoiled, Stage, stage
 from benchmarks.harness.streaming import Reading
-from service.private_broker import LOOPBACK, free_ports
+from tests.support.private_broker import LOOPBACK, free_ports
 
 COMMAND = "./dev bench streams"
 PACKAGES = ("aiohttp", "anthropic", "uvloop")

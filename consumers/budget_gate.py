@@ -1,6 +1,7 @@
 """The last check before a call: the provider's budget (requests and tokens a minute), and a place to wait for it."""
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -232,6 +233,7 @@ class BudgetGate:
             f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
             f"(waiting for {wait.reason} of {route.account}), its call may take "
             f"{round(1000 * self._run_s(job, request, route))} ms, and {max(0, left_ms)} ms are left{job.last_failure}",
+            retry_after_ms=math.ceil(1000 * wait.least_s) or None,
         )
 
     async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:

@@ -1,5 +1,6 @@
 """Answers control messages, with which clients cancel a request or fetch its result, and operators pause and resume
-(docs/contract.md, "Control"). Every worker answers `status`, from a queue of its own (service/worker/running.py).
+(docs/contract.md, "Control"). Every worker answers `status` and `probe`, from a queue of its own
+(service/worker/running.py).
 
 The routing key and the property `type` of a message both name the command. The brake's commands (`pause`, `resume`,
 `pauses`) are accepted only from users in the setting `control.operators`, because a client that may cancel its own
@@ -53,7 +54,7 @@ from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, 
 from topology.broker.notices import Notices
 
 MESSAGE_BYTES = 4096
-KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, *n.WEBHOOK_COMMANDS, n.STATUS_KEY)
+KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, *n.WEBHOOK_COMMANDS, *n.ASKED_OF_ALL)
 SHOWN = 80
 BEHIND = "cancellations are waiting to be recorded"
 LOOK_EVERY_S = 0.05
@@ -79,13 +80,13 @@ class Command:
 
 
 def read_command(message: Message, *, speakers: Collection[str], needs_user_id: bool) -> Command | None:
-    """Return the command of a control message; None if the message asks for a worker's status. Raises RequestProblem if
-    the message is invalid.
+    """Return the command of a control message; None if all workers answer it (`status`, `probe`), from queues of their
+    own. Raises RequestProblem if the message is invalid.
 
     `speakers`: the users that may act for other tenants, and so may name one in the body.
     """
     kind = kind_of(message)
-    if kind == n.STATUS_KEY:
+    if kind in n.ASKED_OF_ALL:
         return None
     if needs_user_id and not message.user_id:
         raise user_id_missing()

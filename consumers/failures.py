@@ -20,7 +20,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from enum import Enum, auto
 from typing import Final, assert_never
@@ -357,7 +357,8 @@ def decide(
             f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
             f"{max(0, left_ms)} ms are left",
             brief=f"after attempt {attempts}: {error.brief}",
-            provider=None if failure is None else replace(failure, retry_after_ms=delay_ms),
+            provider=failure,
+            retry_after_ms=None if failure is None else delay_ms,
         )
     return Retried(delay_ms=delay_ms, error=error.detail, brief=error.brief)
 

@@ -318,6 +318,8 @@ SPREAD_MS = 60_000
 """If a cap is used up, requests are deferred to the next day, week or month, and come back at random times within this
 time after its beginning."""
 TAKE_WITHIN_S = 10.0
+HELD_AFTER_MS = 60_000
+"""What is held for a request against caps ends so long after its deadline if its worker has died: clocks differ."""
 STORE_AWAY_MS = 1000
 SOON_MS = 2000
 SOON_AT_MOST_MS = 60_000
@@ -373,7 +375,7 @@ class CapsGate:
         try:
             wanted = self._spent(most, route.model, route.name)
             async with asyncio.timeout(TAKE_WITHIN_S):
-                found = await self.spending.take(bounds, wanted, publish=partial(self.publish, job))
+                found = await self._take(job, decoded, bounds, wanted)
         except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store")
         if isinstance(found, Over):
@@ -435,6 +437,13 @@ class CapsGate:
     def _bounds(self, job: Job, request: Request) -> tuple[Bound, ...]:
         return self.spending.bounds(job.lane_name, job.identity.tenant, key=request.key, user=request.user)
 
+    async def _take(self, job: Job, decoded: Decoded, bounds: tuple[Bound, ...], wanted: Spent) -> Hold | Over:
+        publish = partial(self.publish, job)
+        if decoded.lane.batches.enabled:  # what is held may go on with its message, for longer than any call
+            return await self.spending.take(bounds, wanted, publish=publish)
+        whose, until_ms = f"{job.identity.tenant}/{job.identity.id}", decoded.request.deadline_ms + HELD_AFTER_MS
+        return await self.spending.take(bounds, wanted, publish=publish, whose=whose, until_ms=until_ms)
+
     def _counted(self, job: Job, batch: BatchHop, bounds: tuple[Bound, ...]) -> Hold:
         """What was counted on the day that ended, or will end, at `held_until_ms`."""
         return Hold(bounds, Spent(*batch.held), batch.held_until_ms - 1)
@@ -456,7 +465,8 @@ class CapsGate:
         wait_ms = round(1000 * over.resets_in_s)
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
             text = f"{over}; the next {over.bound.per} begins in {wait_ms} ms, and {left_ms} ms are left"
-            return ended("deadline_exceeded", text)
+            fits = over.wanted <= over.bound.limit
+            return ended("deadline_exceeded", text, retry_after_ms=wait_ms if fits else None)
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
 

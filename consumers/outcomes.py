@@ -131,9 +131,12 @@ def ended(
     status: int | None = None,
     brief: str | None = None,
     provider: ProviderFailure | None = None,
+    retry_after_ms: int | None = None,
 ) -> Refused | DeadLettered:
     """The outcome of a request that ends with the error `code`."""
-    return ended_by(RequestProblem(code, detail, status=status, brief=brief, provider=provider))
+    return ended_by(
+        RequestProblem(code, detail, status=status, brief=brief, provider=provider, retry_after_ms=retry_after_ms)
+    )
 
 
 def stopped_by(why: Stop, *, doing: str) -> Superseded | Deferred:

@@ -8,22 +8,23 @@ enough to wait for them. The totals are counted in memory, for this process alon
 
 Adding and correcting run in tasks of their own. So what is held for a cancelled request is given back, and an answer
 does not wait for the correction, and is not lost if the correction fails. A correction is tried again while the store
-is unavailable: without it, what was held would stay counted until the period ends, which may be a month."""
+is unavailable. What a process held that died is given back when its request takes again, or has surely ended."""
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import inf
+from secrets import token_hex
 from typing import NamedTuple, TypeVar
 
 from cachetools import LRUCache
 
 from consumers.background import Background
 from consumers.clock import NowMs, now_ms
-from consumers.state.base import DAY_S, Allowances, Period, StoreUnavailable, period_of
+from consumers.state.base import DAY_S, Allowances, Period, Reservation, StoreUnavailable, period_of
 from lanekeeper.telemetry import logs, signals
 
 LEVELS = (50, 80, 100)
@@ -150,6 +151,8 @@ class Hold:
     bounds: tuple[Bound, ...]
     spent: Spent
     at_ms: int = 0
+    reservation: Reservation | None = None
+    """None: it counts until it is corrected."""
 
 
 class Spending:
@@ -187,8 +190,13 @@ class Spending:
             if (limit := getattr(cap, what)) is not None
         )
 
-    async def take(self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish) -> Hold | Over:
-        taking = self._take(bounds, spent, publish)
+    async def take(
+        self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish, whose: str = "", until_ms: int = 0
+    ) -> Hold | Over:
+        """`whose`, `until_ms`: the request, and when it has ended at the latest. If this process has died, what is held
+        is given back then, or when the request takes again. Without them it counts until it is corrected."""
+        hold = Hold((), spent, self._now_ms(), Reservation(whose, token_hex(4), until_ms) if whose else None)
+        taking = self._take(bounds, hold, publish)
         return await self._background.sheltered(taking, name="caps", if_left=self._give_back)
 
     def correct(self, hold: Hold, used: Spent, *, publish: Publish = _tell_nobody) -> None:
@@ -216,17 +224,17 @@ class Spending:
         now_ms = self._now_ms()
         return {bound: used if now_ms < ends_ms else 0.0 for bound, (used, ends_ms) in self._used.items()}
 
-    async def _take(self, bounds: tuple[Bound, ...], spent: Spent, publish: Publish) -> Hold | Over:
-        now_ms = self._now_ms()
-        hold = Hold((), spent, now_ms)
+    async def _take(self, bounds: tuple[Bound, ...], hold: Hold, publish: Publish) -> Hold | Over:
         try:
             for bound in bounds:
-                wanted, period = getattr(spent, bound.what), bound.period(now_ms)
-                taken = await self._allowances.take(bound.name, wanted, limit=bound.limit, period=period)
+                wanted, period = getattr(hold.spent, bound.what), bound.period(hold.at_ms)
+                taken = await self._allowances.take(
+                    bound.name, wanted, limit=bound.limit, period=period, reservation=hold.reservation
+                )
                 if not taken.granted:
                     await self._correct(hold, Spent(), publish)
                     return await self._over(bound, wanted, period, publish)
-                hold = Hold((*hold.bounds, bound), spent, now_ms)
+                hold = replace(hold, bounds=(*hold.bounds, bound))
         except StoreUnavailable:
             self.correct(hold, Spent(), publish=publish)
             raise
@@ -249,7 +257,10 @@ class Spending:
                 continue
             until_s = began_s + min(CORRECT_WITHIN_S, (period.ends_ms - now_ms) / 1000)
             try:
-                if held != spent:
+                if hold.reservation is not None:
+                    settling = partial(allowances.settle, bound.name, spent, reservation=hold.reservation)
+                    await _until(until_s, partial(settling, period=period))
+                elif held != spent:
                     await _until(until_s, partial(allowances.give_back, bound.name, held - spent, period=period))
                 if spent:
                     adding = partial(allowances.take, f"spent {bound.name}", spent, limit=inf, period=period)

@@ -28,6 +28,7 @@ class Problem(RequestProblem):
             detail if known == code else f"{code}: {detail}",
             status=_int(document.get("status")),
             provider=ProviderFailure.of(document),
+            retry_after_ms=_int(document.get("retry_after_ms")),
         )
         self.fields = document
 

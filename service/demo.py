@@ -26,8 +26,7 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Final
 from lanekeeper.telemetry import signals
-from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings, simulating, with_broker
-from service.private_broker import private_broker
+from service.config.settings import BatchesSettings, BudgetSettings, CapsSettings, Settings, in_namespace, simulating
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.worker import running as worker
 from service.worker.assembly import Worker, assemble
@@ -96,18 +95,10 @@ async def tell_story(settings: Settings) -> bool:
     stage = Stage()
     _end_on_signals()
     async with AsyncExitStack() as stack:
-        url = settings.broker_url
-        if "amqp_url" not in settings.model_fields_set:
-            stage.say("starting a broker, which is removed at the end …", "dim")
-            url = (await stack.enter_async_context(private_broker(say=stage.say))).amqp_url
-        else:
-            stage.say(
-                f"using the broker at {settings.broker}, which LANEKEEPER_AMQP_URL, .env or lanekeeper.toml names"
-            )
+        stage.say(f"using the broker at {settings.broker}; what the demo declares on it is removed at the end")
         folder = stack.enter_context(TemporaryDirectory(prefix="lanekeeper-demo-"))
         store_url = f"sqlite:///{quote(folder)}/store.sqlite"
-        settings = with_broker(settings, url, namespace=f"demo-{secrets.token_hex(4)}", store_url=store_url)
-        settings = _for_demo(settings)
+        settings = in_namespace(_for_demo(settings), f"demo-{secrets.token_hex(4)}", store_url=store_url)
         api = await stack.enter_async_context(SimulatedAPI(SimulatedOptions(latency_ms=LATENCY_MS)))
         settings = simulating(settings, api.base_url)
         await _remove_topology_at_end(stack, settings)

@@ -30,8 +30,9 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.replies import Arrivals, DirectReplies
 from lanekeeper.contract.messages import Depth, Message
-from lanekeeper.contract.names import STATUS_KEY, Names
+from lanekeeper.contract.names import CONTROL, PROBE_KEY, STATUS_KEY, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, Unroutable
+from lanekeeper.replies import ControlRefused, NoReply
 from lanekeeper.telemetry.tracing import Tracing
 from topology import delays
 from topology.lanes import LaneSpec
@@ -40,6 +41,7 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 """What reading an answer that is not as expected may raise."""
 QUIET_S = 0.3
 LONGEST_S = 2.0
+PROBED_WITHIN_S = 50.0
 ADDED = (
     "running", "due_slots", "extra_slots", "waits_since_delivery", "answered", "failed", "retried", "buried",
     "throughput_per_min",
@@ -184,6 +186,54 @@ async def gather(connection: Connection, *, names: Names) -> list[Mapping[str, A
                     told = json.loads(answer.body)
                     answers.append(told if isinstance(told, dict) else {"lanes": None})  # `merge` names it
     return answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """How a provider stands after all workers were asked to probe it now. `state`: `called` (it was not paused),
+    `resumed` (its probes succeeded) or `paused` (one failed), `reason` and `error` then say why."""
+
+    provider: str
+    state: str
+    workers: Mapping[str, Mapping[str, str]]
+
+
+async def probe(connection: Connection, provider: str, *, names: Names, user: str) -> Probed | None:
+    """None if no worker has this provider. Raises ControlRefused if `user` is none of the workers' operators, NoReply,
+    BrokerError."""
+    question = Message(
+        body=json.dumps({PROBE_KEY: provider}).encode(),
+        content_type="application/json",
+        type=PROBE_KEY,
+        message_id=uuid.uuid4().hex,
+        user_id=user,
+        persistent=False,
+        expiration=str(round(1000 * LONGEST_S)),  # a copy goes to `lane.control`, and must not stay there
+    )
+    found: dict[str, Mapping[str, str]] = {}
+    refused: Mapping[str, Any] | None = None
+    with suppress(TimeoutError, Unroutable):
+        async with asked(connection, question, names) as arrived:
+            now_s = asyncio.get_running_loop().time
+            began_s = now_s()
+            while True:
+                is_probing = not found or any(each["state"] == "probing" for each in found.values())
+                end = began_s + (PROBED_WITHIN_S if found and is_probing else LONGEST_S)
+                answer = await arrived.next(end=end if is_probing else now_s() + QUIET_S)
+                told = json.loads(answer.body)
+                if answer.headers.get(CONTROL) == "error":  # or by a worker of a version that knows no probes
+                    refused = told
+                    continue
+                found[str(told["worker"])] = {
+                    name: str(told[name]) for name in told if name not in ("worker", "provider")
+                }
+    if not found:
+        if refused is not None:
+            raise ControlRefused(dict(refused))
+        raise NoReply(f"no worker answered within {LONGEST_S:g} s")
+    states = {each["state"] for each in found.values()}
+    worst = next((state for state in ("paused", "probing", "resumed", "called") if state in states), None)
+    return None if worst is None else Probed(provider=provider, state=worst, workers=found)
 
 
 def merge(

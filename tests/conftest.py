@@ -27,12 +27,12 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from service.private_broker import PrivateBroker, private_broker
 from tests.support import keeper
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.defaults import DELAY_LEVELS, stores
 from tests.support.engine import Unavailable
 from tests.support.examples import examples
+from tests.support.private_broker import PrivateBroker, private_broker
 from tests.support.with_broker import private_broker_beside
 from topology import delays
 

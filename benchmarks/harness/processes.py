@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from service.private_broker import LOOPBACK, free_ports, private_broker
+from tests.support.private_broker import LOOPBACK, free_ports, private_broker
 
 ROOT = Path(__file__).parents[2]
 START_WITHIN_S = 180.0

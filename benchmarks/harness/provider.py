@@ -24,7 +24,7 @@ import uvloop
 
 from benchmarks.harness.load import MODEL, read_mark
 from benchmarks.harness.processes import clean_environ, process
-from service.private_broker import LOOPBACK, free_ports
+from tests.support.private_broker import LOOPBACK, free_ports
 
 TEXT = "A lane is a queue with a pool of consumers of its own. " * 8
 LOOK_EVERY_S = 0.01

@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.harness.load import MODEL
 from benchmarks.harness.requesters import HEADERS
-from service.private_broker import LOOPBACK
+from tests.support.private_broker import LOOPBACK
 
 _WANTED: Final = re.compile(rb"rate=(\d+) events=(\d+)")
 _SENT: Final = re.compile(rb'"text":\s*"@([\d.]+) ')

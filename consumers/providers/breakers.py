@@ -201,6 +201,10 @@ class Pause:
     probed_s: float = -inf
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while a request waits for the provider."""
+    waiting: asyncio.Timeout | None = None
+    """The wait for the next probe."""
+    asking: list[asyncio.Future[bool]] = field(default_factory=list)
+    """Who wants to know how the next probe ends."""
 
     @property
     def next_s(self) -> float:
@@ -277,6 +281,17 @@ class Pauses:
         self._background.detached(self._until_well(name, pause), name=f"probe {name}")
         return Change("paused", fields)
 
+    async def probe_now(self, name: str) -> bool | None:
+        """Whether a paused provider can be called again, by a probe that begins now, or as soon as the one that runs
+        has failed; None: it is not paused."""
+        if (pause := self._pauses.get(name)) is None:
+            return None
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        pause.asking.append(told)
+        if pause.waiting is not None:
+            pause.waiting.reschedule(asyncio.get_running_loop().time())
+        return await told
+
     async def aclose(self) -> None:
         await self._background.finish(within_s=0)
 
@@ -291,24 +306,38 @@ class Pauses:
     async def _until_well(self, name: str, pause: Pause) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(pause.until_s):
-                    await pause.wanted.wait()
-                    await asyncio.sleep(pause.next_s - clock())
+            if not pause.asking:
+                await self._until_next_probe(pause)
+            asking, pause.asking = pause.asking, []
             pause.wanted.clear()
             pause.probed_s = clock()
             routes = dict.fromkeys((self.well.get(name, self._wanted[name]), self._wanted[name]))
-            if any([await self._is_well(route, by_call=pause.by_call) for route in routes]):
+            is_well = any([await self._is_well(route, by_call=pause.by_call, pause=pause) for route in routes])
+            for told in (*asking, *(pause.asking if is_well else ())):
+                if not told.done():  # else who asked has gone
+                    told.set_result(is_well)
+            if is_well:
                 break
             pause.every_s = min(PROBE_EVERY_S, 2 * pause.every_s)
             pause.until_s = clock() + pause.every_s
         self._past[name] = self._pauses.pop(name)
         log.warning(signals.PROVIDER_RESUMED, provider=name, paused_s=round(clock() - pause.since_s, 1))
 
-    async def _is_well(self, route: Route, *, by_call: bool) -> bool:
+    async def _until_next_probe(self, pause: Pause) -> None:
+        with suppress(TimeoutError):
+            try:
+                async with asyncio.timeout_at(pause.until_s) as pause.waiting:
+                    await pause.wanted.wait()
+                    await asyncio.sleep(pause.next_s - asyncio.get_running_loop().time())
+            finally:
+                pause.waiting = None
+
+    async def _is_well(self, route: Route, *, by_call: bool, pause: Pause | None = None) -> bool:
         try:
             await self._probe(route, by_call)
-        except AccountError:
+        except AccountError as error:
+            if pause is not None:  # perhaps another one by now
+                pause.reason, pause.error = error.reason, error.brief
             return False
         except ProviderError as failed:  # whatever else it refuses or fails at, it takes the key
             return failed.status != 0

@@ -56,8 +56,21 @@ class StoreSpec:
     redis_tls: Mapping[str, str] = field(default_factory=dict)
     """Arguments of redis-py for a `rediss://` URL, such as `ssl_ca_certs`."""
 
+    @property
+    def keep_ms(self) -> int:
+        return round(1000 * self.keep_s)
+
+    @property
+    def cancelled_ms(self) -> int:
+        return round(1000 * self.cancelled_s)
+
+    @property
+    def lease_ms(self) -> int:
+        return round(1000 * self.lease_s)
+
 
 DEFAULT = StoreSpec()
+DISPLACED_AT_MOST = 10
 
 # ---- claims and results ----------------------------------------------------------------------------------------------
 
@@ -248,6 +261,15 @@ class Period(NamedTuple):
     ends_ms: int
 
 
+class Reservation(NamedTuple):
+    """Of an amount that counts as used before it is: until when at most (ms since 1970). It is given back then, because
+    its process has died. A later reservation with the same id takes its place before; `nonce` tells both apart."""
+
+    id: str
+    nonce: str
+    until_ms: int
+
+
 def period_of(length_s: int, now_ms: int) -> Period:
     """The current one of the periods of this length, counted from 1970."""
     number = now_ms // (1000 * length_s)
@@ -417,8 +439,14 @@ class Allowances(Protocol):
     """Counts how much of something (such as a tenant's dollars) was used in a period (such as a day), and refuses more
     than a limit."""
 
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
-        """Count `amount` as used if the sum in this period stays within `limit`; otherwise count nothing."""
+    async def take(
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
+    ) -> Taken:
+        """Count `amount` as used if the sum in this period stays within `limit`; otherwise count nothing. With a
+        reservation it counts until that is settled or ends."""
+
+    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+        """Count `used` instead of what was reserved."""
 
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         """Subtract an amount that was not used. A negative amount is added, even beyond the limit."""

@@ -224,7 +224,10 @@ PAUSES_KEY = "pauses"
 BRAKE_KEYS = (PAUSE_KEY, RESUME_KEY, PAUSES_KEY)
 """For operators alone (docs/brake.md). One worker answers each."""
 STATUS_KEY = "status"
-"""Every worker binds a queue of its own with this key, and answers."""
+PROBE_KEY = "probe"
+"""For operators alone: probe a paused provider now."""
+ASKED_OF_ALL = (STATUS_KEY, PROBE_KEY)
+"""Every worker binds a queue of its own with these keys, and answers."""
 WEBHOOKS_KEY = "webhooks"
 REDELIVER_KEY = "redeliver"
 TICKETS_KEY = "tickets"

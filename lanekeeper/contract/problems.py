@@ -194,7 +194,6 @@ class ProviderFailure:
             "provider_type": self.type,
             "provider_error": self.error,
             "provider_request_id": self.request_id,
-            "retry_after_ms": self.retry_after_ms,
         }
         return {name: value for name, value in found.items() if value not in (None, "")}  # type: ignore[misc]
 
@@ -225,7 +224,8 @@ _QUOTES = re.compile(r"[:;,'\"(`]")
 
 class RequestProblem(LanekeeperError):
     """A request's final error. `detail` may quote the request's content; `brief` is it without, for logs. `provider`:
-    what the provider answered, if that is why the request ended."""
+    what the provider answered, if that is why the request ended. `retry_after_ms`: when another request may be
+    answered, if that is known; by default what the provider said."""
 
     def __init__(
         self,
@@ -235,9 +235,13 @@ class RequestProblem(LanekeeperError):
         status: int | None = None,
         brief: str | None = None,
         provider: ProviderFailure | None = None,
+        retry_after_ms: int | None = None,
     ) -> None:
         self.type = PROBLEMS[code]
         self.provider = provider
+        if retry_after_ms is None and provider is not None:
+            retry_after_ms = provider.retry_after_ms
+        self.retry_after_ms = retry_after_ms
         detail = encodable(detail)
         self.detail = detail if len(detail) <= DETAIL_CHARACTERS else f"{detail[: DETAIL_CHARACTERS - 1]}…"
         self.status = self.type.status if status is None else status
@@ -265,6 +269,7 @@ class RequestProblem(LanekeeperError):
                 "attempts": attempts,
                 "retryable": self.type.retryable,
                 **({} if self.provider is None else self.provider.members),
+                **({} if self.retry_after_ms is None else {"retry_after_ms": self.retry_after_ms}),
                 **({} if trace is None else {"trace": trace}),
             },
             ensure_ascii=False,

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeAlias
 from opentelemetry import baggage, context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context
+from opentelemetry.propagators.textmap import Getter
 from opentelemetry.trace import (
     INVALID_SPAN,
     INVALID_SPAN_CONTEXT,
@@ -33,15 +34,14 @@ from opentelemetry.trace import (
     SpanKind,
     Status,
     StatusCode,
-    TraceFlags,
     Tracer,
     TracerProvider,
-    TraceState,
 )
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from lanekeeper.contract.identity import is_word, shown
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import BAGGAGE, TRACE_CONTEXT, TRACEPARENT, TRACESTATE
+from lanekeeper.contract.names import BAGGAGE, TRACE_CONTEXT, TRACEPARENT
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.telemetry import signals
 
@@ -51,24 +51,12 @@ _ERROR: Final = Status(StatusCode.ERROR)
 LINKS: Final = 100
 _MODEL_MAXIMUM: Final = 128
 """The requester chooses the name."""
-# A header `traceparent` of version 00 has exactly 55 characters. That of a later version may continue after another
-# dash; its first 55 characters are read like those of version 00.
-_TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
-_TRACEPARENT_LENGTH: Final = 55
-_TRACEPARENT_MAXIMUM: Final = 128
-_TRACESTATE_MAXIMUM: Final = 512
-_TRACESTATE_MEMBERS: Final = 32
-_TRACESTATE_MEMBER: Final = re.compile(
-    r"([a-z][a-z0-9_\-*/]{0,255}|[a-z0-9][a-z0-9_\-*/]{0,240}@[a-z][a-z0-9_\-*/]{0,13})"
-    r"=([\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])"
-)
+_TRACE_CONTEXT: Final = TraceContextTextMapPropagator()
+_TEXT_MAXIMUM: Final = 512
 _BAGGAGE: Final = re.compile(r"[\x20-\x7e]+")  # not parsed, so that it is passed on unchanged
 _BAGGAGE_MAXIMUM: Final = 8192
 _BAGGAGE_MEMBERS: Final = 180
-_KNOWN_FLAGS: Final = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 _CARRIED_BAGGAGE: Final = "lanekeeper-baggage"
-_FLAGS: Final = tuple(TraceFlags(flags) for flags in range(_KNOWN_FLAGS + 1))
-_NO_STATE: Final = TraceState()
 _OWN_BAGGAGE: Final = W3CBaggagePropagator()
 
 
@@ -367,21 +355,26 @@ def error_type(error: BaseException) -> str:
 # ---- W3C trace context in headers ------------------------------------------------------------------------------------
 
 
+class _Headers(Getter[Mapping[str, Any]]):
+    """Of a message that anybody may have written: short ASCII text, or nothing."""
+
+    def get(self, carrier: Mapping[str, Any], key: str) -> list[str] | None:
+        text = _ascii(carrier.get(key), maximum=_TEXT_MAXIMUM)
+        return None if text is None else [text]
+
+    def keys(self, carrier: Mapping[str, Any]) -> list[str]:
+        return list(carrier)
+
+
+_HEADERS: Final = _Headers()
+
+
 def context_in(headers: Mapping[str, Any]) -> SpanContext | None:
     """The W3C trace context in a message's headers; None if there is none, or an invalid one. Never raises."""
-    text = _ascii(headers.get(TRACEPARENT), maximum=_TRACEPARENT_MAXIMUM)
-    if text is None or (found := _TRACEPARENT.match(text)) is None:
+    if TRACEPARENT not in headers:
         return None
-    if len(text) != _TRACEPARENT_LENGTH and (text.startswith("00") or text[_TRACEPARENT_LENGTH] != "-"):
-        return None
-    trace_id, span_id, flags = found.groups()
-    return SpanContext(
-        int(trace_id, 16),
-        int(span_id, 16),
-        is_remote=True,
-        trace_flags=_FLAGS[int(flags, 16) & _KNOWN_FLAGS],
-        trace_state=_state(headers.get(TRACESTATE)) if TRACESTATE in headers else _NO_STATE,
-    )
+    found = trace.get_current_span(_TRACE_CONTEXT.extract(headers, Context(), _HEADERS)).get_span_context()
+    return found if found.is_valid else None
 
 
 def trace_id_of(span: Span, headers: Mapping[str, Any]) -> str | None:
@@ -410,9 +403,7 @@ def headers_with(headers: Mapping[str, Any], span: SpanContext) -> dict[str, Any
     """A copy with the context of `span` and the current baggage, or if there is none, the valid one of the headers."""
     out = {name: value for name, value in headers.items() if name not in TRACE_CONTEXT}
     if span.is_valid:
-        out[TRACEPARENT] = traceparent_of(span)
-        if span.trace_state:
-            out[TRACESTATE] = span.trace_state.to_header()
+        _TRACE_CONTEXT.inject(out, trace.set_span_in_context(NonRecordingSpan(span), Context()))
     current = context.get_current()
     if baggage.get_all(current):
         _OWN_BAGGAGE.inject(out, current)
@@ -430,21 +421,6 @@ def _ascii(value: object, *, maximum: int) -> str | None:
     if isinstance(value, bytes | bytearray) and len(value) <= maximum and value.isascii():
         return value.decode("ascii")
     return value if isinstance(value, str) and len(value) <= maximum and value.isascii() else None
-
-
-def _state(value: object) -> TraceState:
-    text = _ascii(value, maximum=_TRACESTATE_MAXIMUM)
-    if not text:
-        return _NO_STATE
-    members: dict[str, str] = {}
-    for member in text.split(","):
-        if not (stripped := member.strip(" \t")):
-            continue
-        found = _TRACESTATE_MEMBER.fullmatch(stripped)
-        if found is None or found[1] in members:
-            return _NO_STATE
-        members[found[1]] = found[2]
-    return TraceState(list(members.items())) if len(members) <= _TRACESTATE_MEMBERS else _NO_STATE
 
 
 def _baggage(value: object) -> str | None:

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from lanekeeper import __version__
-from service.cli import brake, dead, requests, schedules, serve, simulate, status, topology, webhooks
+from service.cli import brake, dead, providers, requests, schedules, serve, simulate, status, topology, webhooks
 
 app = typer.Typer(
     name="lanekeeper",
@@ -27,6 +27,7 @@ app.add_typer(serve.keys, name="key")
 app.add_typer(dead.app, name="dead")
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(schedules.app, name="schedules")
+app.add_typer(providers.app, name="providers")
 app.add_typer(topology.app, name="topology")
 
 

@@ -22,8 +22,8 @@ NO_LIMIT = 1_000_000_000
 def demo(settings: "Settings") -> None:
     """Show three promises kept: urgent first, nothing lost, a scarce budget spent in the right order.
 
-    It starts its own broker and simulated providers, and stops them at the end. The exit code is 0 only if every
-    act kept its promise."""
+    It needs a broker (`./dev demo` starts one), runs simulated providers, and removes at the end what it declared.
+    The exit code is 0 only if every act kept its promise."""
     from service.demo import tell_story
     from service.telemetry import logs
 
@@ -53,9 +53,6 @@ def simulate(
     ] = None,
     batch_time: Annotated[float, duration("--batch-time", "How long a batch takes.")] = "0",  # type: ignore[assignment]
     batch_item_time: Annotated[float, duration("--batch-item-time", "In addition, for each of its requests.")] = "0",  # type: ignore[assignment]
-    batch_fault: Annotated[
-        Texts, named("--batch-fault", "ENDPOINT NAME=SHARE", "A fault of an endpoint of batches; can be repeated.")
-    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
 ) -> None:
     r"""Run a simulated Anthropic API: messages, streams, models, batches, rate limits, and faults.
@@ -77,7 +74,7 @@ def simulate(
       ANTHROPIC_BASE_URL=http://127.0.0.1:8099 ANTHROPIC_API_KEY=any lanekeeper serve
     """
     from service.simulated.app import SimulatedAPI, SimulatedOptions
-    from service.simulated.batches import BatchOptions, parse_batch_share
+    from service.simulated.batches import BatchOptions
     from service.simulated.faults import parse_share
 
     try:
@@ -92,11 +89,7 @@ def simulate(
             output_tokens_per_minute=output_tokens_per_minute,
             burst_s=burst,
             faults=dict(map(parse_share, fault or ())),
-            batches=BatchOptions(
-                processing_s=batch_time,
-                item_s=batch_item_time,
-                faults=dict(map(parse_batch_share, batch_fault or ())),
-            ),
+            batches=BatchOptions(processing_s=batch_time, item_s=batch_item_time),
             seed=seed,
         )
         api = SimulatedAPI(given, host=host, port=port)

@@ -1072,10 +1072,9 @@ def _unmasked(value: SecretStr | None) -> str | None:
 SIMULATED = "simulated"
 
 
-def with_broker(settings: Settings, url: str, *, namespace: str, store_url: str) -> Settings:
-    """A copy of the settings with another broker, namespace and store."""
-    update = {"amqp_url": SecretStr(url), "namespace": namespace, "store_url": SecretStr(store_url)}
-    return settings.model_copy(update=update)
+def in_namespace(settings: Settings, namespace: str, *, store_url: str) -> Settings:
+    """A copy of the settings with another namespace and store."""
+    return settings.model_copy(update={"namespace": namespace, "store_url": SecretStr(store_url)})
 
 
 def simulating(settings: Settings, *urls: str) -> Settings:

@@ -20,6 +20,7 @@ from consumers.clock import now_ms
 from consumers.state.base import StoredPauses
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, invalid_request
+from lanekeeper.replies import ControlRefused
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey, Settings
@@ -37,7 +38,7 @@ from service.deadletters import (
 from service.gateway.access import require_operator
 from service.gateway.calls import Bodies, limit_of
 from service.gateway.problems import ApiError, answer
-from service.status import Status, look
+from service.status import Status, look, probe
 
 FRESH_S: Final = 2.0
 """Calls within this time get the same figures, because each question is answered by all workers."""
@@ -75,6 +76,7 @@ class OperatorPaths:
             ("GET", "/v1/pauses"): self._pauses,
             ("POST", "/v1/pauses"): self._pause,
             ("DELETE", "/v1/pauses/{id}"): self._resume,
+            ("POST", "/v1/providers/{name}/probe"): self._probe,
             ("GET", "/v1/dead"): self._list,
             ("GET", "/v1/dead/{id}"): self._show,
             ("POST", "/v1/dead/replay"): self._replay,
@@ -113,6 +115,27 @@ class OperatorPaths:
             raise ApiError(404, "nothing is paused under this id")
         log.info(signals.BRAKE_ASKED, command="resume", user=caller.tenant, pauses=[pause.as_json()])
         return answer(pause.as_json())
+
+    async def _probe(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=True)
+        assert self._connection is not None
+        name = request.match_info["name"]
+        log.info(signals.PROBE_ASKED, provider=name[:100], user=caller.tenant)
+        try:
+            found = await probe(
+                self._connection, name, names=self._settings.names(), user=self._settings.credentials[0]
+            )
+        except (ControlRefused, AccessRefused) as error:
+            raise ApiError(
+                503,
+                f"the gateway's user of the broker may not ask workers to probe: {error}; it needs the rights of the "
+                "exported role `operator`, and a place in the workers' LANEKEEPER_CONTROL__OPERATORS",
+                headers={"x-should-retry": "false"},
+            ) from error
+        if found is None:
+            raise ApiError(404, f"no worker has a provider {name[:100]!r}")
+        self._status = None
+        return answer(asdict(found))
 
     async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=False)

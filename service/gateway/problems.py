@@ -127,8 +127,9 @@ def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
     if is_kept or not problem.type.retryable or (problem.code in _TRIED_ALREADY and not is_passing):
         headers["x-should-retry"] = "false"
     if is_passing or (problem.status in (429, 503, 529) and "x-should-retry" not in headers):
-        wait_ms = None if failure is None else failure.retry_after_ms
-        headers["retry-after"] = str(AGAIN_AFTER_S if wait_ms is None else math.ceil(wait_ms / 1000))
+        headers["retry-after"] = str(AGAIN_AFTER_S)
+    if problem.retry_after_ms is not None:
+        headers["retry-after"] = str(math.ceil(problem.retry_after_ms / 1000))
     if failure is None or not is_passed_on:
         return ApiError(problem.status, detail_of(problem, chose_id=chose_id), headers=headers)
     whole = failure.error.encode() if _is_anthropic_error(failure.error) else None

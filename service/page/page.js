@@ -234,10 +234,24 @@ function accounts(found) {
   const lines = [...(found.paused ?? []), ...(found.breakers ?? []), ...(found.waiting ?? [])];
   draw($("accounts"), [found.accounts, lines, found.spent?.lane, found.simulated?.length], ([budget, told, spent, simulated]) => [
     ...Object.entries(budget ?? {}).flatMap(([account, limits]) => [el("div", { class: "note" }, account), ...Object.entries(limits).map(([limit, of]) => budgetBar(limit, of))]),
-    ...told.map((line) => el("p", { class: "note bad" }, line)),
+    ...told.map((line) => el("p", { class: "note bad" }, line, (found.paused ?? []).includes(line) ? probing(line.split(": paused for ")[0]) : null)),
     table(["lane", "requests", "tokens", "money", "saved"], Object.entries(spent ?? {}).map(([lane, of]) => [lane, count(of.requests), count(of.tokens), dollars(of.usd ?? 0), of.saved_usd ? dollars(of.saved_usd) : "–"])),
     told.length ? "" : el("p", { class: "note" }, simulated ? "The provider is simulated: nothing is spent." : "No provider is paused, no breaker open, nothing waits for a budget."),
   ]);
+}
+
+const probing = (name) => el("button", { class: "small", onclick: () => probe(name), "aria-label": `Probe ${name} now` }, "Probe now");
+
+/** All workers probe a paused provider now. */
+async function probe(name) {
+  const [line, run] = telling();
+  const words = { called: "is called", resumed: "is called again", paused: "stays paused", probing: "has not answered yet" };
+  open(`Probe ${name}`, line, el("div", { class: "row end" }, closing()));
+  await run(async () => {
+    const { state, workers } = await call("POST", `v1/providers/${encodeURIComponent(name)}/probe`, {});
+    const why = [...new Set(Object.values(workers).filter((each) => each.error).map((each) => `${each.reason} (${each.error})`))];
+    return [`${name} ${words[state] ?? state}`, ...why].join(": ");
+  });
 }
 
 const LIMITS = { rpm: "requests a minute", itpm: "input tokens a minute", otpm: "output tokens a minute", concurrency: "calls at a time" };

@@ -16,9 +16,9 @@ from aiohttp import web
 from service.simulated import messages
 from service.simulated.batches import BATCHES_PATH, Batches, BatchOptions
 from service.simulated.buckets import Limits
-from service.simulated.faults import IN_BATCHES, Fault, Faults, Refusal, invalid
+from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, error_body, invalid
 from service.simulated.ledger import Ledger
-from service.simulated.sending import before_answering, html, json_answer, read_body, send_message, send_stream
+from service.simulated.sending import json_answer, read_body, send_stream
 
 BODY_KEPT_BYTES = 16 * 1024
 TEXT_KEPT = 200
@@ -68,11 +68,14 @@ class Call:
 class SimulatedAPI:
     """A simulated Anthropic API. `port` 0: a free one, which stays the same after `stop` and `start`."""
 
+    faults_type = Faults
+    batches_type = Batches
+
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
         self.port = port
         self.ledger = Ledger()
-        self.batches = Batches(self.ledger, check_model=self._check_model, notify=self._notify)
+        self.batches = self.batches_type(self.ledger, check_model=self._check_model, notify=self._notify)
         self._waiting: set[asyncio.Event] = set()
         self.configure(options or SimulatedOptions())
         self.running = 0
@@ -85,7 +88,7 @@ class SimulatedAPI:
 
     def configure(self, options: SimulatedOptions) -> None:
         """Use other options from now on. All token buckets are full again; the recorded calls stay."""
-        self._faults = Faults(options.faults, seed=options.seed)
+        self._faults = self.faults_type(options.faults, seed=options.seed)
         self.batches.configure(
             options.batches, item_faults=self._faults, output_tokens=options.output_tokens, seed=options.seed
         )
@@ -201,9 +204,7 @@ class SimulatedAPI:
             asked = messages.read_request(body, version=_version(request))
             call.model, call.stream, call.prompt = asked.model[:TEXT_KEPT], asked.stream, asked.prompt[:TEXT_KEPT]
             self._check_model(asked.model)
-            fault = self._faults.choose(asked.script, asked.prompt)
-            if fault is not None and fault.name in IN_BATCHES:
-                fault = None
+            fault = self.fault(asked)
             if fault is not None:
                 outcome = fault.name
             response = await self._answer(request, asked, fault, request_id)
@@ -235,34 +236,70 @@ class SimulatedAPI:
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str
     ) -> web.StreamResponse:
         if fault is not None:
-            await before_answering(request, fault, streamed=asked.stream)
+            await self.before_answering(request, fault, streamed=asked.stream)
         limits = self._limits[messages.limit_line(asked.model)]
         limits.enter(asked.estimated_tokens)
         headers = self._headers(request_id, asked.model)
-        if fault is not None and fault.name == "html":
-            return html(headers)
-        output = messages.answer(asked, output_tokens=self.options.output_tokens)
-        if fault is not None and fault.name == "refusal":
-            output = messages.refused(output, category=fault.category, has_text=fault.at == "middle")
+        output = self.output(asked, fault)
         id = f"msg_{request_id[4:]}"
         try:
             duration_s = self._duration_s(asked, output)
             if asked.stream:
                 events = messages.events(asked, output, id=id, deltas=self.options.stream_deltas)
                 pause_s = duration_s / len(events)
-                return await send_stream(
+                return await self.send_stream(
                     request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
                 )
             if duration_s > 0:
                 await asyncio.sleep(duration_s)
             body = json.dumps(messages.message(asked, output, id=id)).encode()
-            return await send_message(request, body, headers=headers, fault=fault)
+            return await self.send_message(request, body, headers=headers, fault=fault)
         finally:
             limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=output.tokens)
             self._models[asked.model] += 1
             self._input_tokens += asked.input_tokens
             self._output_tokens += output.tokens
             self.ledger.bill_live(asked.model, input_tokens=asked.input_tokens, output_tokens=output.tokens)
+
+    def fault(self, asked: messages.Asked) -> Fault | None:
+        """Choose the fault of a call. Raises `Refusal` (400)."""
+        return self._faults.choose(asked.script, asked.prompt)
+
+    async def before_answering(self, request: web.BaseRequest, fault: Fault, *, streamed: bool) -> None:
+        """What a fault does instead of an answer, or before it."""
+        if (refusal := self._faults.refusal(fault)) is not None:
+            raise refusal
+        if fault.name == MID_STREAM and not streamed:
+            type = fault.given.get("type", "overloaded_error")
+            status = next((status for status, each in ERROR_TYPES.items() if each == type), 500)
+            raise Refusal(status, f"{type} instead of an answer", outcome=fault.name)
+
+    def output(self, asked: messages.Asked, fault: Fault | None) -> messages.Output:
+        """What the model writes."""
+        return messages.answer(asked, output_tokens=self.options.output_tokens)
+
+    async def send_message(
+        self, request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None
+    ) -> web.StreamResponse:
+        """Send an answer (`message`: its JSON) as one body."""
+        return web.Response(body=message, headers={**headers, "content-type": "application/json"})
+
+    async def send_stream(
+        self,
+        request: web.BaseRequest,
+        events: Sequence[bytes],
+        *,
+        headers: Mapping[str, str],
+        pause_s: float,
+        fault: Fault | None,
+        request_id: str,
+    ) -> web.StreamResponse:
+        """Send an answer as a stream of events, with a pause of `pause_s` seconds before each."""
+        if fault is not None and fault.name == MID_STREAM:
+            type = fault.given.get("type", "overloaded_error")
+            error = error_body(type, f"{type} in the middle", request_id=request_id)
+            events = [*events[: max(1, len(events) // 2)], b"event: error\ndata: %b\n\n" % error]
+        return await send_stream(request, events, headers=headers, pause_s=pause_s)
 
     def _duration_s(self, asked: messages.Asked, output: messages.Output) -> float:
         if asked.script.latency_s is not None:

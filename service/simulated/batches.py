@@ -3,7 +3,7 @@ its time by the clock; what has become of it is determined when somebody asks.
 
 An invalid request in a batch fails alone, with its error in the results. Only what is wrong with the batch itself (no
 or duplicated ids, too many requests) is answered 400. The markers in a request's prompt work in a batch too: an error
-answer becomes the error of this request (docs/simulated.md has the others).
+answer becomes the error of this request.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ import math
 import random
 import re
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final
@@ -22,12 +22,11 @@ from typing import Any, Final
 from aiohttp import web
 
 from service.simulated import messages
-from service.simulated.faults import Fault, Faults, Refusal, invalid, parse_fault, parse_share
+from service.simulated.faults import Fault, Faults, Refusal, invalid
 from service.simulated.ledger import Ledger
-from service.simulated.sending import before_answering, html, json_answer, read_body, send_message
+from service.simulated.sending import json_answer, read_body
 
 BATCHES_PATH: Final = "/v1/messages/batches"
-ENDPOINTS: Final = ("create", "retrieve", "list", "cancel", "delete", "results")
 KINDS: Final = ("succeeded", "errored", "canceled", "expired")
 _KEPT_BYTES: Final = 64 * 1024 * 1024
 """Of the requests in batches that have ended; older batches are archived: their results are gone."""
@@ -36,13 +35,12 @@ _CALLS_KEPT: Final = 1000
 _BODY_KEPT_BYTES: Final = 64 * 1024
 _CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _SOME: Final = 100
-_NEVER_S: Final = math.inf
+NEVER_S: Final = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """How long batches take, what they may have, and how their endpoints fail. With the defaults, a batch ends at
-    once."""
+    """How long batches take, and what they may have. With the defaults, a batch ends at once."""
 
     processing_s: float = 0.0
     item_s: float = 0.0
@@ -56,8 +54,6 @@ class BatchOptions:
     bytes: int = 256 * 1024 * 1024
     enqueued: int = 500_000
     """How many requests may be in all batches that have not ended."""
-    faults: Mapping[str, float] = field(default_factory=dict)
-    """The shares of faults that hit calls of an endpoint at random, such as `create overloaded`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +64,7 @@ class Item:
     asked: messages.Asked | None = None
     refusal: Refusal | None = None
     fault: Fault | None = None
-    done_s: float = _NEVER_S
+    done_s: float = NEVER_S
     bytes: int = 0
     kind: str = "processing"
 
@@ -114,7 +110,6 @@ class Batches:
         self._check_model = check_model
         self._notify = notify
         self._batches: OrderedDict[str, Batch] = OrderedDict()
-        self._wanted: defaultdict[str, deque[Fault]] = defaultdict(deque)
         self._outcomes: Counter[str] = Counter()
         self._archived_bytes = 0
         self._created = 0
@@ -123,16 +118,6 @@ class Batches:
     def configure(self, options: BatchOptions, *, item_faults: Faults, output_tokens: int | None, seed: int) -> None:
         """Use other options from now on. The batches stay."""
         self._options, self._item_faults, self._output_tokens, self._seed = options, item_faults, output_tokens, seed
-        shares: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for text, share in options.faults.items():
-            endpoint, _, fault = text.partition(" ")
-            shares[_endpoint(endpoint)][fault] = share
-        self._random = {endpoint: Faults(of, seed=seed) for endpoint, of in shares.items()}
-
-    def fail(self, endpoint: str, fault: str) -> None:
-        """Let the next call of an endpoint fail; with `x3` the next three."""
-        found = parse_fault(fault)
-        self._wanted[_endpoint(endpoint)].extend([found] * (found.times or 1))
 
     @property
     def all(self) -> Mapping[str, Batch]:
@@ -177,34 +162,17 @@ class Batches:
     async def _answer(
         self, request: web.BaseRequest, endpoint: str, id: str, body: bytes, request_id: str, headers: dict[str, str]
     ) -> web.StreamResponse:
-        fault = self._fault(endpoint)
-        if fault is not None:
-            await before_answering(request, fault, streamed=endpoint == "create")
-            if fault.name == "html":
-                return html(headers)
         url = f"{request.scheme}://{request.host}{BATCHES_PATH}"
-        if fault is not None and fault.name == "vanish" and id:
-            self._batches.pop(id, None)
         match endpoint:
             case "create":
-                batch = await self._create(body, request_id)
-                found = _described(batch, url)
-                if fault is not None and fault.name == "vanish":
-                    del self._batches[batch.id]
+                found = _described(await self._create(body, request_id), url)
             case "list":
                 found = self._list(request.query, url)
             case "results":
-                return await self._results(request, self._batch(id), headers, fault)
+                return await self._results(request, self._batch(id), headers)
             case _:
                 found = getattr(self, f"_{endpoint}")(self._batch(id), url)
-        if fault is None:
-            return json_answer(found, headers)
-        return await send_message(request, json.dumps(found).encode(), headers=headers, fault=fault)
-
-    def _fault(self, endpoint: str) -> Fault | None:
-        if wanted := self._wanted[endpoint]:
-            return wanted.popleft()
-        return self._random[endpoint].draw() if endpoint in self._random else None
+        return json_answer(found, headers)
 
     async def _create(self, body: bytes, request_id: str) -> Batch:
         given = _requests_in(body)
@@ -249,16 +217,14 @@ class Batches:
             self._check_model(asked.model)
             if asked.stream or "speed" in params:
                 raise invalid(f"{'stream' if asked.stream else 'speed'}: not supported in batches")
+            item.fault = self._item_faults.choose(asked.script, asked.prompt)
         except Refusal as refusal:
             item.refusal = refusal
             return item
-        item.fault = self._item_faults.choose(asked.script, asked.prompt)
         if asked.script.latency_s is not None:
             item.done_s = began_s + asked.script.latency_s
         if item.fault is not None:
-            item.refusal = item.fault.refusal()
-            if item.fault.name == "hang":
-                item.done_s = _NEVER_S
+            item.refusal = self._item_faults.refusal(item.fault)
         return item
 
     def _look_at(self, batch: Batch) -> None:
@@ -267,7 +233,7 @@ class Batches:
             return
         batch.ended_s = batch.created_s + batch.ends_s - batch.began_s
         for item in batch.items:
-            item.kind = _kind(item, batch)
+            item.kind = self._kind(item, batch)
             self._outcomes[item.kind] += 1
             if item.kind == "succeeded" and item.asked is not None:
                 output = messages.answer(item.asked, output_tokens=self._output_tokens)
@@ -330,14 +296,13 @@ class Batches:
             "last_id": found[-1]["id"] if found else None,
         }
 
-    async def _results(
-        self, request: web.BaseRequest, batch: Batch, headers: dict[str, str], fault: Fault | None
-    ) -> web.StreamResponse:
-        if batch.ended_s is None or batch.is_archived:
-            raise Refusal(404, f"Batch {batch.id} has no results", outcome="not_found")
+    def _kind(self, item: Item, batch: Batch) -> str:
+        if item.done_s > batch.ends_s:
+            return "expired" if batch.cancelled_s is None else "canceled"
+        return "succeeded" if item.refusal is None else "errored"
+
+    async def _results(self, request: web.BaseRequest, batch: Batch, headers: dict[str, str]) -> web.StreamResponse:
         lines = self._lines(batch)
-        if fault is not None:
-            return await send_message(request, b"".join(lines), headers=headers, fault=fault)
         response = web.StreamResponse(headers={**headers, "content-type": "application/x-jsonl"})
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -346,19 +311,16 @@ class Batches:
         await response.write_eof()
         return response
 
-    def _lines(self, batch: Batch) -> Iterator[bytes]:
+    def _lines(self, batch: Batch) -> list[bytes]:
+        if batch.ended_s is None or batch.is_archived:
+            raise Refusal(404, f"Batch {batch.id} has no results", outcome="not_found")
         order = list(range(len(batch.items)))
         if self._options.is_shuffled:
             random.Random(f"{self._seed} {batch.id}").shuffle(order)
-        for nth in order:
-            item = batch.items[nth]
-            line = json.dumps({"custom_id": item.custom_id, "result": self._result(item, batch, nth)}).encode()
-            match item.fault.name if item.fault else "":
-                case "broken_json":
-                    line = line[: len(line) // 2]
-                case "no_line":
-                    continue
-            yield line + b"\n"
+        return [self._line(batch.items[nth], batch, nth) for nth in order]
+
+    def _line(self, item: Item, batch: Batch, nth: int) -> bytes:
+        return json.dumps({"custom_id": item.custom_id, "result": self._result(item, batch, nth)}).encode() + b"\n"
 
     def _result(self, item: Item, batch: Batch, nth: int) -> dict[str, Any]:
         match item.kind:
@@ -370,14 +332,6 @@ class Batches:
                 return {"type": item.kind, "error": json.loads(item.refusal.body(batch.request_id))}
             case kind:
                 return {"type": kind}
-
-
-def _kind(item: Item, batch: Batch) -> str:
-    if item.fault is not None and item.fault.name == "expired":
-        return "expired"
-    if item.done_s > batch.ends_s:
-        return "expired" if batch.cancelled_s is None else "canceled"
-    return "succeeded" if item.refusal is None else "errored"
 
 
 def _asked(method: str, path: str) -> tuple[str, str]:
@@ -395,19 +349,6 @@ def _asked(method: str, path: str) -> tuple[str, str]:
         case "GET", [id, "results"]:
             return "results", id
     raise Refusal(404, "Not found", outcome="not_found")
-
-
-def parse_batch_share(text: str) -> tuple[str, float]:
-    """Read an option ENDPOINT NAME=SHARE, such as `create overloaded=0.1`. Raises `ValueError`."""
-    endpoint, _, rest = text.partition(" ")
-    fault, share = parse_share(rest)
-    return f"{_endpoint(endpoint)} {fault}", share
-
-
-def _endpoint(name: str) -> str:
-    if name not in ENDPOINTS:
-        raise ValueError(f"no endpoint {name!r} of batches; there are {', '.join(ENDPOINTS)}")
-    return name
 
 
 def _requests_in(body: bytes) -> list[tuple[str, dict[str, Any]]]:

@@ -111,7 +111,7 @@ def read_request(body: bytes, *, counting: bool = False, version: str = WITHOUT_
     prompt, is_result = _text(_last_user_message(fields["messages"])["content"])
     tools = fields.get("tools") or []
     found = media.count(fields)
-    input_tokens = _tokens_of(len(body) - found.bytes) + found.tokens(fields["model"])
+    input_tokens = tokens_of(len(body) - found.bytes) + found.tokens(fields["model"])
     return Asked(
         model=fields["model"],
         max_tokens=max_tokens,
@@ -166,25 +166,17 @@ def answer(asked: Asked, *, output_tokens: int | None) -> Output:
         argument = next(iter(schema.get("required") or schema.get("properties") or ()), "echo")
         called = {"name": asked.tool.get("name", "tool"), "input": {argument: asked.prompt}}
         blocks.append({"type": "tool_use", "id": "toolu_simulated", **called})
-        return Output(blocks=tuple(blocks), stop_reason="tool_use", tokens=_tokens_of(len(asked.prompt)))
+        return Output(blocks=tuple(blocks), stop_reason="tool_use", tokens=tokens_of(len(asked.prompt)))
     text = f"echo: {asked.prompt}"
     length = asked.script.tokens or output_tokens
     if length is not None:
         text = (text + _FILLING * (length * 4 // len(_FILLING) + 1))[: max(len(text), length * 4)]
-    is_cut = _tokens_of(len(text)) > asked.max_tokens
+    is_cut = tokens_of(len(text)) > asked.max_tokens
     if is_cut:
         text = text[: asked.max_tokens * 4]
     blocks.append({"type": "text", "text": text})
     stop_reason = "max_tokens" if is_cut else "end_turn"
-    return Output(blocks=tuple(blocks), stop_reason=stop_reason, tokens=_tokens_of(len(text)))
-
-
-def refused(output: Output, *, category: str, has_text: bool) -> Output:
-    """The model stops before it writes anything, or after half of the text."""
-    details = {"type": "refusal", "category": category, "explanation": "its prompt asked for that"}
-    text = "" if not has_text else output.blocks[-1].get("text", "")
-    blocks = ({"type": "text", "text": text[: len(text) // 2]},) if text else ()
-    return Output(blocks=blocks, stop_reason="refusal", tokens=_tokens_of(len(text) // 2), stop_details=details)
+    return Output(blocks=tuple(blocks), stop_reason=stop_reason, tokens=tokens_of(len(text)))
 
 
 def message(asked: Asked, output: Output, *, id: str, tier: str = "standard") -> dict[str, Any]:
@@ -254,5 +246,6 @@ def _cut(text: str, deltas: int) -> list[str]:
     return [text[n * len(text) // pieces : (n + 1) * len(text) // pieces] for n in range(pieces)]
 
 
-def _tokens_of(characters: int) -> int:
+def tokens_of(characters: int) -> int:
+    """As the simulated API counts."""
     return max(1, math.ceil(characters / 4))

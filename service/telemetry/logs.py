@@ -134,6 +134,8 @@ class _Libraries(logging.Handler):
         try:
             # Only the first line, because asyncio quotes a task and its exception in further lines.
             text = record.getMessage().partition("\n")[0]
+            if record.name.startswith("opentelemetry.trace."):
+                return  # about headers, which anybody may have written, and with their text
             if record.name.startswith("opentelemetry."):
                 self._log_lost_spans(text)
             else:

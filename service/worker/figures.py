@@ -142,6 +142,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
             for account, lanes in budgeting.budgets.waiting().items()
         },
+        "providers": list(budgeting.registry.names),
         "paused": dict(budgeting.breakers.pauses.figures(now_s)),
         "schedules": worker.schedules.figures(),
         "pauses": [pause.as_json() for pause in worker.brake.pauses.values()],

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from consumers.background import background_task, end
-from consumers.control import MESSAGE_BYTES
+from consumers.background import Background, background_task, end
+from consumers.control import MESSAGE_BYTES, object_in
 from consumers.housekeeping import probing, sweeping
 from consumers.slots.activity import WINDOWS, note_ends
 from consumers.spending import CapsSpec, Spending
-from lanekeeper.contract.names import STATUS_KEY
-from lanekeeper.contract.problems import BrokerError, SettingsError
+from lanekeeper.contract.messages import Message
+from lanekeeper.contract.names import ASKED_OF_ALL, PROBE_KEY, STATUS_KEY
+from lanekeeper.contract.problems import BrokerError, RequestProblem, SettingsError, invalid_request
 from lanekeeper.telemetry import logs, signals
 from service.status import quantiles
 from service.worker.assembly import Worker
@@ -28,6 +29,8 @@ SUMMARY_EVERY_S = 60
 READY_CHECK_EVERY_S = 0.02
 BIND_EVERY_S = 30
 CAPS_EVERY_S = 2.0
+PROBED_WITHIN_S = 45.0
+"""Two calls, each of at most ten seconds, and two more if a probe runs already."""
 log = logs.logger()
 
 
@@ -49,7 +52,7 @@ async def run(
             "slots": worker.scaling.run(),
         }
         supporting = {
-            "status": _answer_status(worker),
+            "questions": _answer_questions(worker),
             "summary": _summarise(worker),
             "lengths": worker.lengths.run(),
             "claims": worker.settler.claiming.run(),
@@ -105,22 +108,59 @@ async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
     on_ready()
 
 
-async def _answer_status(worker: Worker) -> None:
-    worker_name = f"{platform.node()}:{os.getpid()}"
-    while True:
-        with suppress(BrokerError):
-            async with (
-                Inbox(
-                    worker.broker.consuming,
-                    bindings=((worker.broker.names.control, STATUS_KEY),),
-                    most_bytes=MESSAGE_BYTES,
-                ) as inbox,
-                background_task(_bind_again(inbox), name="status binding"),
-            ):
-                async for question in inbox:
-                    if question.type == STATUS_KEY:  # other types are answered from the control queue
-                        await worker.control.answers.tell(question, status(worker, worker_name), control="accepted")
-        await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
+async def _answer_questions(worker: Worker) -> None:
+    """Answer what is asked of all workers; other messages are answered from the control queue."""
+    worker_name, probing = f"{platform.node()}:{os.getpid()}", Background()
+    bindings = tuple((worker.broker.names.control, key) for key in ASKED_OF_ALL)
+    try:
+        while True:
+            with suppress(BrokerError):
+                async with (
+                    Inbox(worker.broker.consuming, bindings=bindings, most_bytes=MESSAGE_BYTES) as inbox,
+                    background_task(_bind_again(inbox), name="status binding"),
+                ):
+                    async for question in inbox:
+                        if question.type == STATUS_KEY:
+                            await worker.control.answers.tell(question, status(worker, worker_name), control="accepted")
+                        elif question.type == PROBE_KEY:
+                            await _probe(worker, question, worker_name, probing)
+            await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
+    finally:
+        await probing.finish(within_s=0)
+
+
+async def _probe(worker: Worker, question: Message, worker_name: str, probing: Background) -> None:
+    """Answer at once how the provider stands here and, if it is paused, again when the probe has ended."""
+    answers, pauses = worker.control.answers, worker.budgeting.breakers.pauses
+    try:
+        worker.control.brake.require_operator(question)
+        name = object_in(question).get(PROBE_KEY)
+        if not isinstance(name, str):
+            raise invalid_request(f'body: allowed is {{"{PROBE_KEY}": "<name of a provider>"}}')
+    except RequestProblem as problem:
+        await answers.refuse(question, problem)
+        return
+
+    async def tell(state: str, **more: str) -> None:
+        told = {"worker": worker_name, "provider": name, "state": state, **more}
+        await answers.tell(question, told, control="accepted")
+
+    async def probe() -> None:
+        async with asyncio.timeout(PROBED_WITHIN_S):
+            is_well = await pauses.probe_now(name)
+        if is_well is False and (pause := pauses.figures(0).get(name)) is not None:
+            await tell("paused", reason=str(pause["reason"]), error=str(pause["error"]))
+        else:
+            await tell("resumed" if is_well else "called")
+
+    if name not in worker.budgeting.registry.names:
+        await tell("unknown")
+    elif name not in pauses.reasons():
+        await tell("called")
+    else:
+        log.info(signals.PROBE_ASKED, provider=name, user=question.user_id)
+        await tell("probing")
+        probing.detached(probe(), name=f"probe {name}")
 
 
 async def _bind_again(inbox: Inbox) -> None:

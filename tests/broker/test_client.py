@@ -21,11 +21,11 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import TopologyMismatch
 from lanekeeper.replies import Problem
 from lanekeeper.requests import Options
-from service.private_broker import PrivateBroker
 from service.simulated.app import SimulatedOptions
 from service.status import Status, look
 from tests.support.brokers import Vhost, close_connection
 from tests.support.defaults import LANES
+from tests.support.private_broker import PrivateBroker
 from tests.support.serving import RunningWorker, serving
 from tests.support.waiting import STARTED_S, until
 from topology.broker.admin import apply

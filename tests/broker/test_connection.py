@@ -26,9 +26,9 @@ from lanekeeper.contract.problems import (
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.checks import look
-from service.private_broker import PrivateBroker
 from tests.faults.proxy import FROM, Proxy
 from tests.support.brokers import Vhost, close_connection, memory_alarm
+from tests.support.private_broker import PrivateBroker
 from tests.support.settings import load
 from tests.support.waiting import until
 from topology.broker import management

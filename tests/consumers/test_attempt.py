@@ -30,7 +30,8 @@ from consumers.slots.pausing import Pausing
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
+from tests.support.faulty_api import FaultyAPI
 from tests.support.jobs import NOW_MS, Bench, Told, decoded, read
 from tests.support.memory_store import MemoryStore
 from topology.lanes import NORMAL
@@ -70,7 +71,7 @@ class Moves(BudgetGate):
 class TwoProviders:
     """Two providers, `one` and `two`, each a simulated API."""
 
-    def __init__(self, one: SimulatedAPI, two: SimulatedAPI, *providers: AnthropicProvider) -> None:
+    def __init__(self, one: FaultyAPI, two: FaultyAPI, *providers: AnthropicProvider) -> None:
         self.one, self.two = one, two
         self.bench = Bench()
         self.registry = registry = Registry(*providers, tracing=Tracing(), prices=Prices())
@@ -141,9 +142,7 @@ async def providers() -> AsyncIterator[Open]:
     async with AsyncExitStack() as stack:
 
         async def run(one: SimulatedOptions | None = None, two: SimulatedOptions | None = None) -> TwoProviders:
-            apis = [
-                await stack.enter_async_context(SimulatedAPI(options or SimulatedOptions())) for options in (one, two)
-            ]
+            apis = [await stack.enter_async_context(FaultyAPI(options or SimulatedOptions())) for options in (one, two)]
             providers = [
                 AnthropicProvider.at(api.base_url, api_key="a-key", name=name)
                 for api, name in zip(apis, ("one", "two"), strict=True)

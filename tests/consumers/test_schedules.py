@@ -19,8 +19,8 @@ from consumers.failures import RejectedError
 from consumers.job import Job
 from consumers.outcomes import Outcome, Replayed
 from consumers.settle import Settler
-from consumers.state.base import Completion, Fingerprint, Identity
-from consumers.state.sqlite.tables import Tables, Times
+from consumers.state.base import Completion, Fingerprint, StoreSpec
+from consumers.state.decisions import Change, Row, Times, complete
 from lanekeeper.contract import names as n
 from tests.support.examples import examples
 from tests.support.schedules.worker import SPEC, Operation
@@ -212,46 +212,43 @@ class TellsItsOwn(Settler):
         return outcome if isinstance(stored, Replayed) else stored
 
 
-class Unfenced(Tables):
-    """A store that accepts every token."""
-
-    @override
-    def complete(
-        self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        row = self.read(at, identity)
-        believed = row.token if row is not None and token is not None else token
-        return super().complete(at, identity, fingerprint, completion, token=believed)
+def unfenced(
+    row: Row | None, at: Times, message: Fingerprint, completion: Completion, token: int | None, spec: StoreSpec
+) -> Change[Completion | None]:
+    """Accepts every token."""
+    believed = row.token if row is not None and token is not None else token
+    return complete(row, at, message, completion, believed, spec)
 
 
-class LastOneStays(Tables):
-    """A store that keeps the last completion instead of the first."""
-
-    @override
-    def complete(
-        self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        row = self.read(at, identity)
-        if row is None or not row.ended:
-            return super().complete(at, identity, fingerprint, completion, token=token)
-        self._write(identity, row.ended_by(completion))
-        return completion
+def last_one_stays(
+    row: Row | None, at: Times, message: Fingerprint, completion: Completion, token: int | None, spec: StoreSpec
+) -> Change[Completion | None]:
+    """Keeps the last completion instead of the first."""
+    if row is None or not row.ended:
+        return complete(row, at, message, completion, token, spec)
+    return Change(completion, row.ended_by(completion))
 
 
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        ({"settler": AcknowledgesFirst}, "acknowledged, and nothing came of it"),
-        ({"settler": TellsItsOwn}, "which is not stored"),
-        ({"rows": Unfenced}, "completed by a worker that was fenced off"),
-        ({"rows": LastOneStays}, "was replaced by"),
+        (AcknowledgesFirst, "acknowledged, and nothing came of it"),
+        (TellsItsOwn, "which is not stored"),
+        (unfenced, "completed by a worker that was fenced off"),
+        (last_one_stays, "was replaced by"),
     ],
 )
-def test_a_part_that_breaks_the_promise_is_found(broken: dict[str, Any], told: str) -> None:
+def test_a_part_that_breaks_the_promise_is_found(
+    broken: Callable[..., Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_settler = isinstance(broken, type) and issubclass(broken, Settler)
+    if not is_settler:
+        monkeypatch.setattr("consumers.state.decisions.complete", broken)
+
     @settings(max_examples=2000, deadline=None, database=None, phases=(Phase.generate,), derandomize=True)
     @given(schedule=st.binary(min_size=2 * TURNS, max_size=2 * TURNS))
     def kept(schedule: bytes) -> None:
-        run(schedule, **broken)
+        run(schedule, settler=broken if is_settler else Settler)  # type: ignore[arg-type]
 
     with pytest.raises(Violation, match=told):
         kept()

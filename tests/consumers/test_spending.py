@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from secrets import token_hex
 from typing import Any
 
 import pytest
@@ -367,6 +368,20 @@ async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
     assert ground.spending.totals()["lane"]["critical"] == Total(1, 2200, 0.02)
 
 
+async def test_what_a_killed_worker_held_gives_its_place_to_the_same_request_and_to_no_other() -> None:
+    ground = Ground(lanes={"critical": daily(requests=1)})
+    assert await ground.enter(ground.job(message_id="a")) is None
+    assert isinstance(await ground.enter(ground.job(message_id="b")), Deferred)
+    again = ground.job(message_id="a")
+    assert await ground.enter(again) is None
+    assert counted(ground.store) == {"cap lane critical requests": 1}
+
+    again.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE, cost_usd=0.02)
+    await ground.gate.leave(again, decoded(again), ANSWERED)
+    await ground.spending.finish(within_s=30)
+    assert counted(ground.store) == {"cap lane critical requests": 1}
+
+
 async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
     job = ground.job(user_id="shop")
@@ -466,7 +481,7 @@ async def test_over_a_cap_a_request_waits_for_the_next_day_or_nearly_to_its_dead
 
 async def test_if_running_calls_hold_the_rest_of_a_cap_a_request_waits_for_them_and_not_for_the_next_day() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    await ground.enter(ground.job())
+    await ground.enter(ground.job(message_id="another"))
 
     soon = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS}))
     later = await ground.enter(ground.job(headers={n.SENT_MS: NOW_MS - 100_000, n.DEADLINE_MS: 3_600_000}))
@@ -605,7 +620,7 @@ def batched(**held: Any) -> dict[str, Any]:
 
 async def gathered(ground: Ground) -> dict[str, Any]:
     """Lets a request into a batch. Returns the headers with which it comes back."""
-    job = ground.job()
+    job = ground.job(message_id=token_hex(4))
     assert await ground.enter(job) is None
     job.batch = BatchHop()
     await ground.gate.leave(job, decoded(job), Batched(params=b""))

@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.private_broker import LOCAL, free_ports
 from tests.support import waiting
 from tests.support.engine import Engine, Steps, Unavailable, install
 from tests.support.jaeger import asked
 from tests.support.jaeger_build import BuildFailed, NotToBeHad, jaeger
 from tests.support.keeper import IMAGE_SCRIPT
+from tests.support.private_broker import LOCAL, free_ports
 from tests.support.requester import Ledger
 
 Found = TypeVar("Found")

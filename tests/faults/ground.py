@@ -25,7 +25,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from aiohttp import web
 
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
 from tests.faults.checker import NOT_POSTED, OK, Called, Disturbed, History, Posted, Verdict, as_line, check
 from tests.faults.load import EVERYTHING, PIPELINE, STEPS, Load, Mix
@@ -34,6 +34,7 @@ from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.defaults import stores
 from tests.support.endpoint import Posted as Post
 from tests.support.endpoint import endpoint, secret_of
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import Running, environment, interpreter
 from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
@@ -305,7 +306,7 @@ class Ground:
     on: str
     """`single` or `cluster`."""
     broker: Cluster
-    api: SimulatedAPI
+    api: FaultyAPI
     provider_line: Proxy
     lines: list[list[Proxy]]
     """For each worker, its connections to each node of the broker."""
@@ -333,7 +334,7 @@ class Ground:
         return rng.choice(nodes[:-1] or nodes)
 
     def misbehave(self, **shares: float) -> None:
-        """Let the provider fail these shares of its calls (`service/simulated/faults.py`); without arguments it works
+        """Let the provider fail these shares of its calls (`tests/support/faulty_api.py`); without arguments it works
         again."""
         self.api.configure(replace(self.api.options, faults=shares))
 
@@ -399,7 +400,7 @@ async def ground(
     written = History()
     async with AsyncExitStack() as stack:
         broker = await stack.enter_async_context(BROKERS[on]())
-        api = await stack.enter_async_context(SimulatedAPI(OPTIONS))
+        api = await stack.enter_async_context(FaultyAPI(OPTIONS))
         provider_line = await stack.enter_async_context(Proxy(LOOPBACK, api.port))
         store = await stack.enter_async_context(STORES[store_is]())
         stack.enter_context(stores())  # an environment for this worker, not for the whole test

@@ -23,10 +23,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from service.private_broker import LOOPBACK, USER, free_ports, version_if_ready
 from tests.support import keeper
 from tests.support.brokers import Vhost
 from tests.support.engine import LABEL, Steps, Unavailable, image_here, owner, remove_node, run_node, sweep
+from tests.support.private_broker import LOOPBACK, USER, free_ports, version_if_ready
 from tests.support.waiting import until
 
 SIZE = 3

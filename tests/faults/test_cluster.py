@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from service.simulated.app import SimulatedAPI
 from tests.faults.checker import Called, History, Verdict, check
 from tests.faults.ground import Crew
 from tests.faults.load import Load, Mix
 from tests.faults.nodes import Cluster, Node, cluster
 from tests.support.engine import Unavailable
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import environment, run
 from tests.support.waiting import until
 
@@ -45,7 +45,7 @@ class Service:
     """Two workers on a cluster, with a load."""
 
     broker: Cluster
-    api: SimulatedAPI
+    api: FaultyAPI
     crew: Crew
     load: Load
     history: History
@@ -78,7 +78,7 @@ async def at_work(broker: Cluster, nodes: Sequence[Node], folder: Path) -> Async
     urls = [each.amqp_url for each in nodes]
     history = History()
     async with AsyncExitStack() as stack:
-        api = await stack.enter_async_context(SimulatedAPI())
+        api = await stack.enter_async_context(FaultyAPI())
         environ = environment(",".join(urls), api, LANEKEEPER_MANAGEMENT_URL=nodes[0].management_url)
         crew = await stack.enter_async_context(Crew([environ, environ], folder=folder))
         await crew.ready()

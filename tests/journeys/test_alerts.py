@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from service.gateway.server import Server
 from service.metrics import Metrics, of_http
-from service.private_broker import LOOPBACK, PrivateBroker, free_ports
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.simulated.faults import Fault, parse_fault
 from service.simulated.messages import Asked
 from service.worker.figures import sources
@@ -30,6 +29,8 @@ from tests.support.brokers import memory_alarm
 from tests.support.defaults import store_url
 from tests.support.endpoint import Endpoint, endpoint
 from tests.support.engine import GUARD, see_that_it_is_installed
+from tests.support.faulty_api import FaultyAPI
+from tests.support.private_broker import LOOPBACK, PrivateBroker, free_ports
 from tests.support.processes import Running, environment, lanekeeper, run
 from tests.support.redis import redis_server
 from tests.support.requester import Requester, requester
@@ -218,7 +219,7 @@ async def test_each_alert_fires_for_its_cause_and_ends_with_it_on_a_live_system(
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         redis = stack.enter_context(redis_server(tmp_path))
-        first_api, second_api, third_api = UnstableAPI(), SimulatedAPI(), SimulatedAPI()
+        first_api, second_api, third_api = UnstableAPI(), FaultyAPI(), FaultyAPI()
         for api in (first_api, second_api, third_api):
             await enter(api)
         hook = await enter(endpoint())
@@ -354,7 +355,7 @@ async def first_is_mended(app: Requester, prometheus_: Prometheus, processes: Pr
 
 
 async def third_system(
-    app: Requester, prometheus_: Prometheus, processes: Processes, other: RunningWorker, api: SimulatedAPI
+    app: Requester, prometheus_: Prometheus, processes: Processes, other: RunningWorker, api: FaultyAPI
 ) -> None:
     """A worker that hangs, a refused key, a lost slot, a worker that ends."""
     processes.send("third", signal.SIGSTOP)

@@ -10,10 +10,11 @@ import aiohttp
 import pytest
 
 from consumers.slots import pausing
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from tests.journeys.test_gateway import body
 from tests.journeys.test_providers import chain, health, status
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import gate
 from tests.support.processes import environment, run
 from tests.support.requester import Got, Requester, requester
@@ -206,7 +207,7 @@ async def test_a_paused_model_waits_and_what_a_paused_provider_cannot_get_goes_t
     vhost: Vhost, tmp_path: Path
 ) -> None:
     operator = Operator(vhost, tmp_path)
-    async with SimulatedAPI() as spare, serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
+    async with FaultyAPI() as spare, serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
         await operator.does("pause", "--provider", "anthropic")
         await until(lambda: worker.parts.brake.pauses)
         assert (await app.ask({"prompt": "elsewhere"})).headers["x-lane-provider"] == "spare"

@@ -17,9 +17,9 @@ import pytest
 
 from lanekeeper import Client, ReplyLost
 from lanekeeper.contract.problems import BrokerUnreachable, ConfirmUnknown
-from service.private_broker import PrivateBroker
 from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost, memory_alarm
+from tests.support.private_broker import PrivateBroker
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import Ledger, requester
 from tests.support.serving import HeldCalls, serving

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.status import look
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.pictures import picture, png
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
@@ -29,7 +30,7 @@ KNOWN = {**PLENTY, "requests_per_min": 60}
 WIDE = {"batch": {"slots": 32}, "normal": {"slots": 32}}
 
 
-def refused(api: SimulatedAPI) -> int:
+def refused(api: FaultyAPI) -> int:
     return sum(call.status == 429 for call in api.calls)
 
 
@@ -168,7 +169,7 @@ async def test_three_pictures_in_batch_run_at_once_and_delay_no_critical_chat(vh
 
 async def test_two_processes_with_one_redis_share_one_budget(vhost: Vhost, tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
-        async with SimulatedAPI(TEN_A_SECOND) as api:
+        async with FaultyAPI(TEN_A_SECOND) as api:
             environ = environment(
                 vhost,
                 api,

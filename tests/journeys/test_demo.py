@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +12,8 @@ import psutil
 import pytest
 
 from tests.support.brokers import Vhost
-from tests.support.processes import environment, lanekeeper, run
+from tests.support.forks import HOUSE
+from tests.support.processes import COMMAND, environment, lanekeeper, run
 from tests.support.waiting import until
 
 LONG_S = 240
@@ -89,17 +91,20 @@ async def test_an_interrupted_demo_leaves_nothing_on_the_broker(
 async def test_an_interrupted_demo_leaves_no_process_container_or_folder(tmp_path: Path, moment: str) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    environ = environment(None, TMPDIR=str(temporary), **ENDLESS)
-    async with lanekeeper("demo", environ=environ, folder=tmp_path) as demo:
-        word = "starting a broker" if moment.startswith("while") else "answered"
-        await until(lambda: [line for line in demo.lines if word in line] or demo.has_ended, within_s=LONG_S)
-        if moment.startswith("while"):
-            await until(lambda: owners_of_brokers(demo.process.pid))
-        theirs = psutil.Process(demo.process.pid).children(recursive=True)
-        words = [word for line in owners_of_brokers(demo.process.pid) for word in line]
-        containers = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
-        demo.send(signal.SIGINT)
-        assert await demo.ended() == 130, demo.events
+    environ = {**environment(None, TMPDIR=str(temporary), **ENDLESS), "PYTHONPATH": str(HOUSE)}
+    beside = (sys.executable, "-m", "tests.support.with_broker", "--", sys.executable, "-m", COMMAND, "demo")
+    demo = await asyncio.create_subprocess_exec(*beside, env=environ, cwd=tmp_path, stdout=PIPE, stderr=DEVNULL)
+    if moment == "in the middle":
+        assert demo.stdout is not None
+        while b"answered" not in (line := await demo.stdout.readline()):
+            assert line, "it ended by itself"
+    await until(lambda: owners_of_brokers(demo.pid), within_s=LONG_S)
+    theirs = psutil.Process(demo.pid).children(recursive=True)
+    words = [word for line in owners_of_brokers(demo.pid) for word in line]
+    containers = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
+    demo.send_signal(signal.SIGINT)
+    await asyncio.wait_for(demo.communicate(), LONG_S)
+    assert demo.returncode == 130
     await until(lambda: not [each for each in theirs if each.is_running() and each.status() != psutil.STATUS_ZOMBIE])
     assert not list(temporary.iterdir())
     assert list(temporary.parent.iterdir()) == [temporary]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from service.simulated.app import SimulatedAPI
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import Requester, requester
 from tests.support.serving import serving
@@ -79,7 +79,7 @@ def ends_of(app: Requester, id: str) -> list[str]:
 async def test_after_a_crash_between_storing_and_acknowledging_the_end_is_told_as_replayed(
     vhost: Vhost, tmp_path: Path
 ) -> None:
-    async with SimulatedAPI() as api, requester(vhost) as app:
+    async with FaultyAPI() as api, requester(vhost) as app:
         environ = environment(vhost, api)
         dying = {**environ, "LANEKEEPER_FAILPOINTS": "after_store:1"}
         async with lanekeeper("serve", environ=dying, folder=tmp_path) as worker:

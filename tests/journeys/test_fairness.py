@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from aiormq.exceptions import DeliveryError
 
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import Ledger, Requester, requester
 from tests.support.serving import HeldCalls, meeting, serving
@@ -60,7 +61,7 @@ async def keep_asking(app: Requester, vhost: Vhost, tenant: str) -> None:
         await app.final(await ask(app, vhost, tenant, f"asks {number}"), within_s=WITHIN_S)
 
 
-def calls_of(api: SimulatedAPI, since_s: float) -> Counter[str]:
+def calls_of(api: FaultyAPI, since_s: float) -> Counter[str]:
     return Counter(call.prompt.split(" ")[0] for call in api.calls if call.started_s >= since_s)
 
 
@@ -71,7 +72,7 @@ async def api() -> AsyncIterator[HeldCalls]:
 
 
 @pytest.fixture
-def environ(vhost: Vhost, api: SimulatedAPI) -> dict[str, str]:
+def environ(vhost: Vhost, api: FaultyAPI) -> dict[str, str]:
     return environment(
         vhost,
         api,
@@ -104,7 +105,7 @@ async def test_a_single_request_does_not_wait_behind_another_tenants_backlog(vho
 @pytest.mark.timing
 @pytest.mark.parametrize(("processes", "tenants"), [(1, 3), (3, 2)])
 async def test_with_n_waiting_tenants_each_gets_at_least_half_of_an_equal_share(
-    vhost: Vhost, api: SimulatedAPI, environ: dict[str, str], tmp_path: Path, processes: int, tenants: int
+    vhost: Vhost, api: FaultyAPI, environ: dict[str, str], tmp_path: Path, processes: int, tenants: int
 ) -> None:
     async with requester(vhost) as app, asyncio.TaskGroup() as group, asyncio.timeout(170):
         workers = [lanekeeper("serve", environ=environ, folder=tmp_path) for _ in range(processes)]

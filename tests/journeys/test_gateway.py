@@ -20,9 +20,9 @@ from pydantic import SecretStr
 from consumers.replies import Replies
 from service.gateway.access import hash_of
 from service.gateway.app import ABSENT_WITHIN_S
-from service.simulated.app import SimulatedAPI
 from tests.faults.proxy import Proxy
 from tests.support.brokers import Vhost, close_connection
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import gate
 from tests.support.malicious import Asked, MaliciousProvider, Piece, deltas, head, streamed
 from tests.support.processes import Running, environment, interpreter, lanekeeper
@@ -406,7 +406,7 @@ async def asked(client: AsyncAnthropic, prompt: str) -> Any:
 class Service:
     """A simulated provider, a worker with a gateway of its own, and a gateway by itself."""
 
-    api: SimulatedAPI
+    api: FaultyAPI
     worker: Running
     worker_url: str
     gateway: Running
@@ -417,7 +417,7 @@ class Service:
 
 @pytest.fixture
 async def service(vhost: Vhost, tmp_path: Path) -> AsyncIterator[Service]:
-    async with SimulatedAPI() as api:
+    async with FaultyAPI() as api:
         environ = environment(vhost, api)
         start = partial(lanekeeper, environ=environ, folder=tmp_path)
         async with start("serve") as worker, start("gateway") as gateway:
@@ -467,7 +467,7 @@ BODY = {
 async def test_a_gateway_that_is_stopped_answers_what_is_under_way_and_exits_with_0(
     vhost: Vhost, tmp_path: Path
 ) -> None:
-    async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
+    async with FaultyAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost, api)
         async with (
             lanekeeper("serve", environ=environ, folder=tmp_path) as worker,

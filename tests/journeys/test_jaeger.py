@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from lanekeeper import Client
 from lanekeeper.telemetry.tracing import Tracing
-from service.simulated.app import SimulatedAPI
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.jaeger import running
 from tests.support.processes import environment, lanekeeper
 
@@ -22,7 +22,7 @@ DUE = "process lane.critical.due"
 
 async def test_a_request_that_is_retried_twice_is_one_tree_in_jaeger(vhost: Vhost, tmp_path: Path) -> None:
     with running(tmp_path) as jaeger:
-        async with SimulatedAPI() as api:
+        async with FaultyAPI() as api:
             environ = environment(
                 vhost,
                 api,

@@ -25,8 +25,9 @@ from yarl import URL
 from lanekeeper import BodiesUnavailable, BodyError, Client, Final, Part
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract.messages import BodyAddress
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import call, gate
 from tests.support.processes import environment, lanekeeper
 from tests.support.redis import redis_server
@@ -234,7 +235,7 @@ async def host(asked: list[web.Request]) -> AsyncIterator[str]:
 @pytest.mark.slow
 async def test_a_worker_that_is_killed_while_it_fetches_a_body_is_replaced(vhost: Vhost, tmp_path: Path) -> None:
     asked: list[web.Request] = []
-    async with SimulatedAPI() as api, host(asked) as url, requester(vhost) as app:
+    async with FaultyAPI() as api, host(asked) as url, requester(vhost) as app:
         environ = environment(vhost, api, LANEKEEPER_BODIES__ALLOW=url, LANEKEEPER_BODIES__ALLOW_PRIVATE="true")
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as first:
             await first.ready()
@@ -389,7 +390,7 @@ async def test_a_worker_that_dies_before_its_reply_is_replaced(
     vhost: Vhost, tmp_path: Path, place: str, calls: int, left: int
 ) -> None:
     """Before the outcome is stored, the call is paid again; what was kept then is removed when its time is over."""
-    async with SimulatedAPI() as api, requester(vhost) as app:
+    async with FaultyAPI() as api, requester(vhost) as app:
         environ = environment(
             vhost, api, LANEKEEPER_BODIES__URL=f"file://{tmp_path}/bodies", LANEKEEPER_BODIES__ANSWERS_OVER_BYTES="4096"
         )

@@ -13,11 +13,11 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from service.simulated.app import SimulatedAPI
 from service.status import Status
 from service.worker.running import summarise_once
 from tests.journeys.test_providers import status
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import COMMAND, environment, lanekeeper, run
 from tests.support.requester import requester
 from tests.support.serving import RunningWorker, serving
@@ -39,7 +39,7 @@ class Scraped:
 
 
 async def test_names_that_requests_invent_are_no_labels_and_no_rows(vhost: Vhost, tmp_path: Path) -> None:
-    async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
+    async with FaultyAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost, api, LANEKEEPER_SPEAKERS=vhost.user)
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker, requester(vhost) as app:
             url = await worker.ready()
@@ -67,7 +67,7 @@ async def test_names_that_requests_invent_are_no_labels_and_no_rows(vhost: Vhost
 
 
 async def test_a_few_requests_are_told_alike_by_metrics_lanes_and_status(vhost: Vhost, tmp_path: Path) -> None:
-    async with SimulatedAPI() as api, aiohttp.ClientSession() as session:
+    async with FaultyAPI() as api, aiohttp.ClientSession() as session:
         environ = environment(vhost, api, LANEKEEPER_LANES__BATCH__SLOTS="2", LANEKEEPER_METRICS__TENANTS=vhost.user)
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as worker, requester(vhost) as app:
             url = await worker.ready()

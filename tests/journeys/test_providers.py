@@ -2,8 +2,12 @@
 operator's mistake (a wrong key, an unpaid account, a wrong base URL) costs no request: requests go to the next
 provider, or wait with their attempts unchanged until the mistake is mended, or their time is over."""
 
+import json
+import platform
 import time
 from collections.abc import AsyncIterator
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,13 +17,15 @@ from structlog.testing import capture_logs
 
 from consumers.state.base import DAY_S
 from service.gateway.server import Server
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.status import Status, look
 from service.worker.figures import sources
 from tests.journeys.test_gateway import body, post
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import gate
 from tests.support.malicious import Answering, Asked, MaliciousProvider, redirect, well
+from tests.support.processes import environment, run
 from tests.support.requester import requester
 from tests.support.serving import PLENTY, RunningWorker, meeting, serving
 from tests.support.waiting import until
@@ -28,12 +34,12 @@ DOWN = SimulatedOptions(faults={"unavailable": 1.0})
 
 
 @pytest.fixture
-async def spare() -> AsyncIterator[SimulatedAPI]:
-    async with SimulatedAPI() as started:
+async def spare() -> AsyncIterator[FaultyAPI]:
+    async with FaultyAPI() as started:
         yield started
 
 
-def chain(spare: SimulatedAPI, **more: Any) -> dict[str, Any]:
+def chain(spare: FaultyAPI, **more: Any) -> dict[str, Any]:
     """A second provider, called when the first cannot answer."""
     return {"providers": {"spare": {"api_key": "sk-ant-spare", "base_url": spare.base_url, **more}}}
 
@@ -51,7 +57,7 @@ async def status(worker: RunningWorker) -> Status:
 
 
 async def test_while_the_first_provider_is_down_the_second_answers_and_afterwards_the_first_is_called_again(
-    vhost: Vhost, spare: SimulatedAPI
+    vhost: Vhost, spare: FaultyAPI
 ) -> None:
     with capture_logs() as logs:
         async with serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
@@ -104,7 +110,7 @@ async def test_while_all_providers_are_down_requests_are_deferred_and_afterwards
 
 
 async def test_a_stream_that_breaks_is_started_again_by_another_provider_after_a_restart(
-    vhost: Vhost, spare: SimulatedAPI
+    vhost: Vhost, spare: FaultyAPI
 ) -> None:
     async with serving(vhost, **chain(spare)) as worker, requester(vhost) as app:
         worker.api.configure(SimulatedOptions(faults={"cut": 1.0}))
@@ -200,7 +206,7 @@ async def test_while_a_key_is_refused_few_calls_are_made(vhost: Vhost) -> None:
             assert (await app.final(each)).status == "ok"
 
 
-async def test_the_next_provider_takes_over_at_once(vhost: Vhost, spare: SimulatedAPI) -> None:
+async def test_the_next_provider_takes_over_at_once(vhost: Vhost, spare: FaultyAPI) -> None:
     async with meeting(vhost, simulated=OTHER_KEY, **chain(spare)) as (worker, app, _):
         for n in range(20):
             reply = await app.ask({"prompt": f"job {n}"})
@@ -272,7 +278,7 @@ def calls_under_way(worker: RunningWorker) -> int:
 
 @pytest.mark.parametrize("url", ["https://{address}", "http://no-such-host.invalid"])
 async def test_where_tls_or_dns_fails_the_request_is_told_so_without_an_address(vhost: Vhost, url: str) -> None:
-    async with SimulatedAPI() as api:
+    async with FaultyAPI() as api:
         base_url = url.format(address=api.base_url.removeprefix("http://")) + "/s3cret"
         async with serving(vhost, base_url=base_url), requester(vhost) as app:
             reply = await app.ask({"prompt": "x"}, headers={"x-lane-deadline-ms": 1500})
@@ -332,3 +338,74 @@ async def test_a_refused_call_goes_to_the_models_fallback_once_and_both_are_in_t
         paid_usd = pytest.approx(sum(each.usd for each in budgeting.registry.calls.values()))
         assert budgeting.spending.totals()["lane"]["normal"].usd == paid_usd
         await until(lambda: list(budgeting.spending.used().values()) == [paid_usd])
+
+
+async def test_an_operators_probe_is_heard_by_every_worker(
+    vhost: Vhost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = (f"host-{n}" for n in count())
+    monkeypatch.setattr(platform, "node", lambda: next(hosts))
+    async with (
+        serving(vhost, simulated=OTHER_KEY) as one,
+        serving(vhost, simulated=OTHER_KEY) as two,
+        gate(one) as url,
+        requester(vhost) as app,
+        aiohttp.ClientSession() as http,
+    ):
+        workers = (one, two)
+
+        async def probed() -> tuple[str, list[str]]:
+            async with http.post(f"{url}/v1/providers/anthropic/probe") as got:
+                found = await got.json()
+                return found["state"], sorted(each["state"] for each in found["workers"].values())
+
+        async def both_are_paused() -> bool:
+            await app.ask({"prompt": "hello"}, headers={"x-lane-deadline-ms": 500})
+            return all(each.parts.budgeting.breakers.pauses.reasons() for each in workers)
+
+        await until(both_are_paused)
+        one.api.configure(SimulatedOptions())
+        assert await probed() == ("paused", ["paused", "resumed"])
+        two.api.configure(SimulatedOptions())
+        line = ("providers", "probe", "anthropic", "--json")
+        ended, lines = await run(*line, environ=environment(vhost), folder=tmp_path)
+        assert ended == 0
+        told = json.loads("\n".join(lines))
+        assert (told["state"] in ("resumed", "called"), len(told["workers"])) == (True, 2), "it was probed meanwhile"
+        assert await probed() == ("called", ["called", "called"])
+        assert not any(each.parts.budgeting.breakers.pauses.reasons() for each in workers)
+        async with http.post(f"{url}/v1/providers/nobody/probe") as got:
+            assert (got.status, "nobody" in await got.text()) == (404, True)
+
+
+async def test_only_operators_may_probe(vhost: Vhost) -> None:
+    async with (
+        serving(vhost, control={"operators": ("ops",)}) as worker,
+        gate(worker) as url,
+        requester(vhost) as app,
+        aiohttp.ClientSession() as http,
+    ):
+        assert (await app.control({"probe": "anthropic"}, key="probe")).code == "forbidden_control"
+        async with http.post(f"{url}/v1/providers/anthropic/probe") as got:
+            assert (got.status, got.headers["x-should-retry"]) == (503, "false")
+            assert "LANEKEEPER_CONTROL__OPERATORS" in (await got.json())["detail"]
+        assert not worker.api.calls
+
+
+async def test_after_a_rate_limit_with_a_long_retry_after_what_is_refused_says_when_to_come_back(vhost: Vhost) -> None:
+    limited = SimulatedOptions(faults={"rate_limited retry_after=600": 1.0})
+    async with serving(vhost, simulated=limited) as worker, gate(worker) as url, requester(vhost) as app:
+        await app.ask({"prompt": "the first"})
+        calls = len(worker.api.calls)
+
+        reply = await app.ask({"prompt": "the next"}, headers={"x-lane-deadline-ms": 5000})
+
+        assert (reply.code, reply.json["attempts"]) == ("deadline_exceeded", 0)
+        assert 5000 < reply.json["retry_after_ms"] <= 60_000, "the account is tried again each minute"
+        async with (
+            aiohttp.ClientSession(headers={"x-lane-deadline-ms": "5000"}) as http,
+            http.post(f"{url}/v1/messages", json=body("over HTTP")) as got,
+        ):
+            assert (got.status, got.headers["x-should-retry"]) == (504, "false")
+            assert 5 <= int(got.headers["retry-after"]) <= 60
+        assert len(worker.api.calls) == calls

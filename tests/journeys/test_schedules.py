@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from service.private_broker import PrivateBroker
 from tests.support import forks
 from tests.support.brokers import Vhost
+from tests.support.private_broker import PrivateBroker
 from tests.support.processes import COMMAND, environment, lanekeeper
 from tests.support.serving import HeldCalls
 from tests.support.waiting import STARTED_S, until

@@ -19,8 +19,8 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.replies import Final
 from lanekeeper.telemetry.tracing import Tracing
-from service.simulated.app import SimulatedAPI
 from tests.support.brokers import Vhost
+from tests.support.faulty_api import FaultyAPI
 from tests.support.otlp import OtlpReceiver, ReceivedSpan, one, tree
 from tests.support.processes import environment, lanekeeper
 from tests.support.requester import requester
@@ -41,7 +41,7 @@ class Scene:
     """A worker process that exports its spans, and this process, which exports its own."""
 
     otlp: OtlpReceiver
-    api: SimulatedAPI
+    api: FaultyAPI
     here: TracerProvider
     amqp_url: str
 
@@ -73,7 +73,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(vhost: Vhost, tmp_path: Path) -> AsyncIterator[Scene]:
-    async with OtlpReceiver() as otlp, SimulatedAPI() as api:
+    async with OtlpReceiver() as otlp, FaultyAPI() as api:
         environ = environment(
             vhost,
             api,

@@ -33,13 +33,14 @@ from typing_extensions import override
 
 from benchmarks.harness.report import between
 from service.simulated import messages
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.simulated.faults import Fault
 from service.simulated.sending import send_stream
 from tests.judges import claude_code
 from tests.judges.reasons import REASONS
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.defaults import stores
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import environment, lanekeeper
 
 HOUSE = Path(__file__).parents[2]
@@ -214,7 +215,7 @@ _FORWARDED = ("anthropic-version", "anthropic-beta")
 _TYPES = {409: "conflict_error", 422: "invalid_request_error", 429: "rate_limit_error", 504: "timeout_error"}
 
 
-class Judged(SimulatedAPI):
+class Judged(FaultyAPI):
     """It also sends recorded streams, errors with any status and headers, and calls the tools of Claude Code."""
 
     def __init__(self, made: Sequence[Call], recorded: Mapping[str, bytes]) -> None:
@@ -274,7 +275,7 @@ class Judged(SimulatedAPI):
         output = messages.Output(blocks=(*thought, *tools), stop_reason="tool_use", tokens=50)
         events = messages.events(asked, output, id=f"msg_{request_id[4:]}", deltas=8)
         headers = {"request-id": request_id}
-        return await send_stream(request, events, headers=headers, pause_s=0, fault=None, request_id=request_id)
+        return await send_stream(request, events, headers=headers, pause_s=0)
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lanekeeper.contract.problems import BrokerUnreachable
 from lanekeeper.telemetry import signals
+from lanekeeper.telemetry.tracing import context_in
 from service.telemetry import logs, redaction
 
 
@@ -64,6 +65,17 @@ def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warni
     assert ours["event"] == "ours"
     assert (theirs["event"], theirs["library"]) == (signals.LIBRARY_WARNED, "aiormq")
     assert theirs["message"] == "lost amqp://…@h/"
+
+
+def test_hostile_trace_headers_are_not_logged() -> None:
+    out = io.StringIO()
+    trace = f"00-{'a' * 32}-{'b' * 16}-01"
+
+    with logs.configured(service="s", level="debug", stream=out):
+        for state in ("s3cret", "a=1,a=s3cret", "a=" + "s3cret" * 100):
+            assert context_in({"traceparent": trace, "tracestate": state}) is not None
+
+    assert lines(out) == []
 
 
 def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(

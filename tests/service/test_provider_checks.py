@@ -9,7 +9,8 @@ import pytest
 
 from service import checks as provider_checks
 from service.checks import Finding, providers
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
+from tests.support.faulty_api import FaultyAPI
 from tests.support.settings import load
 
 KEY = "sk-ant-s3cret"
@@ -19,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[SimulatedAPI]:
-    async with SimulatedAPI(SimulatedOptions(api_key=KEY)) as running:
+async def api() -> AsyncIterator[FaultyAPI]:
+    async with FaultyAPI(SimulatedOptions(api_key=KEY)) as running:
         yield running
 
 
-def first(api: SimulatedAPI, key: str = KEY) -> dict[str, str]:
+def first(api: FaultyAPI, key: str = KEY) -> dict[str, str]:
     return {"ANTHROPIC_API_KEY": key, "ANTHROPIC_BASE_URL": api.base_url}
 
 
@@ -39,7 +40,7 @@ async def look(env: dict[str, str]) -> dict[str, Finding]:
     return found
 
 
-async def test_a_provider_that_answers_is_reported_as_ok_with_its_models(api: SimulatedAPI) -> None:
+async def test_a_provider_that_answers_is_reported_as_ok_with_its_models(api: FaultyAPI) -> None:
     found = await look(first(api))
 
     text = f"{api.base_url} takes the key and answers as {HAIKU}, {SONNET}"
@@ -47,7 +48,7 @@ async def test_a_provider_that_answers_is_reported_as_ok_with_its_models(api: Si
     assert sorted(call.model for call in api.calls) == [HAIKU, SONNET]
 
 
-async def test_every_provider_is_called_and_each_failure_is_reported_by_name(api: SimulatedAPI) -> None:
+async def test_every_provider_is_called_and_each_failure_is_reported_by_name(api: FaultyAPI) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as unused:
         nobody = f"http://127.0.0.1:{unused.getsockname()[1]}"
     env = {
@@ -76,7 +77,7 @@ async def test_every_provider_is_called_and_each_failure_is_reported_by_name(api
     assert found["provider keyless"].text.startswith("LANEKEEPER_PROVIDERS__KEYLESS__API_KEY is not set")
 
 
-async def test_a_provider_that_is_rate_limited_at_the_moment_is_ok(api: SimulatedAPI) -> None:
+async def test_a_provider_that_is_rate_limited_at_the_moment_is_ok(api: FaultyAPI) -> None:
     api.configure(SimulatedOptions(api_key=KEY, faults={"overloaded": 1.0}))
 
     assert (await look(first(api)))["provider anthropic"].well
@@ -93,7 +94,7 @@ async def test_a_provider_that_hangs_is_reported_within_the_time_limit(monkeypat
     assert "within 0.2 s" in found["provider eu"].text
 
 
-async def test_a_lane_whose_default_model_no_provider_has_is_reported(api: SimulatedAPI) -> None:
+async def test_a_lane_whose_default_model_no_provider_has_is_reported(api: FaultyAPI) -> None:
     found = await look(other("EU", api.base_url, MODELS=f"{SONNET}={SONNET}"))
 
     assert found["provider eu"].well

@@ -32,7 +32,18 @@ from consumers.slots import admission
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, TenantShare
 from consumers.spending import Bound, CapsSpec, Hold, Spending, Spent
-from consumers.state.base import Ended, Granted, Identity, Part, Period, Refused, Stop, StoreUnavailable
+from consumers.state.base import (
+    Ended,
+    Granted,
+    Identity,
+    Part,
+    Period,
+    Refused,
+    Reservation,
+    Stop,
+    StoreUnavailable,
+    Taken,
+)
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of
 from tests.support.memory_store import MemoryAllowances, MemoryStore, daily
@@ -277,11 +288,19 @@ class Caps(Counted):
 
 class _SlowAllowances(MemoryAllowances):
     @override
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Any:
+    async def take(
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
+    ) -> Taken:
         await turns(1)
-        taken = await super().take(name, amount, limit=limit, period=period)
+        taken = await super().take(name, amount, limit=limit, period=period, reservation=reservation)
         await turns(1)
         return taken
+
+    @override
+    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+        await turns(1)
+        await super().settle(name, used, period=period, reservation=reservation)
+        await turns(1)
 
     @override
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:

@@ -111,7 +111,7 @@ def _why() -> str:
 
 
 def has_broker() -> bool:
-    """Whether a broker is set, or `service/private_broker.py` can start one."""
+    """Whether a broker is set, or `tests/support/private_broker.py` can start one."""
     if os.environ.get("LANEKEEPER_AMQP_URL"):
         return True
     if any(_succeeds("docker", "image", "inspect", image) for image in IMAGES):

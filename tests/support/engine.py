@@ -24,7 +24,9 @@ from typing import cast
 import pytest
 from testcontainers.core.config import ConnectionMode, testcontainers_config
 
-from service.private_broker import (
+from tests.support.brokers import RunningBroker
+from tests.support.debian import can_install
+from tests.support.private_broker import (
     ANSWER_S,
     ERLANG_ARGUMENTS,
     LOCAL,
@@ -35,8 +37,6 @@ from service.private_broker import (
     USER,
     version_if_ready,
 )
-from tests.support.brokers import RunningBroker
-from tests.support.debian import can_install
 
 DEBIAN = Path(__file__).with_name("debian.py")
 LABEL = "org.lanekeeper.broker"

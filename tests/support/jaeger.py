@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from service.private_broker import LOOPBACK, free_ports
 from tests.support.jaeger_build import BuildFailed, NotToBeHad, jaeger
 from tests.support.otlp import ReceivedSpan, tree
+from tests.support.private_broker import LOOPBACK, free_ports
 from tests.support.waiting import PATIENCE_S, STARTED_S
 
 START_S = STARTED_S

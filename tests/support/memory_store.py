@@ -6,17 +6,28 @@ import asyncio
 import sqlite3
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from typing_extensions import override
 
 from consumers.clock import now_ms
 from consumers.spending import DAY, Cap
+from consumers.state import decisions
 from consumers.state.base import DAY_S as DAY_S
-from consumers.state.base import Ending, Identity, Period, StoreSpec, StoreUnavailable, Taken, period_of
+from consumers.state.base import (
+    Ending,
+    Identity,
+    Period,
+    Reservation,
+    StoreSpec,
+    StoreUnavailable,
+    Taken,
+    period_of,
+)
+from consumers.state.decisions import Times
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
-from consumers.state.sqlite.tables import Tables, Times
+from consumers.state.sqlite.tables import Tables
 
 T = TypeVar("T")
 LOGGED = {name: name for name in ("claim", "shelter", "release", "defer", "reserve", "debounce", "cancel")} | {
@@ -41,13 +52,14 @@ class MemoryStore(SqliteStore):
     def __init__(self, log: list[str] | None = None, *, spec: StoreSpec | None = None) -> None:
         connection = sqlite3.connect(":memory:", isolation_level=None)
         connection.deserialize(_empty())
-        self._tables = Tables(connection, spec or StoreSpec())
+        self.spec = spec or StoreSpec()
+        self._tables = Tables(connection, self.spec)
         self.log = [] if log is None else log
         self.now_ms = 1_000_000
         self.failing: StoreUnavailable | None = None
 
     @override
-    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True, **_: Any) -> T:
+    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
         return operation(self._tables, self._at(LOGGED.get(name)))
 
     @override
@@ -84,21 +96,35 @@ class MemoryAllowances:
     def __init__(self) -> None:
         self.used: dict[str, float] = {}
         self._numbers: dict[str, int] = {}
+        self._reserved: dict[tuple[str, str], tuple[str, float]] = {}
         self.is_away = False
         self.fails_at = 0
         """The number of the only call that raises StoreUnavailable; 0: none."""
         self.hangs = False
         self._calls = 0
 
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
+    async def take(
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
+    ) -> Taken:
         self._look()
         if self.hangs:
             await asyncio.Event().wait()
-        used = self._used_in(name, period)
-        granted = used + amount <= limit
-        if granted:
-            used = self.used[name] = used + amount
-        return Taken(granted=granted, used=used)
+        id = "" if reservation is None else reservation.id
+        freed = [self._reserved.pop((name, id), ("", 0.0))[1]]
+        taken = decisions.take(self._used_in(name, period), freed, amount, limit)
+        if taken.granted or freed[0]:
+            self.used[name] = taken.used
+        if taken.granted and reservation is not None:
+            self._reserved[name, id] = reservation.nonce, amount
+        return taken
+
+    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+        self._look()
+        nonce, amount = self._reserved.get((name, reservation.id), ("", 0.0))
+        if nonce == reservation.nonce:
+            del self._reserved[name, reservation.id]
+            self.used[name] = max(0.0, self._used_in(name, period) - amount)
+        self.used[name] = self._used_in(name, period) + used
 
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         self._look()

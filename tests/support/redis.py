@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from service.private_broker import LOOPBACK, free_ports
 from tests.support.engine import GUARD, see_that_it_is_installed
+from tests.support.private_broker import LOOPBACK, free_ports
 
 SERVER = "redis-server"
 START_S = 60

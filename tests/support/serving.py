@@ -26,13 +26,14 @@ from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
 from service.config.settings import Settings
 from service.simulated import messages
-from service.simulated.app import Call, SimulatedAPI, SimulatedOptions
+from service.simulated.app import Call, SimulatedOptions
 from service.simulated.faults import Fault
 from service.simulated.messages import answer, events, read_request
 from service.worker import running as worker
 from service.worker.assembly import Worker, assemble
 from tests.support.brokers import At, url_of
 from tests.support.defaults import SETTINGS, store_url
+from tests.support.faulty_api import FaultyAPI
 from tests.support.requester import Requester, requester
 from tests.support.waiting import PATIENCE_S, STARTED_S, until
 from topology.broker.admin import apply
@@ -58,7 +59,7 @@ class Released:
             await self._added.wait()
 
 
-class HeldCalls(SimulatedAPI):
+class HeldCalls(FaultyAPI):
     """It holds calls whose prompt contains `HELD` until they are released."""
 
     def __init__(self, options: SimulatedOptions | None = None) -> None:

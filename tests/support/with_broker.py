@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from lanekeeper.contract.problems import BrokerUnreachable
-from service.private_broker import SOURCES, PrivateBroker, say_on_stderr
+from tests.support.private_broker import SOURCES, PrivateBroker, say_on_stderr
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PROC = Path("/proc")
@@ -121,6 +121,7 @@ def main() -> int:
     signals = Signals()
     signals.listen()
     code = 1
+    say_on_stderr("starting a broker, which is removed at the end …")
     try:
         with private_broker_beside(chosen.sources.split(",")) as broker:
             # From here on Told could come after a process has started but before we know it, and leave it behind.

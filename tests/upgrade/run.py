@@ -17,9 +17,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from service.simulated.app import SimulatedAPI
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.defaults import ENVIRONMENT, stores
+from tests.support.faulty_api import FaultyAPI
 from tests.support.processes import environment, interpreter, run
 from tests.support.redis import redis_server
 from tests.support.requester import Ledger
@@ -55,7 +55,7 @@ async def publish(ledger: Ledger, phase: str) -> None:
 
 async def upgrade(vhost: Vhost, old: Path, folder: Path, redis: str) -> dict[str, object]:
     """What was seen; raises AssertionError if a request was lost, or answered in two ways."""
-    async with SimulatedAPI() as api:
+    async with FaultyAPI() as api:
         shared = environment(vhost, api, LANEKEEPER_STORE_URL=redis, LANEKEEPER_GRACE_S="20")
         for name in ENVIRONMENT:  # an older version may not know it
             shared.pop(name)

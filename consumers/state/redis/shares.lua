@@ -13,6 +13,15 @@ local function set_used(period, used, length_ms)
   redis.call('PEXPIRE', KEYS[1], 2 * length_ms)
 end
 
+-- What is reserved: a hash by id, of the period, a nonce and an amount; and a sorted set of the ids by their ends.
+local function freed(id, nonce, period)
+  local of, whose, amount = (redis.call('HGET', KEYS[2], id) or ''):match('^(%d+) (%S*) (%S+)$')
+  if not of or (nonce and nonce ~= whose) then return 0 end
+  redis.call('HDEL', KEYS[2], id)
+  redis.call('ZREM', KEYS[3], id)
+  return tonumber(of) == tonumber(period) and tonumber(amount) or 0
+end
+
 function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_tenant, in_all)
   local mine, all = KEYS[1], KEYS[2]
   local function used(key) return redis.call('ZCOUNT', key, '(' .. now, '+inf') end
@@ -46,14 +55,27 @@ function run.debounce(at_ms, id, until_ms)
   return 1
 end
 
-function run.take(number, length_ms, amount, limit)
+function run.take(number, length_ms, amount, limit, id, nonce, until_ms)
   local period, used = current(number)
+  local ended = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 1000)
+  ended[#ended + 1] = id
+  local before = used
+  for _, each in ipairs(ended) do used = used - freed(each, nil, period) end
+  used = math.max(0, used)
   local granted = used + amount <= tonumber(limit)
-  if granted then
-    used = used + amount
-    set_used(period, used, length_ms)
+  if granted then used = used + amount end
+  if granted or used ~= before then set_used(period, used, length_ms) end
+  if granted and id then
+    redis.call('HSET', KEYS[2], id, string.format('%d %s %.17g', period, nonce, amount))
+    redis.call('ZADD', KEYS[3], until_ms, id)
+    for i = 2, 3 do redis.call('PEXPIRE', KEYS[i], 2 * length_ms) end
   end
   return {granted and 1 or 0, string.format('%.17g', used)}
+end
+
+function run.settle(number, length_ms, amount, id, nonce)
+  local period, used = current(number)
+  set_used(period, math.max(0, used - freed(id, nonce, period)) + amount, length_ms)
 end
 
 function run.give_back(number, length_ms, amount)

@@ -1,29 +1,48 @@
-"""The store in Redis, for workers on several machines. Each method calls one function of a Lua script, and so takes one
-round trip; `look` takes one for every 200 requests.
+"""The store in Redis, for workers on several machines.
+
+What is decided about a request is decided here (`requests.py`), and written if the request still is what the decision
+was about: by a script that compares and swaps. A process begins with the row that it saw last, or with none; if Redis
+has another one, the script returns it, and the process decides again. So most operations take one round trip.
 
 The promises of `Store` hold as long as Redis keeps the writes that it has acknowledged. With `appendonly yes` and
 `appendfsync always` it keeps them through a crash; with `everysec` it may lose the last second. If Redis comes back
 empty, claims and results are lost: a repeated id runs again, but no request is lost. Redis Cluster is not supported,
-because one script renews all claims of a process, and the keys of these requests would be on several nodes of a
+because one script renews many claims of a process, and the keys of these requests would be on several nodes of a
 cluster.
 """
 
+import asyncio
 import json
+import random
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from heapq import nsmallest
-from typing import Any, Final, Self
+from itertools import repeat
+from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote, unquote
 
 from consumers.state import base
-from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreSpec, StoreUnavailable
+from consumers.state.base import Fingerprint, Identity, StoreSpec, StoreUnavailable
+from consumers.state.decisions import KEEP, Change, Progress, Row, Times
 from consumers.state.redis.client import STORE, Argument, RedisClient
+from consumers.state.requests import Decide, Requests
 from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.telemetry import logs, signals
 from lanekeeper.telemetry.figures import timings
 
+T = TypeVar("T")
+FIELDS: Final = (
+    *("token", "hash", "mark", "lease", "claimed", "attempts", "noted", "cancelling", "nonce", "deaths", "due"),
+    *("status", "code", "headers", "ended"),
+)
+SWAPPED_AT_ONCE: Final = 100
+TRIES_AT_MOST: Final = 30
+STALE_MS: Final = 1000
+"""A decision is void if Redis hears of it so much later, because leases may have ended meanwhile."""
+KNOWN_AT_MOST: Final = 10_000
+"""How many rows of held claims are kept in memory, so that they need not be read again."""
 REQUESTS_IN_A_LOOK: Final = 200
 """How many requests one run of the script reads; it is small, because Redis does nothing else meanwhile."""
 KEYS_IN_A_LOOK: Final = 200
@@ -35,7 +54,7 @@ ENTRIES_IN_A_LOOK: Final = 2000
 log = logs.logger()
 
 
-class RedisStore:
+class RedisStore(Requests):
     """Implements `FollowedStore`."""
 
     is_full = False
@@ -43,10 +62,9 @@ class RedisStore:
     def __init__(self, url: str, *, namespace: str, spec: StoreSpec = base.DEFAULT) -> None:
         self._client = RedisClient(url, tls=spec.redis_tls)
         self._namespace = namespace
-        self._lease_ms = round(spec.lease_s * 1000)
-        self._keep_ms = round(spec.keep_s * 1000)
-        self._cancelled_ms = round(spec.cancelled_s * 1000)
-        self._spec = spec
+        self.spec = spec
+        self._known: dict[Identity, _Seen] = {}
+        self._time_ms = self._read_at_ms = 0
         self._warned = False
         self._surplus: deque[Surplus] = deque()
         self.times = timings()
@@ -72,65 +90,66 @@ class RedisStore:
             for reason in await self._client.risks():
                 log.warning(signals.STORE_VOLATILE, store=self._client.address, reason=reason)
 
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> base.ClaimAnswer:
-        values = (self._lease_ms, self._keep_ms, self._cancelled_ms, *_of_fingerprint(fingerprint))
-        match await self._run("claim", self._keys(identity), *values):
-            case [b"granted", token, deaths, followed]:
-                return base.Granted(token=token, deaths=deaths, followed=followed == 1)
-            case [b"running", for_ms]:
-                return base.Running(for_ms=for_ms)
-            case [b"ended", is_same_message, ending]:
-                return base.Ended(completion=_completion(ending), is_same_message=is_same_message == 1)
-            case _:
-                return base.Conflict()
+    # ---- requests ----
 
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
-        if not held:
-            return {}
-        keys = [self._keys(claim.identity)[0] for claim in held]
-        owners = {claim.item_of: Identity(claim.identity.tenant, claim.item_of) for claim in held if claim.item_of}
-        at = {id: len(keys) + nth for nth, id in enumerate(owners, 1)}
-        keys += (self._keys(owner)[0] for owner in owners.values())
-        claims = [value for claim in held for value in (claim.token, at.get(claim.item_of, 0))]
-        stops = await self._run("renew", keys, self._lease_ms, self._keep_ms, *claims)
-        return {claim: base.Stop(stop.decode()) for claim, stop in zip(held, stops, strict=True) if stop}
+    async def change_all(
+        self, name: str, wanted: Sequence[tuple[Identity, Decide[T]]], *, durable: bool = True, bodies: bool = True
+    ) -> Sequence[Change[T]]:
+        done: list[Change[T]] = []
+        for begin in range(0, len(wanted), SWAPPED_AT_ONCE):
+            done += await self._change_some(name, wanted[begin : begin + SWAPPED_AT_ONCE], bodies=bodies)
+        return done
 
-    async def shelter(self, held: Held) -> None:
-        await self._run("shelter", self._keys(held.identity), held.token)
+    async def _change_some(
+        self, name: str, wanted: Sequence[tuple[Identity, Decide[T]]], *, bodies: bool
+    ) -> list[Change[T]]:
+        done: dict[int, Change[T]] = {}
+        at, seen, asked = self._now(), {}, {}
+        for nth, (identity, decide) in enumerate(wanted):
+            before = seen[nth] = self._known.pop(identity, NOTHING)
+            asked[nth] = decide(before.row, at)
+        for tries in range(TRIES_AT_MOST):
+            after = {nth: _after(change, seen[nth]) for nth, change in asked.items()}
+            keys = [key for nth in asked for key in self._keys(wanted[nth][0])]
+            values: list[Argument] = [at.now, STALE_MS, int(bodies)]
+            for nth, change in asked.items():
+                values += _swap(change, seen[nth], after[nth])
+            time_ms, *results = await self._run("swap", keys, *values, name=name)
+            self._time_ms, self._read_at_ms = time_ms, _monotonic_ms()
+            at, again = Times(now=time_ms, today=time_ms), {}
+            for nth, result in zip(asked, results, strict=True):
+                identity, decide = wanted[nth]
+                change = asked[nth]
+                if result != 1:
+                    seen[nth] = after[nth] = _seen(result, time_ms)
+                    change = decide(seen[nth].row, at)
+                    if change.row is not KEEP:
+                        again[nth] = change
+                        continue
+                done[nth] = change
+                self._remember(identity, after[nth])
+            if not again:
+                return [done[nth] for nth in range(len(wanted))]
+            asked = again
+            if tries > 1:  # others change the same requests at the same time
+                await asyncio.sleep(random.uniform(0, 0.002 * tries))
+        raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
 
-    async def note_waiting(self, held: Held, *, is_waiting: bool) -> None:
-        await self._run("note_waiting", self._keys(held.identity), held.token, int(is_waiting))
+    def _remember(self, identity: Identity, now: "_Seen") -> None:
+        if now.row is not None and now.row.lease_ms and now.row.status is None:
+            if len(self._known) >= KNOWN_AT_MOST:
+                self._known.clear()
+            self._known[identity] = now
 
-    async def release(
-        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""
-    ) -> None:
-        values = (self._keep_ms, self._cancelled_ms, held.token, attempts, _or_empty(due_ms), int(is_survived), step)
-        await self._run("release", self._keys(held.identity), *values)
+    def _now(self) -> Times:
+        """The time by the clock of Redis, never ahead of it: the one that it told last, and what passed since."""
+        now = self._time_ms + _monotonic_ms() - self._read_at_ms if self._time_ms else 0
+        return Times(now=now, today=now)
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        return bool(await self._run("defer", self._keys(identity), due_ms, keep_until_ms))
-
-    async def complete(
-        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        values = (self._keep_ms, _or_empty(token), *_of_fingerprint(fingerprint), *_of_completion(completion))
-        match await self._run("complete", self._keys(identity), *values):
-            case [b"given"]:
-                return completion
-            case [b"held", ending]:
-                return _completion(ending)
-            case _:
-                return None
-
-    async def note(self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
-        await self._run("note", self._keys(identity), self._keep_ms, keep_until_ms, *_of_completion(completion))
-
-    async def cancel(self, identity: Identity, completion: Completion) -> base.Cancelling:
-        unseen = (identity.id, self._keys(Identity(identity.tenant, ""))[0], self._spec.unseen_per_tenant)
-        keys = [*self._keys(identity), self._of_tenant("unseen", identity.tenant)]
-        kept = (self._cancelled_ms, self._keep_ms)
-        found = await self._run("cancel", keys, *kept, *unseen, *_of_completion(completion))
-        return base.Cancelling(found.decode())
+    async def count_unseen(self, identity: Identity, keep_ms: int) -> Sequence[str]:
+        values = (identity.id, keep_ms, self.spec.unseen_per_tenant, base.DISPLACED_AT_MOST)
+        found = await self._run("count_unseen", [self._of_tenant("unseen", identity.tenant)], *values, name="cancel")
+        return [id.decode() for id in found]
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
@@ -139,7 +158,7 @@ class RedisStore:
         tenant, redelivered = quote(identity.tenant, safe=""), int(fingerprint.redelivered)
         message = (tenant, member, fingerprint.nonce.hex(), redelivered, weight, until_ms)
         keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
-        bounds = (self._spec.waiting_per_tenant, self._spec.waiting_in_all)
+        bounds = (self.spec.waiting_per_tenant, self.spec.waiting_in_all)
         return base.WaitingLimit((await self._run("reserve", keys, *message, *bounds)).decode())
 
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
@@ -199,21 +218,6 @@ class RedisStore:
             found.append((Identity(unquote(tenant), id), row))
         return found
 
-    async def find(self, identity: Identity) -> base.Found | None:
-        match await self._run("find", self._keys(identity)):
-            case [b"ended", attempts, ending]:
-                return base.Found(completion=_completion(ending), running=False, attempts=int(attempts))
-            case [state, attempts, due, step]:
-                return base.Found(
-                    completion=None,
-                    running=state == b"running",
-                    attempts=int(attempts),
-                    due_ms=int(due) if due else None,
-                    step=step.decode(),
-                )
-            case _:
-                return None
-
     async def endings(self, requests: Sequence[Identity]) -> list[base.Ending | None]:
         found: list[base.Ending | None] = []
         for begin in range(0, len(requests), REQUESTS_IN_A_LOOK):
@@ -240,15 +244,15 @@ class RedisStore:
             return []
         memory, most = found
         beyond = memory - FULL_AT * most if most else 0.0
-        if beyond <= 0 and memory <= self._spec.max_bytes:
+        if beyond <= 0 and memory <= self.spec.max_bytes:
             return []
         used = await self._used_by_share()
         in_all = sum(used.values())
         at_most: float = in_all
         if beyond > 0:
             at_most -= beyond + most * (1 - LOW_WATER)
-        if in_all > self._spec.max_bytes:
-            at_most = min(at_most, self._spec.max_bytes * LOW_WATER)
+        if in_all > self.spec.max_bytes:
+            at_most = min(at_most, self.spec.max_bytes * LOW_WATER)
         largest = cuts(used, at_most)[:SHARES_AT_ONCE]
         rows = await self._oldest([share for share, _ in largest]) if largest else {}
         return [row for share, cut in largest for row in oldest(rows.get(share, ()), cut)]
@@ -284,16 +288,6 @@ class RedisStore:
             if cursor == b"0":
                 return
 
-    async def follow(
-        self, identity: Identity, submission: base.Submission, *, first_entry: base.NewEntry, keep_until_ms: int
-    ) -> base.Submitted:
-        _, *values = _of_submission(submission)  # without the name of the first field
-        found = await self._run("follow", self._keys(identity), keep_until_ms, *first_entry, *values)
-        return base.Submitted(found.decode())
-
-    async def unfollow(self, identity: Identity) -> None:
-        await self._run("unfollow", self._keys(identity))
-
     async def submission(self, identity: Identity) -> base.Submission | None:
         body_hash, lane, submitted, due, deadline = await self._run("submission", self._keys(identity))
         if body_hash is None:
@@ -305,15 +299,6 @@ class RedisStore:
             due_ms=int(due) if due else None,
             deadline_ms=int(deadline),
         )
-
-    async def append(self, parts: Sequence[base.Part]) -> list[base.Refused | None]:
-        keys = [key for part in parts for key in self._keys(part.held.identity)]
-        values: list[Argument] = [self._keep_ms, self._spec.events_per_request, self._spec.event_bytes_per_request]
-        for part in parts:
-            values += [part.held.token, len(part.entries), *_of_submission(part.submission)]
-            values += [value for entry in part.entries for value in entry]
-        found = await self._run("append", keys, *values)
-        return [base.Refused(reason.decode()) if reason else None for reason in found]
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> list[base.Look | None]:
         found: list[base.Look | None] = [None] * len(wanted)
@@ -327,13 +312,25 @@ class RedisStore:
                 found[begin + at] = base.Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
         return found
 
-    async def take(self, name: str, amount: float, *, limit: float, period: base.Period) -> base.Taken:
-        keys = [self._allowance(name, period)]
-        granted, used = await self._run("take", keys, period.number, period.length_s * 1000, amount, limit)
+    async def take(
+        self,
+        name: str,
+        amount: float,
+        *,
+        limit: float,
+        period: base.Period,
+        reservation: base.Reservation | None = None,
+    ) -> base.Taken:
+        values = (period.number, period.length_s * 1000, amount, limit, *(reservation or ()))
+        granted, used = await self._run("take", self._allowance(name, period), *values)
         return base.Taken(granted=granted == 1, used=float(used))
 
+    async def settle(self, name: str, used: float, *, period: base.Period, reservation: base.Reservation) -> None:
+        values = (period.number, period.length_s * 1000, used, *reservation[:2])
+        await self._run("settle", self._allowance(name, period), *values)
+
     async def give_back(self, name: str, amount: float, *, period: base.Period) -> None:
-        keys = [self._allowance(name, period)]
+        keys = self._allowance(name, period)
         await self._run("give_back", keys, period.number, period.length_s * 1000, amount)
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
@@ -363,12 +360,12 @@ class RedisStore:
         ]
         return {schedule: base.Firing(int(at_ms), id) for schedule, at_ms, id in rows}
 
-    async def _run(self, function: str, keys: Sequence[str], *arguments: Argument) -> Any:
+    async def _run(self, function: str, keys: Sequence[str], *arguments: Argument, name: str = "") -> Any:
         began_s = time.monotonic()
         try:
             return await self._client.run(STORE[function], keys, *arguments)
         finally:
-            self.times[function].add(time.monotonic() - began_s)
+            self.times[name or function].add(time.monotonic() - began_s)
 
     def _keys(self, identity: Identity) -> list[str]:
         begin, end = self._namespace, f"{quote(identity.tenant, safe='')}:{identity.id}"
@@ -377,8 +374,9 @@ class RedisStore:
     def _of_tenant(self, kind: str, tenant: str) -> str:
         return f"{self._namespace}:{kind}:{quote(tenant, safe='')}"
 
-    def _allowance(self, name: str, period: base.Period) -> str:
-        return f"{self._namespace}:allowance:{period.length_s}:{name}"
+    def _allowance(self, name: str, period: base.Period) -> list[str]:
+        end = f"{period.length_s}:{name}"
+        return [f"{self._namespace}:{kind}:{end}" for kind in ("allowance", "reserved", "reserved-until")]
 
     @property
     def _pauses(self) -> list[str]:
@@ -396,33 +394,108 @@ def _or_empty(number: int | None) -> Argument:
     return "" if number is None else number
 
 
-def _of_fingerprint(fingerprint: Fingerprint) -> tuple[Argument, ...]:
-    dead_at = _or_empty(fingerprint.dead_at_ms)
-    message = (fingerprint.body_hash, fingerprint.mark, int(fingerprint.redelivered), dead_at, fingerprint.nonce)
-    return (*message, fingerprint.keep_until_ms)
+class _Seen(NamedTuple):
+    """A row, and the values of its fields in Redis (`FIELDS`), and of its progress."""
+
+    row: Row | None
+    values: Sequence[bytes]
 
 
-def _of_completion(completion: Completion) -> tuple[Argument, ...]:
-    headers = json.dumps(dict(completion.headers), ensure_ascii=False)
-    ending = ("status", completion.status, "code", completion.code, "headers", headers)
-    return (*ending, "ended", completion.ended_ms, "body", completion.body)
+NOTHING: Final = _Seen(None, ())
 
 
-def _of_submission(submission: base.Submission) -> tuple[Argument, ...]:
-    times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
-    return ("hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms)
-
-
-def _completion(ending: Sequence[Any]) -> Completion:
-    status, code, headers, ended_ms, body, mark = ending
-    return Completion(
-        status="ok" if status == b"ok" else "error",
-        code=code.decode(),
-        body=body,
-        headers=json.loads(headers),
-        ended_ms=int(ended_ms),
+def _seen(found: list[Any], now_ms: int) -> _Seen:
+    if not found:
+        return NOTHING
+    *values, left_ms, body = found
+    token, hash, mark, lease, claimed, attempts, noted, cancelling, nonce, deaths, due = values[:11]
+    status, code, headers, ended, submitted, last, events, size = values[11:]
+    row = Row(
+        token=int(token),
+        keep_ms=now_ms + left_ms,
+        body_hash=hash or None,
         mark=mark or None,
+        lease_ms=int(lease),
+        claimed_ms=int(claimed),
+        attempts=int(attempts),
+        noted=int(noted or 0),
+        cancelling=int(cancelling or 0),
+        nonce=nonce or None,
+        deaths=int(deaths or 0),
+        due_ms=int(due) if due else None,
+        status=status.decode() or None,
+        code=code.decode(),
+        headers=headers.decode() or None,
+        ended_ms=int(ended) if ended else None,
+        body=body,
+        progress=Progress(submitted, int(last), int(events), int(size)) if submitted else None,
     )
+    return _Seen(row, values)
+
+
+def _after(change: Change[Any], before: _Seen) -> _Seen:
+    if change.row is KEEP:
+        return before
+    if change.row is None:
+        return NOTHING
+    row, progress = change.row, change.row.progress
+    values = (
+        b"%d" % row.token,
+        row.body_hash or b"",
+        row.mark or b"",
+        b"%d" % row.lease_ms,
+        b"%d" % row.claimed_ms,
+        b"%d" % row.attempts,
+        b"1" if row.noted else b"",
+        b"1" if row.cancelling else b"",
+        row.nonce or b"",
+        b"%d" % row.deaths,
+        b"" if row.due_ms is None else b"%d" % row.due_ms,
+        (row.status or "").encode(),
+        (row.code or "").encode(),
+        (row.headers or "").encode(),
+        b"" if row.ended_ms is None else b"%d" % row.ended_ms,
+        *((b"",) * 4 if progress is None else (progress.body_hash, *(b"%d" % each for each in progress[1:]))),
+    )
+    return _Seen(row, values)
+
+
+def _swap(change: Change[Any], before: _Seen, after: _Seen) -> list[Argument]:
+    """The arguments for one request of the script's function `swap`."""
+    expected = b"\0".join(before.values)
+    if change.row is KEEP or change.row is None:
+        return [expected, "" if change.row is KEEP else 0, 0, 0, 0, "", 0]
+    row, old = change.row, before.row
+    fields: list[Argument] = []
+    for name, new, kept in zip(FIELDS, after.values, before.values or repeat(b""), strict=False):
+        if new != kept:
+            fields += (name, new)
+    if row.body is not None and (old is None or row.body is not old.body):
+        fields += ("body", row.body)
+    keep_ms: Argument = "" if old is not None and old.keep_ms == row.keep_ms else row.keep_ms
+    progress: list[Argument] = []
+    entries: list[Argument] = []
+    first = 0
+    if change.entries and row.progress is not None:
+        _, last, events, size = row.progress
+        progress = ["last", last, "events", events, "bytes", size]
+        first = last - len(change.entries) + 1
+        keep_ms = row.keep_ms
+        for entry in change.entries:
+            entries += entry
+    if change.submission is not None:
+        progress += _of_submission(change.submission)
+    sizes = (len(fields), len(progress), len(entries))
+    return [expected, keep_ms, *sizes, change.forget, first, *fields, *progress, *entries]
+
+
+def _of_submission(submission: base.Submission) -> list[Argument]:
+    times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
+    return ["hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms]
+
+
+def _monotonic_ms() -> int:
+    return time.monotonic_ns() // 1_000_000
 
 
 def _ending(found: Sequence[Any] | None) -> base.Ending | None:

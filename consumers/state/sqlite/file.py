@@ -151,7 +151,21 @@ CREATE TABLE enqueued (
     until_ms INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 """
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES
+_HOLDS = """
+CREATE TABLE IF NOT EXISTS hold (
+    name TEXT NOT NULL,
+    period_s INTEGER NOT NULL,
+    period INTEGER NOT NULL,    -- of the allowance, where its amount is counted as used
+    id TEXT NOT NULL,
+    nonce TEXT NOT NULL,
+    amount REAL NOT NULL,
+    until_ms INTEGER NOT NULL,  -- since 1970
+    PRIMARY KEY (name, period_s, period, id)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS hold_by_end ON hold (until_ms);
+"""
+"""Not in any version of the schema: files of version 8 get it, and earlier programs do not mind it."""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES + _HOLDS
 MIGRATIONS: dict[int, str] = {
     1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
     2: _SHARES,
@@ -273,6 +287,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: 
     else:
         for version in range(found, VERSION):
             _run(connection, MIGRATIONS[version])
+    _run(connection, _HOLDS)
     if found != VERSION:
         connection.execute(f"PRAGMA user_version={VERSION}")
     (owner,) = connection.execute("SELECT namespace FROM store").fetchone()

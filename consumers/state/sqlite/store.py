@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from consumers.state import base
-from consumers.state.base import Completion, Fingerprint, Identity, StoreSpec, StoreUnavailable
+from consumers.state.base import Identity, StoreSpec, StoreUnavailable
+from consumers.state.decisions import Change, Times
+from consumers.state.requests import Decide, Requests
 from consumers.state.shedding import Surplus, next_step
 from consumers.state.sqlite.file import (
     ROOM_BYTES,
@@ -37,7 +39,7 @@ from consumers.state.sqlite.file import (
     probe,
     sync_commits,
 )
-from consumers.state.sqlite.tables import TOGETHER_AT_MOST, Tables, Times
+from consumers.state.sqlite.tables import Tables
 from lanekeeper.telemetry.figures import timings
 
 P = ParamSpec("P")
@@ -59,9 +61,6 @@ _INVALID_VALUES = (
 
 
 Operation = Callable[[Tables, Times], T]
-Together = Callable[[Tables, Times, list[Any]], Sequence[object]]
-"""Writes many operations by one statement, each given by its arguments. Returns their results; None for one that must
-be done by itself."""
 _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 
@@ -69,8 +68,6 @@ class _Waiting(NamedTuple):
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
     durable: bool
-    together: Together | None
-    arguments: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -110,15 +107,7 @@ class Writer:
         self._groups.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_S)
 
-    async def do(
-        self,
-        name: str,
-        operation: Operation[T],
-        *,
-        durable: bool,
-        together: Together | None = None,
-        arguments: tuple[Any, ...] = (),
-    ) -> T:
+    async def do(self, name: str, operation: Operation[T], *, durable: bool) -> T:
         """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
         `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
         it has written. `together`: how the operation, by its `arguments`, can be done with others of its kind."""
@@ -128,7 +117,7 @@ class Writer:
             raise StoreUnavailable(f"{self.path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append(_Waiting(operation, done, durable, together, arguments))
+        self._gathered.append(_Waiting(operation, done, durable))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
@@ -185,13 +174,14 @@ class Writer:
             self._syncs = must_sync
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
+            tables.trust()
             at = Times(now=self.clock.since_boot_ms(), today=self.clock.since_1970_ms())
-            written = _written_together(tables, at, group)
-            done = [written.get(waiting.done) or _done(tables, at, waiting) for waiting in group]
+            done = [_done(tables, at, waiting) for waiting in group]
             tables.connection.execute("COMMIT")
         except BaseException:
             with suppress(sqlite3.Error):
                 tables.connection.execute("ROLLBACK")
+            tables.distrust()
             raise
         return done
 
@@ -228,24 +218,6 @@ class Writer:
             with suppress(sqlite3.Error):
                 self._tables.connection.close()
             self._tables = None
-
-
-def _written_together(tables: Tables, at: Times, group: Sequence[_Waiting]) -> dict["asyncio.Future[Any]", _Done]:
-    """Write the operations of a group that can be written together, before the others: all of them were asked for
-    before the first one was answered."""
-    kinds: dict[Together, list[_Waiting]] = {}
-    for waiting in group:
-        if waiting.together is not None and not waiting.done.cancelled():
-            kinds.setdefault(waiting.together, []).append(waiting)
-    done: dict[asyncio.Future[Any], _Done] = {}
-    for together, rest in kinds.items():
-        while len(rest) > 1:
-            part, rest = rest[:TOGETHER_AT_MOST], rest[TOGETHER_AT_MOST:]
-            with suppress(*_INVALID_VALUES):  # of one operation: the statement has written nothing
-                results = together(tables, at, [waiting.arguments for waiting in part])
-                pairs = zip(part, results, strict=True)
-                done |= {one.done: (one.done, result, None) for one, result in pairs if result is not None}
-    return done
 
 
 def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
@@ -325,7 +297,7 @@ def _in_writer(
     return run
 
 
-class SqliteStore:
+class SqliteStore(Requests):
     """Implements `FollowedStore`. The file must not be on a network file system, because SQLite's locks and shared
     memory do not work there."""
 
@@ -343,7 +315,7 @@ class SqliteStore:
         self._path = path
         self._no_room: str | None = None
         self._clock = clock or Clock()
-        self._spec = spec
+        self.spec = spec
         self._surplus: deque[Surplus] = deque()
         self._looking: sqlite3.Connection | None = None
         self._writer = Writer(path, namespace=namespace, spec=spec, clock=self._clock, former=former)
@@ -371,54 +343,26 @@ class SqliteStore:
         left, used = await self.transact(
             "probe", lambda tables, at: (probe(tables.connection, self._path, at.today), tables.used_bytes())
         )
-        self._no_room, self.is_full = None, used > self._spec.max_bytes
+        self._no_room, self.is_full = None, used > self.spec.max_bytes
         if left < ROOM_BYTES:
             self._no_room = f"{self._path} has no room left, its disk is full ({left} bytes): free some space"
             raise StoreUnavailable(self._no_room)
 
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> base.ClaimAnswer:
+    async def change_all(
+        self, name: str, wanted: Sequence[tuple[Identity, Decide[T]]], *, durable: bool = True, bodies: bool = True
+    ) -> Sequence[Change[T]]:
         return await self.transact(
-            "claim",
-            lambda tables, at: tables.claim(at, identity, fingerprint),
-            durable=False,
-            together=Tables.claim_new,
-            arguments=(identity, fingerprint),
+            name, lambda tables, at: [tables.change(at, *each) for each in wanted], durable=durable
         )
 
-    async def complete(
-        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        return await self.transact(
-            "complete",
-            lambda tables, at: tables.complete(at, identity, fingerprint, completion, token=token),
-            together=None if token is None else Tables.complete_held,
-            arguments=(identity, fingerprint, completion, token),
-        )
+    async def count_unseen(self, identity: Identity, keep_ms: int) -> Sequence[str]:
+        return await self.transact("cancel", lambda tables, at: tables.oldest_unseen(at, identity.tenant))
 
-    async def transact(
-        self,
-        name: str,
-        operation: Operation[T],
-        *,
-        durable: bool = True,
-        together: Together | None = None,
-        arguments: tuple[Any, ...] = (),
-    ) -> T:
-        return await self._writer.do(name, operation, durable=durable, together=together, arguments=arguments)
+    async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
+        return await self._writer.do(name, operation, durable=durable)
 
-    renew = _in_writer(Tables.renew, durable=False)
-    shelter = _in_writer(Tables.shelter, durable=False)
-    note_waiting = _in_writer(Tables.note_waiting, durable=False)
-    release = _in_writer(Tables.release)
-    defer = _in_writer(Tables.defer)
-    note = _in_writer(Tables.note)
-    cancel = _in_writer(Tables.cancel)
-    find = _in_writer(Tables.find)
     reserve = _in_writer(Tables.reserve)
-    follow = _in_writer(Tables.follow)
-    unfollow = _in_writer(Tables.unfollow)
     submission = _in_writer(Tables.submission, durable=False)
-    append = _in_writer(Tables.append, durable=False)
     debounce = _in_writer(Tables.debounce)
     note_webhook = _in_writer(Tables.note_webhook, durable=False)
     gather = _in_writer(Tables.gather)
@@ -427,6 +371,7 @@ class SqliteStore:
     enqueue = _in_writer(Tables.enqueue)
     dequeue = _in_writer(Tables.dequeue)
     take = _in_writer(Tables.take)
+    settle = _in_writer(Tables.settle)
     give_back = _in_writer(Tables.give_back)
     hold = _in_writer(Tables.hold)
     let_go = _in_writer(Tables.let_go)
@@ -470,6 +415,6 @@ class SqliteStore:
             with closing(connect(self._path)) as connection:
                 self._looking = connection
                 connection.execute("BEGIN")
-                return Tables(connection, self._spec).surplus(self._clock.since_boot_ms())
+                return Tables(connection, self.spec).surplus(self._clock.since_boot_ms())
         except (sqlite3.Error, OSError) as error:
             raise StoreUnavailable(explain(error, self._path)) from error

@@ -5,179 +5,44 @@ opened."""
 import json
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Final, Literal, NamedTuple
+from math import inf
+from typing import Final, TypeVar
 
-from consumers.state import base
-from consumers.state.base import (
-    EVENT,
-    RESTART,
-    Completion,
-    Fingerprint,
-    Firing,
-    Granted,
-    Held,
-    Identity,
-    NewEntry,
-    Part,
-    Pause,
-    Submission,
-    WaitingLimit,
-)
+from consumers.state import base, decisions
+from consumers.state.base import Fingerprint, Firing, Identity, Pause, Submission, WaitingLimit
+from consumers.state.decisions import KEEP, Change, Progress, Row, Times, as_json
 from consumers.state.shedding import LOW_WATER, STEP_ROWS, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.contract.names import ATTEMPT
 
-CANCELLED = "cancelled"
-DISPLACED_AT_MOST = 10
-as_json = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` would make an encoder for each call
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """The time of a transaction, in ms by both clocks of the store."""
-
-    now: int
-    today: int
-
-
-class Row(NamedTuple):
-    """One row of the table `request`, which `file.py` explains; the order here is the order in SQL."""
-
-    token: int
-    keep_ms: int
-    body_hash: bytes | None = None
-    mark: bytes | None = None
-    lease_ms: int = 0
-    claimed_ms: int = 0
-    attempts: int = 0
-    noted: int = 0
-    cancelling: int = 0
-    nonce: bytes | None = None
-    deaths: int = 0
-    due_ms: int | None = None
-    status: Literal["ok", "error"] | None = None
-    code: str | None = None
-    headers: str | None = None
-    ended_ms: int | None = None
-    body: bytes | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.status is not None and not self.cancelling
-
-    @property
-    def step(self) -> str:
-        """Where the pipeline of a request that has not ended stands. (Its column has the headers of one that has.)"""
-        return self.headers or "" if self.status is None else ""
-
-    @property
-    def is_deferred(self) -> bool:
-        """True if the request was deferred or submitted (`follow`), and no worker has claimed it yet."""
-        return bool(self.noted) and self.status is None
-
-    def runs_again(self, message: Fingerprint) -> bool:
-        """True if the message is the dead letter of the stored error, and was published again."""
-        return self.ended and self.status == "error" and message.dead_at_ms == self.ended_ms
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether its holder has noted that the request waits: the first letter of the nonce is large then."""
-        return (self.nonce or b"")[:1].isupper()
-
-    @property
-    def all_deaths(self) -> int:
-        """With that of its holder, if this has not released the claim."""
-        return self.deaths + (self.lease_ms > 0 and not self.is_waiting)
-
-    def is_held_against(self, message: Fingerprint, now: int) -> bool:
-        """True if a worker holds the claim for another message, and the lease is valid. A message that was redelivered
-        may take over its own earlier claim."""
-        is_own = self.mark == message.mark and (self.nonce or b"")[:1].lower() == message.nonce[:1]
-        return self.lease_ms > now and not (message.redelivered and is_own)
-
-    def ended_by(self, completion: Completion) -> "Row":
-        status, code, headers, ended_ms, body = _of_completion(completion)
-        return self._replace(status=status, code=code, headers=headers, ended_ms=ended_ms, body=body)
-
-    def completion(self) -> Completion:
-        assert self.status is not None
-        assert self.ended_ms is not None
-        return Completion(
-            status=self.status,
-            code=self.code or "",
-            body=self.body or b"",
-            headers=json.loads(self.headers or "{}"),
-            ended_ms=self.ended_ms,
-            mark=self.mark,
-        )
-
-
+T = TypeVar("T")
+COLUMNS: Final = Row._fields[:-1]
+"""Those of the table `request`; the progress is in the table `followed`."""
+KNOWN_AT_MOST: Final = 10_000
+"""How many rows of held claims are kept in memory, so that they need not be read again."""
 _UNSEEN = "FROM request WHERE body_hash IS NULL AND noted = 0 AND due_ms IS NULL AND code = 'cancelled' AND tenant = ?"
-_READ = f"SELECT {', '.join(Row._fields)} FROM request WHERE tenant = ? AND id = ?"
-_WRITE = (
-    f"INSERT INTO request (tenant, id, {', '.join(Row._fields)}) VALUES (?, ?{', ?' * len(Row._fields)}) "
-    f"ON CONFLICT (tenant, id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in Row._fields)}"
+_READ = (
+    f"SELECT {', '.join(f'r.{name}' for name in COLUMNS)}, f.body_hash, f.last, f.events, f.bytes FROM request r"
+    " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id WHERE r.tenant = ? AND r.id = ?"
+)
+_INSERT = (
+    f"INSERT INTO request (tenant, id, {', '.join(COLUMNS)}) VALUES (?, ?{', ?' * len(COLUMNS)}) ON CONFLICT DO NOTHING"
 )
 _OF: Final = "WHERE tenant = ? AND id = ?"
-_FOLLOWED = f"SELECT 1 FROM followed {_OF}"
-_AGAIN = "UPDATE followed SET last = last + 2, events = 0, bytes = 0 WHERE tenant = ? AND id = ? RETURNING key, last"
-FORGET_EVENTS = "DELETE FROM entry WHERE followed = ? AND kind = ?"
+_DELETE: Final = f"DELETE FROM request {_OF}"
 _COUNT_UNSEEN = f"SELECT count(*) {_UNSEEN}"
-_FORGET_UNSEEN = f"DELETE FROM request WHERE rowid IN (SELECT rowid {_UNSEEN} ORDER BY keep_ms LIMIT ?)"
-_MARK = "UPDATE request SET mark = ? WHERE tenant = ? AND id = ?"
-_CLAIMS: Final = (
-    "(SELECT key, json_extract(value, '$[0]') AS tenant, json_extract(value, '$[1]') AS id,"
-    " json_extract(value, '$[2]') AS token, json_extract(value, '$[3]') AS item_of FROM json_each(?)) AS held"
-)
-_STOPPED: Final = (
-    f"SELECT held.key, request.token <> held.token FROM {_CLAIMS} CROSS JOIN request"
-    " ON request.tenant = held.tenant AND request.id = held.id"
-    f" WHERE (request.token <> held.token OR cancelling OR code = '{CANCELLED}') AND (keep_ms > ? OR lease_ms > ?)"
-)
-_ITEMS_OF_ENDED: Final = (
-    f"SELECT held.key, 0 FROM {_CLAIMS} CROSS JOIN request ON request.tenant = held.tenant"
-    " AND request.id = held.item_of WHERE status IS NOT NULL AND (keep_ms > ? OR lease_ms > ?)"
-)
+_OLDEST_UNSEEN = f"SELECT id {_UNSEEN} ORDER BY keep_ms LIMIT ?"
 _ENDINGS: Final = (
-    "SELECT held.key, status, code, coalesce(ended_ms, 0), coalesce(length(body), 0), cancelling"
-    f" FROM {_CLAIMS} CROSS JOIN request ON request.tenant = held.tenant AND request.id = held.id"
-    " WHERE keep_ms > ? OR lease_ms > ?"
+    "SELECT held.key, status, code, coalesce(ended_ms, 0), coalesce(length(body), 0), cancelling FROM"
+    " (SELECT key, json_extract(value, '$[0]') AS tenant, json_extract(value, '$[1]') AS id FROM json_each(?)) AS held"
+    " CROSS JOIN request ON request.tenant = held.tenant AND request.id = held.id WHERE keep_ms > ? OR lease_ms > ?"
 )
-_RENEW: Final = (
-    f"UPDATE request SET lease_ms = ? FROM {_CLAIMS}"
-    " WHERE request.tenant = held.tenant AND request.id = held.id AND request.token = held.token"
-    " AND (status IS NULL AND lease_ms > 0 OR cancelling)"
-)
-TOGETHER_AT_MOST: Final = 32
-"""How many claims, or completions, one statement writes: sqlite3 gives the interpreter's lock away several times for
-each statement, and waits for it again. A connection keeps a prepared statement for each number (`connect`)."""
 
 
 @cache
-def _claim_new(count: int) -> str:
-    row = "(?1, ?2, ?3, max(?4, ?), ?, ?, ?, ?, ?, 0, 0, 0, 0)"
-    return (
-        "INSERT INTO request (token, lease_ms, claimed_ms, keep_ms, tenant, id, body_hash, mark, nonce, attempts,"
-        f" noted, cancelling, deaths) VALUES {', '.join([row] * count)} ON CONFLICT (tenant, id) DO NOTHING"
-    )
-
-
-_CLAIMED: Final = "SELECT tenant, id FROM request WHERE rowid > ?"
-
-
-@cache
-def _complete_held(count: int) -> str:
-    row = "(?1, max(?2, ?), ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0)"  # inserted if the store has lost the claim
-    return (
-        "INSERT INTO request (claimed_ms, keep_ms, tenant, id, body_hash, mark, token, status, code, headers, ended_ms,"
-        f" body, lease_ms, attempts, noted, cancelling, deaths) VALUES {', '.join([row] * count)}"
-        " ON CONFLICT (tenant, id) DO UPDATE SET"
-        " lease_ms = 0, keep_ms = excluded.keep_ms, cancelling = 0, status = excluded.status, code = excluded.code,"
-        " headers = excluded.headers, ended_ms = excluded.ended_ms, body = excluded.body"
-        " WHERE request.token = excluded.token AND (request.status IS NULL OR request.cancelling)"
-    )
+def _update(*names: str) -> str:
+    return f"UPDATE request SET {', '.join(f'{name} = ?' for name in names)} {_OF}"
 
 
 _FIELDS: Final = ", ".join(Submission._fields)
@@ -185,11 +50,8 @@ _ADD: Final = (
     f"INSERT INTO followed (streams, last, events, bytes, tenant, id, {_FIELDS})"
     " VALUES (0, 0, 0, 0, ?, ?, ?, ?, ?, ?, ?)"
 )
-_HOLDS: Final = (
-    "SELECT f.key, f.last, f.events, f.bytes FROM request r LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id"
-    " WHERE r.tenant = ? AND r.id = ? AND r.token = ? AND r.lease_ms > 0"
-    " AND (r.status IS NULL OR r.cancelling)"
-)
+_GO_ON: Final = f"UPDATE followed SET last = ?, events = ?, bytes = ? {_OF} RETURNING key"
+_FORGET_EVENTS: Final = f"DELETE FROM entry WHERE followed = (SELECT key FROM followed {_OF}) AND kind = '{base.EVENT}'"
 _PROGRESS: Final = (
     "SELECT f.key, coalesce(f.last, 0), r.status IS NOT NULL AND NOT r.cancelling FROM request r"
     " LEFT JOIN followed f ON f.tenant = r.tenant AND f.id = r.id WHERE r.tenant = ? AND r.id = ?"
@@ -200,6 +62,15 @@ KEPT_AFTER_MS = 86_400_000
 """How long what was used in a period is kept after its end, in case the calendar time is set back into it."""
 _USED_IN: Final = "SELECT used FROM allowance WHERE name = ? AND period_s = ? AND period = ?"
 _SET_USED: Final = "INSERT OR REPLACE INTO allowance VALUES (?, ?, ?, ?, ?)"
+_OF_PERIOD: Final = "WHERE name = ? AND period_s = ? AND period = ?"
+_FREED: Final = f"DELETE FROM hold {_OF_PERIOD} AND (until_ms <= ? OR id = ?) RETURNING amount"
+_RESERVE: Final = "INSERT INTO hold (name, period_s, period, id, nonce, amount, until_ms) VALUES (?, ?, ?, ?, ?, ?, ?)"
+_SETTLE: Final = f"DELETE FROM hold {_OF_PERIOD} AND id = ? AND nonce = ? RETURNING amount"
+_ENDED: Final = (
+    f"DELETE FROM hold WHERE (name, period_s, period, id) IN (SELECT name, period_s, period, id FROM hold"
+    f" WHERE until_ms <= ? LIMIT {STEP_ROWS}) RETURNING amount, name, period_s, period"
+)
+_FREE: Final = f"UPDATE allowance SET used = max(0, used - ?) {_OF_PERIOD}"
 _EXPIRED_ALLOWANCES: Final = (
     "DELETE FROM allowance WHERE (name, period_s, period) IN "
     f"(SELECT name, period_s, period FROM allowance WHERE ends_ms < ? LIMIT {STEP_ROWS})"
@@ -290,10 +161,6 @@ _OLDEST: Final = f"SELECT id, {_SIZE}, keep_ms FROM request WHERE tenant = ? AND
 _REMOVE: Final = "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms = ? AND lease_ms <= ?"
 
 
-_Ended = tuple[Identity, Fingerprint, Completion, int]
-"""The arguments of `complete` for a request whose claim its worker holds."""
-
-
 class Tables:
     """Implements the methods of `FollowedStore` on one connection."""
 
@@ -301,187 +168,78 @@ class Tables:
         self.connection = connection
         self._execute = connection.execute
         self._spec = spec
-        self._lease_ms = round(spec.lease_s * 1000)
-        self._keep_ms = round(spec.keep_s * 1000)
-        self._cancelled_ms = round(spec.cancelled_s * 1000)
+        self._known: dict[tuple[str, str], Row] = {}
+        self._version: int | None = None
 
-    def claim_new(self, at: Times, claims: Sequence[tuple[Identity, Fingerprint]]) -> Sequence[Granted | None]:
-        """Grant, by one statement, those claims whose requests have no row; None for the others."""
-        values: list[object] = [at.today, at.now + self._lease_ms, at.now, at.today + self._keep_ms]
-        for identity, message in claims:
-            keep_ms = message.keep_until_ms
-            values += (keep_ms, identity.tenant, identity.id, message.body_hash, message.mark, message.nonce)
-        written = self._execute(_claim_new(len(claims)), values)
-        granted = Granted(token=at.today)
-        if written.rowcount == len(claims):
-            return [granted] * len(claims)
-        new: set[tuple[str, str]] = set()
-        if written.rowcount and written.lastrowid:  # the new rows have the highest numbers
-            new.update(self._execute(_CLAIMED, (written.lastrowid - written.rowcount,)))
-        answers: list[Granted | None] = []
-        for identity, _ in claims:
-            key = (identity.tenant, identity.id)
-            answers.append(granted if key in new else None)
-            new.discard(key)  # a second claim of the same request comes after the first
-        return answers
+    def trust(self) -> None:
+        """Called when a transaction begins: rows that this connection has written are as it knows them, unless another
+        one has written since."""
+        (version,) = self._execute("PRAGMA data_version").fetchone()
+        if version != self._version or len(self._known) > KNOWN_AT_MOST:
+            self._version = version
+            self._known.clear()
 
-    def claim(self, at: Times, identity: Identity, fingerprint: Fingerprint) -> base.ClaimAnswer:
-        message = fingerprint
-        if (new := self.claim_new(at, [(identity, message)])[0]) is not None:
-            return new
-        row = self.read(at, identity)
-        if row is None or row.noted or row.runs_again(message):
-            if row is not None and row.ended:
-                self._restart_entries(identity)
-            return self._grant(at, identity, message, row)
-        if row.body_hash not in (None, message.body_hash):
-            return base.Conflict()
-        if row.ended:
-            completion = self._completion_for(identity, row, message)
-            return base.Ended(completion=completion, is_same_message=row.mark in (None, message.mark))
-        if message.nonce and row.nonce == message.nonce:  # asked again, because the answer was lost
-            if not row.lease_ms:  # its worker had the answer after all, and has released the claim
-                return base.Running(for_ms=at.now - row.claimed_ms)
-            return Granted(token=row.token, deaths=row.deaths, followed=self._is_followed(identity))
-        if row.is_held_against(message, at.now):
-            return base.Running(for_ms=at.now - row.claimed_ms)
-        if row.cancelling:  # the holder died before it could end the request
-            self._end_as_cancelled(at, identity, row)
-            return base.Ended(completion=row.completion(), is_same_message=True)
-        return self._grant(at, identity, message, row, attempts=row.attempts, deaths=row.all_deaths)
+    def distrust(self) -> None:
+        """Called when a transaction was rolled back."""
+        self._known.clear()
 
-    def renew(self, at: Times, held: Sequence[Held]) -> Mapping[Held, base.Stop]:
-        claims = as_json([(claim.identity.tenant, claim.identity.id, claim.token, claim.item_of) for claim in held])
-        stopped = self._execute(_STOPPED, (claims, at.today, at.now)).fetchall()
-        if any(claim.item_of for claim in held):
-            stopped = [*self._execute(_ITEMS_OF_ENDED, (claims, at.today, at.now)), *stopped]
-        self._execute(_RENEW, (at.now + self._lease_ms, claims))
-        return {held[key]: base.Stop.FENCED if is_lost else base.Stop.CANCELLED for key, is_lost in stopped}
+    def change(self, at: Times, identity: Identity, decide: Callable[[Row | None, Times], Change[T]]) -> Change[T]:
+        me = (identity.tenant, identity.id)
+        row = self._known.pop(me, None)
+        if row is not None and row.is_over(at):
+            row = None
+        change = decide(row, at)
+        new = change.row
+        # most requests are new: a row for one that turns out to be known is not inserted
+        if row is None and not (isinstance(new, Row) and self._execute(_INSERT, (*me, *new[:-1])).rowcount):
+            row = self._read(at, me)
+            change = decide(row, at)
+            new = change.row
+            if row is None and isinstance(new, Row):
+                self._execute(_INSERT, (*me, *new[:-1]))
+        if new is None:
+            self._execute(_DELETE, me)
+        elif new is not KEEP:
+            if row is not None:
+                self._update(me, row, new)
+            if change.entries and new.progress is not None:
+                self._go_on(me, new.progress, change)
+        if isinstance(left := row if new is KEEP else new, Row) and left.lease_ms:
+            self._known[me] = left
+        return change
 
-    def shelter(self, at: Times, held: Held) -> None:
-        row = self.read(at, held.identity)
-        if row is not None and row.token == held.token and row.lease_ms:
-            self._write(held.identity, row._replace(nonce=None))
-
-    def note_waiting(self, at: Times, held: Held, *, is_waiting: bool) -> None:
-        row = self.read(at, held.identity)
-        if row is not None and row.token == held.token and row.lease_ms and row.nonce:
-            kind = row.nonce[:1].upper() if is_waiting else row.nonce[:1].lower()
-            self._write(held.identity, row._replace(nonce=kind + row.nonce[1:]))
-
-    def release(
-        self,
-        at: Times,
-        held: Held,
-        *,
-        attempts: int = 0,
-        due_ms: int | None = None,
-        is_survived: bool = True,
-        step: str = "",
-    ) -> None:
-        row = self.read(at, held.identity)
-        if row is None or row.ended:
-            return
-        if row.token != held.token:
-            self._write(held.identity, row._replace(deaths=max(0, row.deaths - 1)))
-        elif row.cancelling:
-            self._end_as_cancelled(at, held.identity, row)
-        else:
-            keep_ms = max(row.keep_ms, at.today + self._keep_ms)
-            deaths = 0 if is_survived else row.deaths
-            released = row._replace(lease_ms=0, attempts=attempts, keep_ms=keep_ms, due_ms=due_ms, deaths=deaths)
-            self._write(held.identity, released._replace(headers=step or None))
-
-    def defer(self, at: Times, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
-        """Implements `Store.defer`. `due_ms` is None if the request was only submitted (`follow`)."""
-        row = self.read(at, identity)
-        if row is None or row.noted:
-            waiting = Row(token=_next_token(at, row), keep_ms=keep_until_ms, noted=True, due_ms=due_ms)
-            self._write(identity, waiting)
-            return True
-        return not row.ended
-
-    def complete_held(self, at: Times, ended: Sequence[_Ended]) -> Sequence[Completion | None]:
-        """Store, by one statement, how requests ended whose claims are held; None for all of them if one is not."""
-        values: list[object] = [at.now, at.today + self._keep_ms]
-        for identity, message, completion, token in ended:
-            values += (message.keep_until_ms, identity.tenant, identity.id, message.body_hash, message.mark, token)
-            values += _of_completion(completion)
-        is_all = self._execute(_complete_held(len(ended)), values).rowcount == len(ended)
-        return [completion if is_all else None for _, _, completion, _ in ended]
-
-    def complete(
-        self, at: Times, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        message, keep_ms = fingerprint, max(fingerprint.keep_until_ms, at.today + self._keep_ms)
-        if token is not None and self.complete_held(at, [(identity, message, completion, token)])[0] is not None:
-            return completion
-        row = self.read(at, identity)
-        if row is not None and row.token == token:
-            return row.completion()  # `complete_held` has found that it has ended
-        if row is not None and not row.noted and not (token is None and row.runs_again(message)):
-            if row.body_hash not in (None, message.body_hash):
-                return completion if token is None else None
-            if row.ended:
-                return self._completion_for(identity, row, message)
-            if token is not None or row.is_held_against(message, at.now):
-                return None
-        if row is not None and row.ended:
-            self._restart_entries(identity)
-        ours = Row(
-            body_hash=message.body_hash,
-            mark=message.mark,
-            token=_next_token(at, row),
-            claimed_ms=at.now,
-            keep_ms=keep_ms,
-        )
-        self._write(identity, ours.ended_by(completion))
-        return completion
-
-    def note(self, at: Times, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
-        row = self.read(at, identity)
-        if row is not None and (not row.noted or (row.is_deferred and row.due_ms is not None)):
-            return
-        keep_ms = max(keep_until_ms, at.today + self._keep_ms)
-        noted = Row(token=_next_token(at, row), keep_ms=keep_ms, noted=True)
-        self._write(identity, noted.ended_by(completion))
-
-    def cancel(self, at: Times, identity: Identity, completion: Completion) -> base.Cancelling:
-        row = self.read(at, identity)
-        if row is not None and row.is_deferred:  # kept like a result, and as long as its message waits in the broker
-            keep_ms = max(row.keep_ms, at.today + self._keep_ms)
-            waited = Row(token=_next_token(at, row), keep_ms=keep_ms, due_ms=row.due_ms)
-            self._write(identity, waited.ended_by(completion))
-            self._displace_unseen(identity.tenant)
-            return base.Cancelling.RECORDED
-        if row is None or row.noted:
-            unseen = Row(token=_next_token(at, row), keep_ms=at.today if row is None else row.keep_ms)
-            self._end_as_cancelled(at, identity, unseen.ended_by(completion))
-            return base.Cancelling.DISPLACED if self._displace_unseen(identity.tenant) else base.Cancelling.UNSEEN
-        if row.ended:
-            return base.Cancelling.ENDED
-        if row.lease_ms > at.now:
-            if not row.cancelling:
-                self._write(identity, row._replace(cancelling=True).ended_by(completion))
-            return base.Cancelling.TOLD
-        # The token stays the same, so that a holder whose lease has expired learns that it was cancelled, not fenced.
-        self._end_as_cancelled(at, identity, row.ended_by(completion))
-        return base.Cancelling.RECORDED
-
-    def find(self, at: Times, identity: Identity) -> base.Found | None:
-        row = self.read(at, identity)
-        if row is None:
+    def _read(self, at: Times, me: tuple[str, str]) -> Row | None:
+        found = self._execute(_READ, me).fetchone()
+        if found is None:
             return None
-        if row.ended:
-            return base.Found(completion=row.completion(), running=False, attempts=row.attempts)
-        is_running = row.lease_ms > at.now
-        return base.Found(
-            completion=None,
-            running=is_running,
-            attempts=row.attempts,
-            due_ms=None if is_running else row.due_ms,
-            step=row.step,
-        )
+        *columns, body_hash, last, events, size = found
+        row = Row._make((*columns, None if body_hash is None else Progress(body_hash, last, events, size)))
+        if row.is_over(at):
+            self._execute(_DELETE, me)
+            return None
+        return row
+
+    def _update(self, me: tuple[str, str], row: Row, new: Row) -> None:
+        if changed := [each for each in zip(COLUMNS, new, row, strict=False) if each[1] != each[2]]:
+            names, values, _ = zip(*changed, strict=True)
+            self._execute(_update(*names), (*values, *me))
+
+    def _go_on(self, me: tuple[str, str], to: Progress, change: Change[T]) -> None:
+        if change.forget == "event":
+            self._execute(_FORGET_EVENTS, me)
+        elif change.forget == "all":
+            self._execute(f"DELETE FROM followed {_OF}", me)
+        if change.submission is not None:
+            self._execute(_ADD, (*me, *change.submission))
+        ((key,),) = self._execute(_GO_ON, (to.last, to.events, to.size, *me)).fetchall()
+        first = to.last - len(change.entries) + 1
+        rows = [(key, number, entry.kind, entry.body) for number, entry in enumerate(change.entries, first)]
+        self.connection.executemany("INSERT INTO entry VALUES (?, ?, ?, ?)", rows)
+
+    def oldest_unseen(self, _: Times, tenant: str) -> list[str]:
+        (count,) = self._execute(_COUNT_UNSEEN, (tenant,)).fetchone()
+        surplus = min(count - self._spec.unseen_per_tenant, base.DISPLACED_AT_MOST)
+        return [id for (id,) in self._execute(_OLDEST_UNSEEN, (tenant, surplus))] if surplus > 0 else []
 
     def endings(self, at: Times, requests: Sequence[Identity]) -> list[base.Ending | None]:
         found: list[base.Ending | None] = [None] * len(requests)
@@ -492,77 +250,9 @@ class Tables:
             found[key] = base.Ending(status, code or "", ended_ms, size, bool(cancelling))
         return found
 
-    # ---- progress of requests that clients follow --------------------------------------------------------------------
-
-    def follow(
-        self, at: Times, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
-    ) -> base.Submitted:
-        row = self.read(at, identity)
-        if row is not None and not row.noted:
-            return (
-                base.Submitted.CONFLICT if row.body_hash not in (None, submission.body_hash) else base.Submitted.KNOWN
-            )
-        before = self.submission(at, identity)
-        if before is not None and row is not None and row.is_deferred:
-            return base.Submitted.KNOWN if before.body_hash == submission.body_hash else base.Submitted.CONFLICT
-        # The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`: skip that.
-        ended = self._execute(
-            f"DELETE FROM followed {_OF} RETURNING last + 1", (identity.tenant, identity.id)
-        ).fetchone()
-        self.defer(at, identity, due_ms=None, keep_until_ms=keep_until_ms)
-        key = self._add(identity, submission)
-        last, size = ended[0] if ended else 0, len(first_entry.body)
-        self._write_entries(key, last=last, events=0, size=size, entries=(first_entry,))
-        return base.Submitted.NEW
-
-    def unfollow(self, at: Times, identity: Identity) -> None:
-        row = self.read(at, identity)
-        if row is not None and row.is_deferred:
-            self._execute(f"DELETE FROM request {_OF}", (identity.tenant, identity.id))
-
     def submission(self, _: Times, identity: Identity) -> Submission | None:
         found = self._execute(f"SELECT {_FIELDS} FROM followed {_OF}", (identity.tenant, identity.id)).fetchone()
         return None if found is None else Submission._make(found)
-
-    def append(self, _: Times, parts: Sequence[Part]) -> Sequence[base.Refused | None]:
-        return [self._append(part) for part in parts]
-
-    def _append(self, part: Part) -> base.Refused | None:
-        me = part.held.identity
-        found = self._execute(_HOLDS, (me.tenant, me.id, part.held.token)).fetchone()
-        if found is None:
-            return base.Refused.FENCED
-        key, last, events, size = found
-        entries: list[NewEntry] = []
-        restarts = False
-        for entry in part.entries:
-            if entry.kind == RESTART:  # another call has begun, so the events of the call before are not needed
-                restarts, entries = True, [each for each in entries if each.kind != EVENT]
-            entries.append(entry)
-        if key is None or restarts:
-            events = size = 0
-        new_events = sum(entry.kind == EVENT for entry in entries)
-        events, size = events + new_events, size + sum(len(entry.body) for entry in entries)
-        if new_events and (events > self._spec.events_per_request or size > self._spec.event_bytes_per_request):
-            return base.Refused.FULL
-        if key is None:
-            key, last = self._add(me, part.submission), 0
-        elif restarts:
-            self._execute(FORGET_EVENTS, (key, EVENT))
-        self._write_entries(key, last=last, events=events, size=size, entries=entries)
-        return None
-
-    def _add(self, me: Identity, given: Submission) -> int:
-        key = self._execute(_ADD, (me.tenant, me.id, *given)).lastrowid
-        assert key is not None
-        return key
-
-    def _write_entries(self, key: int, *, last: int, events: int, size: int, entries: Sequence[NewEntry]) -> None:
-        rows = [(key, number, entry.kind, entry.body) for number, entry in enumerate(entries, last + 1)]
-        self.connection.executemany("INSERT INTO entry VALUES (?, ?, ?, ?)", rows)
-        self._execute(
-            "UPDATE followed SET last = ?, events = ?, bytes = ? WHERE key = ?", (last + len(rows), events, size, key)
-        )
 
     def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
         found: list[base.Look | None] = []
@@ -584,16 +274,38 @@ class Tables:
 
     # ---- counters and pauses -----------------------------------------------------------------------------------------
 
-    def take(self, at: Times, name: str, amount: float, *, limit: float, period: base.Period) -> base.Taken:
-        used = self._used_in(name, period)
-        if granted := used + amount <= limit:
-            used += amount
-            self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
-        return base.Taken(granted=granted, used=used)
+    def take(
+        self,
+        at: Times,
+        name: str,
+        amount: float,
+        *,
+        limit: float,
+        period: base.Period,
+        reservation: base.Reservation | None = None,
+    ) -> base.Taken:
+        own = None if reservation is None else reservation.id
+        ended = self._execute(_FREED, (name, period.length_s, period.number, at.today, own)).fetchall()
+        before = self._used_in(name, period)
+        taken = decisions.take(before, [held for (held,) in ended], amount, limit)
+        if taken.granted or taken.used != before:
+            self._set_used(name, period, taken.used)
+        if reservation is not None and taken.granted:
+            self._execute(
+                _RESERVE, (name, period.length_s, period.number, *reservation[:2], amount, reservation.until_ms)
+            )
+        return taken
+
+    def settle(self, _: Times, name: str, used: float, *, period: base.Period, reservation: base.Reservation) -> None:
+        held = self._execute(_SETTLE, (name, period.length_s, period.number, *reservation[:2])).fetchall()
+        before = self._used_in(name, period)
+        self._set_used(name, period, decisions.take(before, [amount for (amount,) in held], used, inf).used)
 
     def give_back(self, at: Times, name: str, amount: float, *, period: base.Period) -> None:
         # not below 0: the amount may have been taken in the period before
-        used = max(0.0, self._used_in(name, period) - amount)
+        self._set_used(name, period, max(0.0, self._used_in(name, period) - amount))
+
+    def _set_used(self, name: str, period: base.Period, used: float) -> None:
         self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
 
     def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> bool:
@@ -758,9 +470,13 @@ class Tables:
             ("DELETE FROM enqueued WHERE until_ms <= ?", at.today),
         )
         removed = sum(self._execute(statement, (value,)).rowcount for statement, value in others)
+        ended = self._execute(_ENDED, (at.today,)).fetchall()
+        self.connection.executemany(_FREE, ended)
+        removed += len(ended)
         return removed + self.remove(at, next_step(deque(map(Surplus._make, found)))) + self._expire_waiting(at)
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
+        self._known.clear()
         return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)
 
     def used_bytes(self) -> int:
@@ -786,81 +502,3 @@ class Tables:
             rows = self._execute(_OLDEST, (tenant, now, kind, SURPLUS_ROWS - len(found)))
             found += oldest((Surplus(tenant, *row) for row in rows), cut)
         return found
-
-    # ---- rows --------------------------------------------------------------------------------------------------------
-
-    def read(self, at: Times, identity: Identity) -> Row | None:
-        found = self._execute(_READ, (identity.tenant, identity.id)).fetchone()
-        if found is None:
-            return None
-        row = Row._make(found)
-        return None if row.keep_ms <= at.today and row.lease_ms <= at.now else row
-
-    def _completion_for(self, identity: Identity, row: Row, message: Fingerprint) -> Completion:
-        if row.mark is None:  # cancelled before any message of the request came; this is the first one
-            self._execute(_MARK, (message.mark, identity.tenant, identity.id))
-        return row.completion()
-
-    def _displace_unseen(self, tenant: str) -> bool:
-        (count,) = self._execute(_COUNT_UNSEEN, (tenant,)).fetchone()
-        if (surplus := min(count - self._spec.unseen_per_tenant, DISPLACED_AT_MOST)) <= 0:
-            return False
-        self._execute(_FORGET_UNSEEN, (tenant, surplus))
-        return True
-
-    def _is_followed(self, identity: Identity) -> bool:
-        return self._execute(_FOLLOWED, (identity.tenant, identity.id)).fetchone() is not None
-
-    def _restart_entries(self, identity: Identity) -> None:
-        """Add an entry `restart` to the progress of a request that had ended and now runs again, because its dead
-        letter was published again, or because only a refusal was stored (`note`). Clients that follow the request have
-        seen its end as entry `last + 1`, so that number is left out."""
-        again = self._execute(_AGAIN, (identity.tenant, identity.id)).fetchone()
-        if again is not None:
-            key, last = again
-            self._execute(FORGET_EVENTS, (key, base.EVENT))
-            self._execute("INSERT INTO entry VALUES (?, ?, ?, ?)", (key, last, base.RESTART, b"{}"))
-
-    def _grant(
-        self,
-        at: Times,
-        identity: Identity,
-        message: Fingerprint,
-        row: Row | None,
-        *,
-        attempts: int = 0,
-        deaths: int = 0,
-    ) -> Granted:
-        held = Row(
-            body_hash=message.body_hash,
-            mark=message.mark,
-            token=_next_token(at, row),
-            lease_ms=at.now + self._lease_ms,
-            claimed_ms=at.now,
-            attempts=attempts,
-            keep_ms=max(message.keep_until_ms, at.today + self._keep_ms),
-            nonce=message.nonce,
-            deaths=deaths,
-            headers=None if row is None else row.step or None,
-        )
-        self._write(identity, held)
-        return Granted(token=held.token, deaths=deaths, followed=self._is_followed(identity))
-
-    def _end_as_cancelled(self, at: Times, identity: Identity, row: Row) -> None:
-        """End a request with the completion in `row`, and keep it for as long as a message of the request can wait in
-        the broker."""
-        keep_ms = max(row.keep_ms, at.today + self._cancelled_ms)
-        self._write(identity, row._replace(lease_ms=0, keep_ms=keep_ms, cancelling=False))
-
-    def _write(self, identity: Identity, row: Row) -> None:
-        self._execute(_WRITE, (identity.tenant, identity.id, *row))
-
-
-def _next_token(at: Times, row: Row | None) -> int:
-    # Without a row, the time is higher than all tokens that the request may have had in a row that was removed or lost.
-    return at.today if row is None else row.token + 1
-
-
-def _of_completion(completion: Completion) -> tuple[Literal["ok", "error"], str, str, int, bytes]:
-    headers = as_json(dict(completion.headers))
-    return completion.status, completion.code, headers, completion.ended_ms, completion.body

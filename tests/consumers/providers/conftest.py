@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from consumers.providers.anthropic import AnthropicProvider
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 from topology.codec.decoding import Published, Request
 
 KEY = "sk-ant-a-secret-key"
@@ -19,13 +19,13 @@ Answering = Callable[[Handler], AbstractAsyncContextManager[AnthropicProvider]]
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[SimulatedAPI]:
-    async with SimulatedAPI() as running:
+async def api() -> AsyncIterator[FaultyAPI]:
+    async with FaultyAPI() as running:
         yield running
 
 
 @pytest.fixture
-async def provider(api: SimulatedAPI) -> AsyncIterator[AnthropicProvider]:
+async def provider(api: FaultyAPI) -> AsyncIterator[AnthropicProvider]:
     adapter = AnthropicProvider.at(api.base_url, api_key=KEY)
     yield adapter
     await adapter.aclose()

@@ -37,7 +37,7 @@ from consumers.providers.anthropic import (
 from consumers.providers.registry import Answer
 from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import StreamedMessage
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 from tests.support.malicious import MESSAGE as FIELDS
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
@@ -111,7 +111,7 @@ def test_a_body_that_certainly_states_nothing_is_not_read() -> None:
 
 
 async def test_the_callers_headers_are_passed_on_and_the_version_is_stated_by_the_rules(
-    api: SimulatedAPI, asked: AskedFor
+    api: FaultyAPI, asked: AskedFor
 ) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     provider = AnthropicProvider.at(api.base_url, api_key=KEY)
@@ -129,7 +129,7 @@ async def test_the_callers_headers_are_passed_on_and_the_version_is_stated_by_th
     assert not {*given, "traceparent", "tracestate", "baggage"} - {"anthropic-version"} & {*map(str.lower, second)}
 
 
-async def test_a_setting_narrows_the_headers_that_are_passed_on(api: SimulatedAPI, asked: AskedFor) -> None:
+async def test_a_setting_narrows_the_headers_that_are_passed_on(api: FaultyAPI, asked: AskedFor) -> None:
     rules = HeaderRules(version="2025-01-01", passed=("anthropic-user-*",))
     provider = AnthropicProvider.at(api.base_url, api_key=KEY, header_rules=rules)
     names = ("anthropic-beta", "anthropic-user-profile-id", "anthropic-workspace-id")
@@ -142,7 +142,7 @@ async def test_a_setting_narrows_the_headers_that_are_passed_on(api: SimulatedAP
 
 
 async def test_environment_variables_change_neither_key_nor_address_nor_use_a_proxy_for_this_machine(
-    api: SimulatedAPI, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+    api: FaultyAPI, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "another")
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "another")
@@ -161,7 +161,7 @@ async def test_environment_variables_change_neither_key_nor_address_nor_use_a_pr
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", BROKEN_AS)
 async def test_a_broken_answer_is_a_transient_failure_and_closes_the_connection(
-    api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor, fault: str
+    api: FaultyAPI, provider: AnthropicProvider, asked: AskedFor, fault: str
 ) -> None:
     kinds = BROKEN_AS[fault]
     for parts, kind in zip((None, Received()), kinds, strict=True):
@@ -193,7 +193,7 @@ async def test_the_time_that_forwarding_takes_does_not_count_against_the_provide
 
 
 async def test_an_error_while_forwarding_does_not_count_as_the_providers_failure(
-    api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
+    api: FaultyAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     for error in (TimeoutError("ours"), OSError("ours"), ValueError("ours")):
 
@@ -206,7 +206,7 @@ async def test_an_error_while_forwarding_does_not_count_as_the_providers_failure
 
 
 async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
-    api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
+    api: FaultyAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(TransientError, match="connection to the provider was lost") as caught:
         await provider.stream(asked("[[fault: reset at=start]]"), timeout_s=60, parts=None)
@@ -296,7 +296,7 @@ async def test_any_bytes_from_a_server_become_one_of_our_failures(
 
 
 async def test_a_request_that_cannot_be_sent_is_refused_without_retry(
-    api: SimulatedAPI, provider: AnthropicProvider, asked: AskedFor
+    api: FaultyAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
     with pytest.raises(RejectedError, match="cannot be sent"):
         await provider.stream(asked(beta="bad\r\nx-injected: 1"), timeout_s=60, parts=None)
@@ -446,7 +446,7 @@ async def test_all_calls_go_through_the_proxy(monkeypatch: pytest.MonkeyPatch, a
     assert {call.headers.get("Proxy-Authorization") for call in calls} == {"Basic bWU6c2VjcmV0"}
 
 
-async def test_by_default_an_answer_has_at_most_16_mib(api: SimulatedAPI) -> None:
+async def test_by_default_an_answer_has_at_most_16_mib(api: FaultyAPI) -> None:
     provider = AnthropicProvider.at(api.base_url, api_key=KEY)
     assert (provider.max_answer_bytes, provider.max_values) == (16_777_216, 100_000)
     await provider.aclose()

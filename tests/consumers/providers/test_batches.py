@@ -29,8 +29,9 @@ from consumers.providers.batches import Batches, BatchInfo, ResultLine
 from consumers.providers.cloud import foundry
 from consumers.providers.registry import Registry
 from lanekeeper.telemetry.tracing import Tracing
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
+from tests.support.faulty_api import FaultyAPI
 
 from .conftest import KEY, Answering
 
@@ -54,7 +55,7 @@ def registry(provider: AnthropicProvider) -> Registry:
 
 
 @pytest.fixture
-async def sdk(api: SimulatedAPI) -> AsyncIterator[AsyncAnthropic]:
+async def sdk(api: FaultyAPI) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(api_key=KEY, base_url=api.base_url, max_retries=0) as client:
         yield client
 
@@ -73,7 +74,7 @@ async def all_of(batches: Batches, id: str) -> dict[str, ResultLine]:
 
 
 async def test_each_endpoint_is_called_as_the_vendors_client_calls_it(
-    batches: Batches, sdk: AsyncAnthropic, api: SimulatedAPI
+    batches: Batches, sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:
     theirs = sdk.messages.batches
     batch = await theirs.create(requests=[{"custom_id": "a-1", "params": fields()}])
@@ -119,7 +120,7 @@ def _without(text: str, ids: dict[str, str]) -> str:
 
 
 async def test_what_is_created_is_what_the_vendors_types_describe(
-    batches: Batches, sdk: AsyncAnthropic, api: SimulatedAPI
+    batches: Batches, sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:
     info = await batches.create(
         [("a-1", body()), ("a-2", body("[[fault: invalid]]"))], headers={"anthropic-beta": "some-beta-2026"}
@@ -220,9 +221,7 @@ async def test_a_line_that_is_no_result_costs_an_attempt(batches: Batches, line:
         await batches.answer(line)
 
 
-async def test_a_broken_line_tells_whose_it_is_and_does_not_stop_the_others(
-    batches: Batches, api: SimulatedAPI
-) -> None:
+async def test_a_broken_line_tells_whose_it_is_and_does_not_stop_the_others(batches: Batches, api: FaultyAPI) -> None:
     requests = [("a-1", body()), ("a-2", body("[[fault: broken_json]]" + "x" * 300)), ("a-3", body())]
     batch = await batches.create([*requests, ("a-4", body("[[fault: no_line]]"))])
 
@@ -282,7 +281,7 @@ async def test_a_result_has_as_many_bytes_as_an_answer_may_have_and_not_one_more
         assert (lines["a-1"].line == result) == (more == 0)
 
 
-async def test_a_line_is_read_when_the_one_before_it_was_worked_on(batches: Batches, api: SimulatedAPI) -> None:
+async def test_a_line_is_read_when_the_one_before_it_was_worked_on(batches: Batches, api: FaultyAPI) -> None:
     batch = await batches.create([(f"a-{nth}", body(str(nth))) for nth in range(3)])
     await batches.retrieve(batch.id)
 
@@ -294,7 +293,7 @@ async def test_a_line_is_read_when_the_one_before_it_was_worked_on(batches: Batc
 
 @pytest.mark.parametrize("fault", ["truncated", "cut", "reset at=middle", "stall delay=1h", "broken_json"])
 async def test_results_that_break_off_are_a_failure_after_the_lines_that_came(
-    batches: Batches, api: SimulatedAPI, monkeypatch: pytest.MonkeyPatch, fault: str
+    batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(module, "PIECE_WITHIN_S", 0.3)
     api.configure(SimulatedOptions(batches=BatchOptions(is_shuffled=False)))
@@ -331,7 +330,7 @@ ENDPOINT_FAULTS = [
 
 @pytest.mark.parametrize(("fault", "expected"), ENDPOINT_FAULTS)
 async def test_the_endpoints_errors_are_those_of_live_calls(
-    batches: Batches, api: SimulatedAPI, monkeypatch: pytest.MonkeyPatch, fault: str, expected: type[ProviderError]
+    batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch, fault: str, expected: type[ProviderError]
 ) -> None:
     monkeypatch.setattr(module, "CREATE_WITHIN_S", 0.3)
     api.batches.fail("create", fault)
@@ -344,7 +343,7 @@ async def test_the_endpoints_errors_are_those_of_live_calls(
     assert not batches.is_missing
 
 
-async def test_a_batch_may_exist_although_its_answer_was_lost(batches: Batches, api: SimulatedAPI) -> None:
+async def test_a_batch_may_exist_although_its_answer_was_lost(batches: Batches, api: FaultyAPI) -> None:
     since_ms = round(time.time() * 1000) - 1000
     await batches.create([("b-1", body())])
     api.batches.fail("create", "reset")
@@ -360,7 +359,7 @@ async def test_a_batch_may_exist_although_its_answer_was_lost(batches: Batches, 
 
 
 async def test_a_list_of_several_pages_is_read_to_the_given_time(
-    batches: Batches, api: SimulatedAPI, monkeypatch: pytest.MonkeyPatch
+    batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAGE", 2)
     ids = [(await batches.create([("a-1", body())])).id for _ in range(5)]
@@ -369,7 +368,7 @@ async def test_a_list_of_several_pages_is_read_to_the_given_time(
 
 
 async def test_a_batch_that_is_gone_is_told_apart_from_a_provider_without_batches(
-    batches: Batches, registry: Registry, api: SimulatedAPI
+    batches: Batches, registry: Registry, api: FaultyAPI
 ) -> None:
     with pytest.raises(RejectedError) as caught:
         await batches.retrieve("msgbatch_of/another?")
@@ -415,7 +414,7 @@ async def test_an_answer_that_describes_no_batch_is_a_failure(answering: Answeri
             await provider.batches.retrieve("a")
 
 
-async def test_a_cancelled_call_closes_its_connection(batches: Batches, api: SimulatedAPI) -> None:
+async def test_a_cancelled_call_closes_its_connection(batches: Batches, api: FaultyAPI) -> None:
     api.batches.fail("create", "hang")
 
     with pytest.raises(TimeoutError):

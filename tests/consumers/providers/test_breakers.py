@@ -447,14 +447,18 @@ class World:
 
     def __init__(self, error: Exception | None = KEY) -> None:
         self.error = error
+        self.takes_s = 0.0
         self.probes: list[tuple[float, str, bool]] = []
         self.pauses = Pauses(self.probe)
         self.breakers = Breakers(pauses=self.pauses)
 
     async def probe(self, route: Route, by_call: bool) -> None:
         self.probes.append((asyncio.get_running_loop().time() - 1000, route.model, by_call))
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if self.takes_s:
+            await asyncio.sleep(self.takes_s)
+        if error is not None:
+            raise error
 
     @property
     def wait_s(self) -> float:
@@ -548,6 +552,41 @@ def test_while_requests_wait_for_a_paused_provider_it_is_probed_every_two_second
 
     at_s = [at for at, *_ in run(story).probes]
     assert {round(later - before) for before, later in pairwise(at_s)} == {2}
+
+
+def test_an_operators_probe_begins_at_once_and_tells_how_it_went() -> None:
+    async def story(world: World) -> None:
+        assert await world.pauses.probe_now("one") is None, "it is not paused"
+        await world.fail()
+        await asyncio.sleep(595)  # probed once a minute
+        began_s, probes = asyncio.get_running_loop().time(), len(world.probes)
+        world.error = AccountError("no", reason="its account is not paid", status=402)
+        asking = [asyncio.create_task(world.pauses.probe_now("one")) for _ in range(20)]
+        assert await asyncio.gather(*asking) == [False] * 20
+        assert len(world.probes) == probes + 1, "one answers all"
+        assert world.pauses.reasons() == {"one": "its account is not paid"}
+        world.error = None
+        assert await world.pauses.probe_now("one") is True
+        assert asyncio.get_running_loop().time() - began_s < 0.1
+        assert world.wait_s == 0
+
+    run(story)
+
+
+def test_an_operators_probe_is_another_one_than_that_which_ran_already() -> None:
+    async def story(world: World) -> None:
+        await world.fail()
+        world.takes_s = 5
+        await asyncio.sleep(3)  # the first probe runs
+        asking = asyncio.create_task(world.pauses.probe_now("one"))
+        gone = asyncio.create_task(world.pauses.probe_now("one"))
+        await asyncio.sleep(1)
+        gone.cancel()
+        world.error = None  # mended after that probe was sent
+        assert await asking is True
+        assert world.wait_s == 0
+
+    run(story)
 
 
 def test_a_request_that_comes_while_nothing_was_probed_for_long_is_waited_for_by_a_probe_at_once() -> None:

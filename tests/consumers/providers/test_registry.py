@@ -16,7 +16,8 @@ from consumers.prices import Prices, Usage
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import CATEGORIES, STOP_REASONS, Answer, Calls, Registry, asking_for
 from lanekeeper.telemetry.tracing import Tracing
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
+from tests.support.faulty_api import FaultyAPI
 
 from .conftest import AskedFor
 
@@ -41,7 +42,7 @@ async def keep_nothing(_: bytes) -> None: ...
 
 
 async def test_the_provider_is_asked_for_the_model_under_its_own_name(
-    registry: Registry, api: SimulatedAPI, asked: AskedFor
+    registry: Registry, api: FaultyAPI, asked: AskedFor
 ) -> None:
     api.configure(SimulatedOptions(models=frozenset({"eu.haiku-v1:0"})))
     route = Route(provider="anthropic", model=MODEL, name="eu.haiku-v1:0", account="anthropic/haiku")

@@ -19,7 +19,7 @@ from consumers.outcomes import (
     Superseded,
 )
 from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
-from consumers.state.base import Period, StoreUnavailable, Taken
+from consumers.state.base import Period, Reservation, StoreUnavailable, Taken
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.completions import answered
 from tests.support.virtual_time import virtually
@@ -184,13 +184,18 @@ class Counted:
     def now_ms(self) -> int:
         return round(1000 * self.seen_s)
 
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
+    async def take(
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
+    ) -> Taken:
         self.asked += 1
         self.periods_s.add(period.length_s)
         if self.is_away:
             raise StoreUnavailable("away")
         self.used += amount
         return Taken(granted=True, used=self.used)
+
+    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+        raise NotImplementedError
 
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:
         raise NotImplementedError

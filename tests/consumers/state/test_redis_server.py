@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from consumers.state.base import Ended, Granted, Held, Running, StoreSpec, StoreUnavailable
 from consumers.state.redis.store import RedisStore
 from service.config.settings import TlsSettings
-from service.private_broker import LOOPBACK
 from tests.support.certificates import certificate
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.memory_store import current
+from tests.support.private_broker import LOOPBACK
 from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
 

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -36,16 +35,17 @@ from consumers.state.base import (
     WaitingLimit,
     period_of,
 )
+from consumers.state.decisions import Times
 from consumers.state.sqlite.file import Clock
 from consumers.state.sqlite.store import Reader, SqliteStore, Writer
-from consumers.state.sqlite.tables import Tables, Times
-from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
+from consumers.state.sqlite.tables import Tables
+from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
 
 WAITED = Identity("", "waited")
 
 
-class PipelinePosition(Clock):
+class StandingClock(Clock):
     """Stands still between two groups."""
 
     ms = 1_000_000
@@ -78,44 +78,6 @@ async def test_one_that_cannot_be_kept_fails_alone(tmp_path: Path) -> None:
     assert [each for each in range(39) if not isinstance(found[each], Completion)] == [8]
     assert isinstance(found[8], OverflowError)
     assert [each for each in range(39) if (one := kept[each]) is None or one.completion is None] == [8]
-
-
-async def test_operations_that_are_asked_for_together_are_decided_like_one_after_the_other(tmp_path: Path) -> None:
-    names = ["new", "deferred", "ended", "failed", "held", "unseen", "conflict", "told", *map(str, range(70)), "twice"]
-    ids = {name: Identity("", name) for name in names}
-
-    async def play(path: Path, ask: Callable[[list[Callable[[], Awaitable[Any]]]], Awaitable[list[Any]]]) -> object:
-        async with SqliteStore(path, namespace="lane", clock=PipelinePosition()) as store:
-            await store.defer(ids["deferred"], due_ms=None, keep_until_ms=PipelinePosition.ms + 1)
-            await store.complete(ids["ended"], fingerprint(), answered(), token=None)
-            await store.complete(ids["failed"], fingerprint(), failed(ended_ms=5), token=None)
-            await store.cancel(ids["unseen"], CANCELLED)
-            await store.complete(ids["conflict"], fingerprint("another"), answered(), token=None)
-            await store.claim(ids["told"], fingerprint(nonce=b"q1"))
-            await store.cancel(ids["told"], CANCELLED)
-            await store.claim(ids["held"], fingerprint(mark="other", nonce=b"q9"))  # the newest row
-            messages = [(ids[name], fingerprint(nonce=b"q1", dead_at_ms=5)) for name in names]
-            messages.append((ids["twice"], fingerprint(mark="another", nonce=b"q2")))
-            claims: list[object] = await ask([partial(store.claim, *message) for message in messages])
-            tokens = [claim.token if isinstance(claim, Granted) else 7 for claim in claims]
-            tokens[names.index("5")] += 1
-            ends = [
-                partial(store.complete, *message, answered(message[0].id), token=token)
-                for message, token in zip(messages, tokens, strict=True)
-            ]
-            await store.release(Held(ids["6"], tokens[names.index("6")]))
-            rows = "SELECT * FROM request ORDER BY id"
-            looked = [partial(store.transact, "look", lambda tables, _: tables.connection.execute(rows).fetchall())]
-            return claims, await ask([*ends, *looked])
-
-    async def together(asked: list[Callable[[], Awaitable[Any]]]) -> list[Any]:
-        return await asyncio.gather(*(ask() for ask in asked))
-
-    async def in_turn(asked: list[Callable[[], Awaitable[Any]]]) -> list[Any]:
-        return [await ask() for ask in asked]
-
-    at_once = await play(tmp_path / "at once.sqlite", together)
-    assert at_once == await play(tmp_path / "in turn.sqlite", in_turn)
 
 
 async def test_more_waiting_writes_than_allowed_are_refused_until_some_are_done(
@@ -279,18 +241,15 @@ async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
         assert not await store.hold("sweep", "b", for_s=60), "it has not ended"
 
 
-@pytest.mark.parametrize(("keep_s", "lease_s"), [(10, 20), (20, 10)])
-async def test_a_row_is_gone_the_moment_it_is_neither_kept_nor_leased(
-    tmp_path: Path, keep_s: float, lease_s: float
-) -> None:
-    clock = PipelinePosition()
-    spec = StoreSpec(keep_s=keep_s, lease_s=lease_s)
+async def test_a_row_is_gone_the_moment_it_is_neither_kept_nor_leased(tmp_path: Path) -> None:
+    clock = StandingClock()
+    spec = StoreSpec(keep_s=10, lease_s=20)
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
         assert isinstance(await store.claim(ME, fingerprint()), Granted)
-        assert await store.hold("sweep", "a", for_s=20)
-        await store.defer(WAITED, due_ms=clock.ms, keep_until_ms=clock.ms + round(lease_s * 1000))
+        assert await store.hold("sweep", "a", for_s=30)
+        await store.defer(WAITED, due_ms=clock.ms, keep_until_ms=clock.ms + 30_000)
         await store.cancel(WAITED, CANCELLED)
-        clock.ms += 19_999
+        clock.ms += 29_999
         assert await store.find(ME) is not None
         assert await store.find(WAITED) is not None
         assert not await store.hold("sweep", "b", for_s=1)
@@ -358,7 +317,7 @@ async def test_what_is_written_when_the_store_is_closed_is_in_the_file_alone(tmp
 
 
 async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path) -> None:
-    clock = PipelinePosition()
+    clock = StandingClock()
     async with a_store(tmp_path, clock) as store:
         first, second = period_of(3600, 3_599_999), period_of(3600, 3_600_000)
         assert await store.take("tokens", 3, limit=5, period=first) == Taken(granted=True, used=3)
@@ -372,7 +331,7 @@ async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path
 
 
 async def test_when_a_schedule_fired_is_known_for_ten_years(tmp_path: Path) -> None:
-    clock = PipelinePosition()
+    clock = StandingClock()
     async with a_store(tmp_path, clock) as store:
         await store.fired("nightly", Firing(7, "x"))
         clock.ms = 7 + 3650 * 86_400_000 - 1
@@ -382,7 +341,7 @@ async def test_when_a_schedule_fired_is_known_for_ten_years(tmp_path: Path) -> N
 
 
 async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) -> None:
-    clock = PipelinePosition()
+    clock = StandingClock()
     cancelled = Identity("", "cancelled")
     async with a_store(tmp_path, clock) as store:
         for each in (ME, cancelled):
@@ -400,7 +359,7 @@ async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) ->
 
 
 async def test_who_lost_a_claim_does_not_prolong_its_next_holders(tmp_path: Path) -> None:
-    clock = PipelinePosition()
+    clock = StandingClock()
     async with a_store(tmp_path, clock) as store:
         first = await store.claim(ME, fingerprint(nonce=b"q1"))
         assert isinstance(first, Granted)
@@ -414,7 +373,7 @@ async def test_who_lost_a_claim_does_not_prolong_its_next_holders(tmp_path: Path
 
 
 async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -> None:
-    clock = PipelinePosition()
+    clock = StandingClock()
     spec = StoreSpec(waiting_per_tenant=300, waiting_in_all=300)
     async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
 
@@ -436,7 +395,7 @@ async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -
 
 
 async def test_one_sweep_removes_and_counts_all_that_has_ended(tmp_path: Path) -> None:
-    clock = PipelinePosition()
+    clock = StandingClock()
     async with a_store(tmp_path, clock) as store:
         await store.defer(WAITED, due_ms=1, keep_until_ms=clock.ms + 1)
         await store.hold("sweep", "a", for_s=0.001)
@@ -447,11 +406,11 @@ async def test_one_sweep_removes_and_counts_all_that_has_ended(tmp_path: Path) -
 
 
 async def test_one_cancellation_displaces_at_most_ten_others(tmp_path: Path) -> None:
-    async with a_store(tmp_path, PipelinePosition()) as store:
+    async with a_store(tmp_path, StandingClock()) as store:
         for number in range(20):
             await store.cancel(Identity("t", f"{number:02}"), CANCELLED)
     spec = StoreSpec(unseen_per_tenant=5)
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=PipelinePosition(), spec=spec) as store:
+    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=StandingClock(), spec=spec) as store:
         assert await store.cancel(Identity("t", "20"), CANCELLED) is Cancelling.DISPLACED
         left = [await store.find(Identity("t", f"{number:02}")) is not None for number in range(21)]
     assert left.count(True) == 11

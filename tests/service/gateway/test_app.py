@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from service.gateway.calls import REFUSED_HEADERS
 from service.gateway.messages import COUNT_TOKENS, MODEL, MODELS
 from service.gateway.server import ENDLESS
 from service.page.live import FILES
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import SETTINGS, Alone
 from tests.support.settings import load
 from topology.codec import decoding
@@ -135,7 +136,7 @@ async def refused(made: Alone, status: int, paths: Collection[str] = OPENAPI["pa
             if not described["security"]:
                 continue
             said = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} if method == "post" else None
-            async with session.request(method, made.url + path.replace("{id}", "x"), json=said) as got:
+            async with session.request(method, made.url + re.sub(r"{\w+}", "x", path), json=said) as got:
                 assert got.status == status, (method, path)
                 assert got.headers["cache-control"] == "no-store"
                 ((content_type, content),) = described["responses"][str(status)]["content"].items()
@@ -162,7 +163,7 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
     )  # here, because its import takes as long as all fast tests of this file
 
     paths = {COUNT_TOKENS, MODELS, MODEL, "/healthz", "/readyz", "/openapi.json", "/asyncapi.json"}
-    async with SimulatedAPI() as api, Alone(provider=api.base_url) as made:
+    async with FaultyAPI() as api, Alone(provider=api.base_url) as made:
         assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)
 
 
@@ -170,6 +171,6 @@ async def test_head_is_answered_wherever_get_is_except_where_an_answer_does_not_
     async with Alone() as made, aiohttp.ClientSession() as session:
         gets = [path for method, path in made.routes.handlers() if method == "GET"]
         for path in ("/healthz", *gets):
-            async with session.head(made.url + path.replace("{id}", "x")) as answered:
+            async with session.head(made.url + re.sub(r"{\w+}", "x", path)) as answered:
                 assert (answered.status == 405) == (path in ENDLESS), path
                 assert await answered.read() == b""

@@ -14,7 +14,7 @@ from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
 from service.config.settings import ModelsSettings
 from service.gateway.access import hash_of
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import Alone
 
 ASKED: dict[str, Any] = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": "hello 🦊"}]}
@@ -71,7 +71,7 @@ async def retrieved(client: AsyncAnthropic) -> Any:
 )
 async def test_the_answer_is_the_same(ask: Ask) -> None:
     async with (
-        SimulatedAPI() as api,
+        FaultyAPI() as api,
         Alone(provider=api.base_url) as made,
         sdk(made.url) as ours,
         sdk(api.base_url) as own,
@@ -96,7 +96,7 @@ async def test_an_error_of_the_provider_is_the_same(ask: Ask) -> None:
         return type(caught.value), caught.value.status_code, caught.value.body["error"]
 
     async with (
-        SimulatedAPI() as api,
+        FaultyAPI() as api,
         Alone(provider=api.base_url) as made,
         sdk(made.url) as ours,
         sdk(api.base_url) as own,
@@ -124,7 +124,7 @@ async def test_the_bytes_are_the_providers_and_the_key_of_the_call_does_not_reac
 
 
 async def test_a_key_lists_its_models_alone_and_reads_no_other() -> None:
-    async with SimulatedAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made, sdk(made.url, "few") as few:
+    async with FaultyAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made, sdk(made.url, "few") as few:
         assert await ids(few) == [HAIKU, SONNET]
         assert await ids(few, limit=1) == [HAIKU, SONNET]  # over two pages
         assert [each.id for each in (await few.models.list(before_id=SONNET)).data] == [HAIKU]
@@ -139,7 +139,7 @@ async def test_a_key_lists_its_models_alone_and_reads_no_other() -> None:
 
 
 async def test_a_key_counts_tokens_of_its_models_alone() -> None:
-    async with SimulatedAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made, sdk(made.url, "few") as few:
+    async with FaultyAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made, sdk(made.url, "few") as few:
         assert (await few.messages.count_tokens(**ASKED)).input_tokens
         with pytest.raises(anthropic.PermissionDeniedError, match="not allowed for this caller; allowed: "):
             await few.messages.count_tokens(**{**ASKED, "model": "claude-opus-5-5"})
@@ -155,7 +155,7 @@ async def test_a_key_counts_tokens_of_its_models_alone() -> None:
 async def test_a_tenants_models_bound_its_keys() -> None:
     bounded = {"models": ModelsSettings(tenants={"shop": (HAIKU,)})}
     async with (
-        SimulatedAPI() as api,
+        FaultyAPI() as api,
         Alone(provider=api.base_url, settings=bounded, keys=KEYS) as made,
         sdk(made.url, "all") as shop,
     ):
@@ -164,7 +164,7 @@ async def test_a_tenants_models_bound_its_keys() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/claude-x", "/v1/models/..%2Fmessages", "/v1/models/%00"])
 async def test_without_a_key_of_the_gateway_nothing_is_asked(path: str) -> None:
-    async with SimulatedAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made:
+    async with FaultyAPI() as api, Alone(provider=api.base_url, keys=KEYS) as made:
         status, said, _ = await get(made.url + path)
         assert (status, said["error"]["type"]) == (401, "authentication_error")
         if "%" in path:
@@ -173,7 +173,7 @@ async def test_without_a_key_of_the_gateway_nothing_is_asked(path: str) -> None:
 
 async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None:
     async with (
-        SimulatedAPI() as api,
+        FaultyAPI() as api,
         Alone(provider=api.base_url, keys=KEYS, lookups_per_min=4) as made,
     ):
         crm = [(await get(f"{made.url}/v1/models", x_api_key="few")) for _ in range(3)]

@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator
 import pytest
 from anthropic import AsyncAnthropic, DefaultAioHttpClient, DefaultAsyncHttpxClient
 
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 
 
 @pytest.fixture
-async def api() -> AsyncIterator[SimulatedAPI]:
-    async with SimulatedAPI() as running:
+async def api() -> AsyncIterator[FaultyAPI]:
+    async with FaultyAPI() as running:
         yield running
 
 
@@ -20,7 +20,7 @@ def tls() -> ssl.SSLContext:
 
 
 @pytest.fixture(params=["httpx2", "aiohttp"])
-async def sdk(request: pytest.FixtureRequest, api: SimulatedAPI, tls: ssl.SSLContext) -> AsyncIterator[AsyncAnthropic]:
+async def sdk(request: pytest.FixtureRequest, api: FaultyAPI, tls: ssl.SSLContext) -> AsyncIterator[AsyncAnthropic]:
     """The vendor's client with its defaults, over each of its transports."""
     make = DefaultAioHttpClient if request.param == "aiohttp" else DefaultAsyncHttpxClient
     async with AsyncAnthropic(

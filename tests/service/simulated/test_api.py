@@ -6,7 +6,8 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
+from tests.support.faulty_api import FaultyAPI
 
 MODEL = "claude-haiku-5-5"
 HEADERS = {"x-api-key": "a-key", "anthropic-version": "2026-10-21"}
@@ -17,7 +18,7 @@ def body(prompt: str = "hello", **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def http(api: SimulatedAPI) -> AsyncIterator[aiohttp.ClientSession]:
+async def http(api: FaultyAPI) -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(api.base_url, headers=HEADERS) as session:
         yield session
 
@@ -37,7 +38,7 @@ async def test_a_stream_gives_the_same_message_as_an_answer_without_streaming(sd
 
 
 async def test_the_answers_length_follows_from_marker_option_and_max_tokens(
-    sdk: AsyncAnthropic, api: SimulatedAPI
+    sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:
     assert (await sdk.messages.create(**body("[[tokens: 200]] hello"))).usage.output_tokens == 200
     api.configure(SimulatedOptions(output_tokens=50))
@@ -46,7 +47,7 @@ async def test_the_answers_length_follows_from_marker_option_and_max_tokens(
     assert (cut.usage.output_tokens, cut.stop_reason) == (10, "max_tokens")
 
 
-async def test_unknown_models_are_not_found_unless_allowed(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_unknown_models_are_not_found_unless_allowed(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         await sdk.messages.create(**{**body(), "model": "claude-next"})
     assert caught.value.type == "not_found_error"
@@ -83,7 +84,7 @@ async def test_an_invalid_request_is_answered_400_with_the_fields_name(
     assert error["request_id"] == answer.headers["request-id"]
 
 
-async def test_requests_without_key_or_version_are_refused(api: SimulatedAPI) -> None:
+async def test_requests_without_key_or_version_are_refused(api: FaultyAPI) -> None:
     version = {"anthropic-version": "2026-10-21"}
     cases = [
         ({**version}, 401),
@@ -100,7 +101,7 @@ async def test_requests_without_key_or_version_are_refused(api: SimulatedAPI) ->
                 assert answer.status == status
 
 
-async def test_a_body_that_is_too_large_is_answered_413(api: SimulatedAPI, http: aiohttp.ClientSession) -> None:
+async def test_a_body_that_is_too_large_is_answered_413(api: FaultyAPI, http: aiohttp.ClientSession) -> None:
     api.configure(SimulatedOptions(max_body_bytes=1000))
     async with http.post("/v1/messages", json=body("x" * 2000)) as answer:
         assert answer.status == 413
@@ -108,7 +109,7 @@ async def test_a_body_that_is_too_large_is_answered_413(api: SimulatedAPI, http:
 
 
 async def test_limits_are_in_every_answer_and_enforced_for_each_class_of_models(
-    api: SimulatedAPI, sdk: AsyncAnthropic
+    api: FaultyAPI, sdk: AsyncAnthropic
 ) -> None:
     api.configure(SimulatedOptions(requests_per_minute=2, input_tokens_per_minute=50_000))
     answer = await sdk.messages.with_raw_response.create(**body())
@@ -123,7 +124,7 @@ async def test_limits_are_in_every_answer_and_enforced_for_each_class_of_models(
     assert (await sdk.messages.create(**{**body(), "model": "claude-opus-5-5"})).stop_reason == "end_turn"
 
 
-async def test_calls_are_kept_and_counted(api: SimulatedAPI, sdk: AsyncAnthropic, http: aiohttp.ClientSession) -> None:
+async def test_calls_are_kept_and_counted(api: FaultyAPI, sdk: AsyncAnthropic, http: aiohttp.ClientSession) -> None:
     await sdk.messages.create(**body("look at this"), extra_headers={"x-mine": "seen"})
 
     (call,) = api.calls

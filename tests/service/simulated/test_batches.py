@@ -9,8 +9,9 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
 
-from service.simulated.app import SimulatedAPI, SimulatedOptions
+from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
+from tests.support.faulty_api import FaultyAPI
 
 MODEL = "claude-haiku-5-5"
 NEVER = BatchOptions(processing_s=1e9)
@@ -28,7 +29,7 @@ async def results(sdk: AsyncAnthropic, id: str) -> dict[str, MessageBatchIndivid
     return {line.custom_id: line async for line in await sdk.messages.batches.results(id)}
 
 
-async def test_a_batch_is_processed_and_its_results_are_read(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_a_batch_is_processed_and_its_results_are_read(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     created = await sdk.messages.batches.create(requests=asking("one", "two", "three"))
 
     assert isinstance(created, MessageBatch)
@@ -47,7 +48,7 @@ async def test_a_batch_is_processed_and_its_results_are_read(sdk: AsyncAnthropic
     assert found.message.usage.service_tier == "batch"
 
 
-async def test_results_come_in_another_order_unless_the_option_says_so(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_results_come_in_another_order_unless_the_option_says_so(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     asked = asking(*map(str, range(50)))
     ids = [each["custom_id"] for each in asked]
     shuffled = await sdk.messages.batches.create(requests=asked)
@@ -101,7 +102,7 @@ async def test_a_request_fails_alone(sdk: AsyncAnthropic) -> None:
     ],
 )
 async def test_a_batch_that_is_wrong_as_a_whole_is_refused(
-    sdk: AsyncAnthropic, api: SimulatedAPI, wrong: Any, told: str
+    sdk: AsyncAnthropic, api: FaultyAPI, wrong: Any, told: str
 ) -> None:
     api.configure(SimulatedOptions(batches=BatchOptions(requests=3)))
 
@@ -111,7 +112,7 @@ async def test_a_batch_that_is_wrong_as_a_whole_is_refused(
     assert not api.batches.all
 
 
-async def test_size_and_queue_have_limits(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_size_and_queue_have_limits(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     api.configure(SimulatedOptions(batches=BatchOptions(bytes=5000, enqueued=3, processing_s=1e9)))
     with pytest.raises(anthropic.ContentTooLargeError):
         await sdk.messages.batches.create(requests=asking("x" * 6000))
@@ -138,7 +139,7 @@ async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None
 
 
 async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_then(
-    sdk: AsyncAnthropic, api: SimulatedAPI
+    sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:
     api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9, cancelling_s=0.05)))
     batch = await sdk.messages.batches.create(requests=asking("[[latency: 1ms]] quick", "slow"))
@@ -162,7 +163,7 @@ async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_t
         await sdk.messages.batches.retrieve(batch.id)
 
 
-async def test_what_is_not_done_in_time_expires(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_what_is_not_done_in_time_expires(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     api.configure(SimulatedOptions(batches=BatchOptions(expires_s=0.001)))
     batch = await sdk.messages.batches.create(requests=asking("quick", "[[fault: hang]] slow"))
     async with asyncio.timeout(10):
@@ -172,7 +173,7 @@ async def test_what_is_not_done_in_time_expires(sdk: AsyncAnthropic, api: Simula
     assert {line.result.type for line in (await results(sdk, batch.id)).values()} == {"succeeded", "expired"}
 
 
-async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     batches = sdk.messages.batches
     api.batches.fail("create", "overloaded x2")
     api.batches.fail("create", "reset")
@@ -194,19 +195,7 @@ async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: SimulatedAPI) ->
         api.batches.fail("create", "overloded")
 
 
-async def test_endpoints_fail_at_random(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
-    api.configure(SimulatedOptions(batches=BatchOptions(faults={"list rate_limited retry_after=2": 1.0})))
-
-    with pytest.raises(anthropic.RateLimitError) as caught:
-        await sdk.messages.batches.list()
-
-    assert caught.value.response.headers["retry-after"] == "2"
-    await sdk.messages.batches.create(requests=asking("a"))
-
-
-async def test_the_ledger_bills_answers_alone_and_those_of_batches_by_half(
-    sdk: AsyncAnthropic, api: SimulatedAPI
-) -> None:
+async def test_the_ledger_bills_answers_alone_and_those_of_batches_by_half(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     live = (await sdk.messages.create(**params())).usage
     asked = asking("hello", "[[fault: expired]]", "[[fault: invalid]]")
     batch = await sdk.messages.batches.create(requests=asked)
@@ -226,6 +215,6 @@ async def test_the_ledger_bills_answers_alone_and_those_of_batches_by_half(
     assert api.stats()["usd"]["batch"] == float(api.ledger.batch_usd)
 
 
-async def test_a_live_call_ignores_the_faults_of_batches(sdk: AsyncAnthropic, api: SimulatedAPI) -> None:
+async def test_a_live_call_ignores_the_faults_of_batches(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     assert (await sdk.messages.create(**params("[[fault: expired]]"))).stop_reason == "end_turn"
     assert api.calls[0].outcome == "ok"

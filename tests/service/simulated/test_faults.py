@@ -6,7 +6,7 @@ import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 
-from service.simulated.app import SimulatedAPI
+from tests.support.faulty_api import FaultyAPI
 
 pytestmark = pytest.mark.slow  # two clients wait for each fault
 
@@ -81,7 +81,7 @@ async def test_retry_after_is_sent_as_requested(sdk: AsyncAnthropic, fault: str,
     assert caught.value.response.headers.get("retry-after") == told
 
 
-async def test_a_counted_fault_affects_only_the_first_calls_of_a_prompt(api: SimulatedAPI, sdk: AsyncAnthropic) -> None:
+async def test_a_counted_fault_affects_only_the_first_calls_of_a_prompt(api: FaultyAPI, sdk: AsyncAnthropic) -> None:
     prompt = "[[fault: overloaded x2]] [[fault: reset x1]] counted"
 
     for expected in (anthropic.OverloadedError, anthropic.OverloadedError, anthropic.APIConnectionError):

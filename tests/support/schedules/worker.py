@@ -9,9 +9,8 @@ every request (docs/decisions/0004)."""
 import asyncio
 import heapq
 import json
-import sqlite3
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextvars import Context, ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,17 +37,10 @@ from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import LaneSlots, QueueAdmitter, SideQueueAdmitter, SideQueues
-from consumers.state.base import (
-    ClaimAnswer,
-    Completion,
-    Fingerprint,
-    Granted,
-    Held,
-    Identity,
-    StoreUnavailable,
-)
-from consumers.state.sqlite.store import SqliteStore
-from consumers.state.sqlite.tables import Tables, Times
+from consumers.state import base
+from consumers.state.base import ClaimAnswer, Fingerprint, Granted, Held, Identity, StoreSpec, StoreUnavailable
+from consumers.state.decisions import KEEP, Change, Row, Times
+from consumers.state.requests import Decide, Requests
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -245,8 +237,8 @@ class Ending(NamedTuple):
 class Promise:
     """Collects all violations. `bodies`: the bodies that were published under each id."""
 
-    def __init__(self, connection: sqlite3.Connection, bodies: Mapping[str, set[bytes]]) -> None:
-        self._execute = connection.execute
+    def __init__(self, rows: Mapping[Identity, Row], bodies: Mapping[str, set[bytes]]) -> None:
+        self._rows = rows
         self._bodies = bodies
         self.violations: list[str] = []
         self.calls: dict[str, int] = defaultdict(int)
@@ -263,10 +255,11 @@ class Promise:
 
     def on_stored(self, fingerprint: Fingerprint | None) -> None:
         """Check that an id has at most one ending, unless the dead letter of exactly this ending is run again."""
-        found = self._execute("SELECT id, noted, cancelling, status, code, body, ended_ms FROM request").fetchall()
-        for id, noted, cancelling, *ending in found:
-            now = Ending(*ending) if ending[0] is not None and not cancelling else None
-            if noted:
+        for id, row in ((identity.id, row) for identity, row in self._rows.items()):
+            now = None
+            if row.status is not None and not row.cancelling:
+                now = Ending(row.status, row.code or "", row.body or b"", row.ended_ms or 0)
+            if row.noted:
                 if now is not None and now not in self.noted[id]:
                     self.noted[id].append(now)
                 continue
@@ -374,10 +367,10 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """What all processes share."""
+    """What all processes share. `rows`: what the store keeps."""
 
     broker: Broker
-    rows: Tables
+    rows: dict[Identity, Row]
     promise: Promise
     store_away_until_s: float
 
@@ -386,10 +379,22 @@ class World(Protocol):
     def times(self) -> Times: ...
 
 
-class StoreEdge(SqliteStore):
+def swap(world: World, identity: Identity, decide: Decide[T]) -> Change[T]:
+    """What an engine of the store does."""
+    row = world.rows.get(identity)
+    change = decide(None if row is None or row.is_over(world.times()) else row, world.times())
+    if change.row is None:
+        world.rows.pop(identity, None)
+    elif change.row is not KEEP:
+        world.rows[identity] = change.row
+    return change
+
+
+class StoreEdge(Requests):
     """Claims and results in the rows that all workers share."""
 
     trouble = None
+    spec = StoreSpec()
 
     def __init__(self, world: World, edge: Edge) -> None:
         self._world = world
@@ -397,46 +402,43 @@ class StoreEdge(SqliteStore):
 
     @override
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
-        def ask(at: Times) -> ClaimAnswer:
-            found = self._world.rows.claim(at, identity, fingerprint)
-            if isinstance(found, Granted):
-                self._world.promise.on_granted(Held(identity, found.token))
-            return found
-
-        found = await self._do("claim", identity.id, ask, fingerprint)
+        found = await super().claim(identity, fingerprint)
         if isinstance(found, Granted):
             self._world.promise.on_claimed(DELIVERY.get(), Held(identity, found.token))
         return found
 
     @override
-    async def complete(
-        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        def keep(at: Times) -> Completion | None:
-            holds = self._world.rows.complete(at, identity, fingerprint, completion, token=token)
-            if token is not None:
-                self._world.promise.on_completed(Held(identity, token), is_own=holds == completion)
-            return holds
+    async def change_all(
+        self, name: str, wanted: Sequence[tuple[Identity, Decide[T]]], *, durable: bool = True, bodies: bool = True
+    ) -> Sequence[Change[T]]:
+        promise = self._world.promise
 
-        return await self._do("complete", identity.id, keep, fingerprint)
-
-    @override
-    async def transact(
-        self, name: str, operation: Callable[[Tables, Times], T], *, durable: bool = True, **_: Any
-    ) -> T:
-        delivery = DELIVERY.get(None)
-        about = delivery.message.message_id if isinstance(delivery, Delivery) else None
-        return await self._do(name, about or "", lambda at: operation(self._world.rows, at))
-
-    async def _do(self, what: str, about: str, call: Callable[[Times], T], fingerprint: Fingerprint | None = None) -> T:
-        def effect() -> T:
-            result = call(self._world.times())
-            self._world.promise.on_stored(fingerprint)
-            return result
+        def effect() -> list[Change[T]]:
+            done = []
+            for identity, decide in wanted:
+                change = swap(self._world, identity, decide)
+                asked = decide.keywords if isinstance(decide, partial) else {}
+                if isinstance(change.answer, Granted):
+                    promise.on_granted(Held(identity, change.answer.token))
+                if name == "complete" and asked["token"] is not None:
+                    is_own = change.answer == asked["completion"]
+                    promise.on_completed(Held(identity, asked["token"]), is_own=is_own)
+                promise.on_stored(asked.get("message"))
+                done.append(change)
+            return done
 
         if self._world.time_s() < self._world.store_away_until_s:
             raise StoreUnavailable("away")
-        return await self._edge.reach(what, about, effect, lost=StoreUnavailable)  # type: ignore[no-any-return]
+        about = wanted[0][0].id if len(wanted) == 1 else ""
+        return await self._edge.reach(name, about, effect, lost=StoreUnavailable)  # type: ignore[no-any-return]
+
+    @override
+    async def endings(self, requests: Sequence[Identity]) -> Sequence[base.Ending | None]:
+        raise NotImplementedError
+
+    @override
+    async def count_unseen(self, identity: Identity, keep_ms: int) -> Sequence[str]:
+        return ()
 
 
 class PublisherEdge(Publisher):
@@ -614,7 +616,8 @@ class Worker:
         self.edge = Edge(name)
         self._world = world
         publisher = PublisherEdge(world, self.edge)
-        claiming = Claiming(StoreEdge(world, self.edge))
+        store: Any = StoreEdge(world, self.edge)  # the rest of a store is not used
+        claiming = Claiming(store)
         replies = Replies(ReplySender(publisher, own=None), rule=ReplyRule(names=NAMES))
         reply_retries = ReplyRetries()
         lifecycle = Lifecycle(NoNotices(), names=NAMES, now_ms=world.now_ms)
@@ -631,7 +634,7 @@ class Worker:
             parking=Parking(),
             large_answers=LargeAnswers(publisher),
             bodies=Fetching(None, most_bytes=0),
-            webhooks=Webhooks(publisher, spec=WebhookSpec(), names=NAMES, store=StoreEdge(world, self.edge)),
+            webhooks=Webhooks(publisher, spec=WebhookSpec(), names=NAMES, store=store),
         )
         claim, bodies = ClaimGate(claiming, now_ms=world.now_ms), Fetching(None, most_bytes=0)
         steps = handler(

@@ -10,28 +10,27 @@ takes effect, a frame arrives, a message is delivered, time passes); from there 
 so a failing schedule shrinks towards a normal course. After the last byte there are no more faults, and everything must
 complete."""
 
-import functools
 import json
 import logging
 import random
-import sqlite3
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import structlog
 
 from consumers.failures import OverloadedError, RejectedError, TransientError
 from consumers.settle import Settler
+from consumers.state import decisions
 from consumers.state.base import Completion, Identity, StoreSpec
-from consumers.state.sqlite.file import SCHEMA
-from consumers.state.sqlite.tables import Tables, Times
+from consumers.state.decisions import Row, Times
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from tests.support.schedules.broker import NAMES, Broker, Channel
-from tests.support.schedules.worker import Operation, Promise, Worker
+from tests.support.schedules.worker import Operation, Promise, Worker, swap
 
 BEGAN_MS = 1_790_000_000_000
 TURN_S = 0.001
@@ -71,20 +70,6 @@ class Owed(NamedTuple):
     told_before: int
 
 
-@functools.cache
-def _store() -> sqlite3.Connection:
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    connection.executescript(SCHEMA)
-    return connection
-
-
-def _empty_store() -> sqlite3.Connection:
-    """The store of the previous world, emptied: making a new one takes longer than running a world."""
-    connection = _store()
-    connection.execute("DELETE FROM request")
-    return connection
-
-
 class World:
     """See the module's docstring. `told` lists what has happened."""
 
@@ -92,7 +77,6 @@ class World:
         self,
         *,
         settler: type[Settler] = Settler,
-        rows: type[Tables] = Tables,
         workers: int = 2,
         counts: bool = True,
     ) -> None:
@@ -100,11 +84,10 @@ class World:
         self._now_s = 0.0
         self._settler = settler
         UNFORESEEN.clear()
-        connection = _empty_store()
-        self.rows = rows(connection, StoreSpec())
+        self.rows: dict[Identity, Row] = {}
         self.store_away_until_s = 0.0
         self.bodies: dict[str, set[bytes]] = defaultdict(set)
-        self.promise = Promise(connection, self.bodies)
+        self.promise = Promise(self.rows, self.bodies)
         self.broker = Broker(time_s=self.time_s, on_settle=self.promise.on_settle, counts=counts)
         self.told: list[str] = []
         self.published: list[Message] = []
@@ -264,7 +247,7 @@ class World:
         """Record a cancellation in the store, as another process does."""
         body = json.dumps({"code": "cancelled", "told by": "its owner"}).encode()
         completion = Completion(status="error", code="cancelled", body=body, ended_ms=self.now_ms())
-        self.rows.cancel(self.times(), Identity("", id), completion)
+        swap(self, Identity("", id), partial(decisions.cancel, completion=completion, spec=StoreSpec()))
         self.promise.on_stored(None)
 
     def _started(self) -> Worker:
@@ -463,13 +446,11 @@ FAULTS: tuple[Fault, ...] = (
 FAULTS_FROM = 196
 
 
-def run(
-    schedule: bytes, *, settler: type[Settler] = Settler, rows: type[Tables] = Tables, counts: bool = True
-) -> World:
+def run(schedule: bytes, *, settler: type[Settler] = Settler, counts: bool = True) -> World:
     """Run a schedule that begins with two requests. Raises Violation."""
     before = random.getstate()
     random.seed(1)  # fixes the random pauses of retries
-    world = World(settler=settler, rows=rows, counts=counts)
+    world = World(settler=settler, counts=counts)
     try:
         for _ in range(2):
             world.publish(world.request())
