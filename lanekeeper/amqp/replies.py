@@ -5,7 +5,7 @@ closes, all that are still expected are lost."""
 import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
@@ -156,8 +156,9 @@ class DirectReplies:
         reply = message_of(found)
         kind = reply.headers.get(n.PART)
         if kind == n.SEVERAL:
-            for line in reply.body.split(b"\n"):
-                self.add(*_part_in(line))
+            with suppress(ValueError):  # no worker's: the readers notice that parts are missing
+                for line in reply.body.split(b"\n"):
+                    self.add(*_part_in(line))
         else:
             self.add(reply.correlation_id, reply if kind is None else part_of(reply))
 
