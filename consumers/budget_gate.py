@@ -9,7 +9,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from consumers.clock import NowMs, now_ms
 from consumers.job import Decoded, Interruptible, Job, Reserved, Route
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
-from consumers.limits.budgets import Budgets, Estimates, UsageClass, task_of
+from consumers.limits.budgets import Budgets
+from consumers.limits.estimates import Estimates, UsageClass, task_of
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, stopped_by
 from consumers.providers.breakers import Breakers
 from topology.codec.decoding import Request
@@ -230,7 +231,7 @@ class BudgetGate:
         bound_ms = request.deadline_ms - request.start_ms
         return ended(
             "deadline_exceeded",
-            f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.least_s)} ms at the earliest "
+            f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.seconds)} ms at the earliest "
             f"(waiting for {wait.reason} of {route.account}), its call may take "
             f"{round(1000 * self._run_s(job, request, route))} ms, and {max(0, left_ms)} ms are left{job.last_failure}",
             retry_after_ms=math.ceil(1000 * wait.least_s) or None,

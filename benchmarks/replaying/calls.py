@@ -11,7 +11,7 @@ from benchmarks.replaying.load import Ask
 from benchmarks.replaying.scenarios import Scenario
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RetryPolicy, TransientError, decide
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Kind, RateHeaders, Reservation
-from consumers.limits.budgets import Estimates, UsageClass
+from consumers.limits.estimates import Estimates, UsageClass
 from consumers.outcomes import Retried
 from consumers.providers.breakers import Breaker, Failure, State
 from consumers.providers.errors import read_rate

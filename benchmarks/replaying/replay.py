@@ -19,7 +19,7 @@ from benchmarks.replaying.load import Ask, Stand, job, load
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, Scenario
 from consumers.limits.account import Account, Waiter
-from consumers.limits.base import NO_FEEDBACK, Amounts, Feedback, Kind, Reservation
+from consumers.limits.base import Amounts, Feedback, Kind, Reservation
 from consumers.limits.budgets import LATE_S
 
 STEP_S = (0.0005, 0.0020)
@@ -34,7 +34,7 @@ DRAIN_S = 7200.0
 """The replay ends at most this long after the last arrival."""
 
 
-class PipelinePosition(Waiter):
+class Arrived(Waiter):
     """A waiter at the gate, with its request, its process, and the beginning of its stay."""
 
     __slots__ = ("ask", "caller", "since_s")
@@ -81,7 +81,7 @@ class Replay:
             self.now_s, _, event = heapq.heappop(self._events)
             event()
         for waiter in self._account.lines:
-            assert isinstance(waiter, PipelinePosition)
+            assert isinstance(waiter, Arrived)
             waiter.ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=False))
         return Result(scenario=self._scenario, load=self._load, asks=[*self._load.asks, *self._jobs])
 
@@ -124,10 +124,8 @@ class Replay:
     # ---- at the gate -------------------------------------------------------------------------------------------------
 
     def _joins(self, ask: Ask, caller: Caller) -> None:
-        if self._account.is_stale(self.now_s):
-            self._account.learn(NO_FEEDBACK, self.now_s)
         amounts = caller.expected(ask)
-        waiter = PipelinePosition(LANES.index(ask.lane), amounts, ask=ask, caller=caller, since_s=self.now_s)
+        waiter = Arrived(LANES.index(ask.lane), amounts, ask=ask, caller=caller, since_s=self.now_s)
         if self._account.join(waiter):
             self._step()
         if ask.reserved is None:
@@ -136,7 +134,7 @@ class Replay:
         if waiter.reservation is None:
             self.after(self._scenario.spec.hold_s, lambda: self._held(waiter))
 
-    def _held(self, waiter: PipelinePosition) -> None:
+    def _held(self, waiter: Arrived) -> None:
         if waiter.reservation is not None:
             return
         waiter.ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=False))
@@ -148,7 +146,7 @@ class Replay:
         """Grant requests and set the timer, as `OwnBudgetQueue.step` does."""
         waiter, in_s = self._account.grant_next(self.now_s)
         while waiter is not None:
-            assert isinstance(waiter, PipelinePosition)
+            assert isinstance(waiter, Arrived)
             self._granted(waiter)
             waiter, in_s = self._account.grant_next(self.now_s)
         when_s = self.now_s + in_s + LATE_S
@@ -164,7 +162,7 @@ class Replay:
             self._timer_s = inf
             self._step()
 
-    def _granted(self, waiter: PipelinePosition) -> None:
+    def _granted(self, waiter: Arrived) -> None:
         ask, reservation = waiter.ask, waiter.reservation
         assert reservation is not None
         ask.waits.append(Stand(waiter.since_s, self.now_s, is_granted=True))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from consumers.limits.base import Amounts, BudgetSpec
+from consumers.limits.base import AccountCaps, Amounts, BudgetSpec
 from topology.lanes import BATCH, CRITICAL, NORMAL
 
 LANES: Final = (CRITICAL.name, NORMAL.name, BATCH.name)
@@ -74,12 +74,14 @@ class Scenario:
 
 
 def _narrow(most_calls: int) -> Scenario:
-    """A provider that can work on `most_calls` calls at a time, and half as many requests more than it can answer."""
+    """A provider that can work on `most_calls` calls at a time, which the settings say; and half as many requests more
+    than it can answer."""
     steady = Steady()
     return Scenario(
         name=f"narrow-{most_calls}",
         steady=replace(steady, per_s=1.5 * most_calls / steady.mean_s),
         most_calls=most_calls,
+        spec=BudgetSpec(accounts={"replay": AccountCaps(concurrency=most_calls)}),
         jobs=0,
     )
 
@@ -103,6 +105,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
     for each in (
         *FULL,
         Scenario(name="10s-104", bucket_s=10),
+        Scenario(name="5s-104", bucket_s=5),
         Scenario(name="1s-104", bucket_s=1),
         Scenario(name="whole-104", slice_s=(0, 1800)),
         Scenario(name="three-104", processes=3),

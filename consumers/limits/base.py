@@ -78,8 +78,8 @@ class BudgetSpec:
     into the bucket is saved for the lane alone."""
     ranks: Mapping[str, int] = field(default_factory=lambda: {lane.name: lane.rank for lane in DEFAULT_LANES})
     burst_s: float = 60.0
-    """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, the size is what the
-    provider's own bucket is proven to hold (`Bursts`)."""
+    """The largest size of a bucket, in seconds' worth of its limit (up to 60). Up to this, a bucket is as large as
+    responses show the provider's own to be."""
     accounts: Mapping[str, AccountCaps] = field(default_factory=dict)
     """The operator's caps by the name of an account (`Route.account`) or of a provider."""
     start: Amounts = Amounts(50, 30_000, 8_000)  # noqa: RUF009  a value that cannot change
@@ -112,6 +112,8 @@ class Reservation:
     from_savings: Amounts = NOTHING
     at_s: float = 0.0
     request: str = ""
+    is_refused: bool = False
+    """The provider has answered 429 to the call: it counted more for it than was reserved. So nothing is given back."""
     is_settled: bool = False
 
 
@@ -129,10 +131,11 @@ class Wait(NamedTuple):
 
     seconds: float
     reason: str
-    least_s: float = 0.0
-    """The shortest possible wait. It is computed from known limits only, so that no request is refused because of a
-    guess."""
     is_known: bool = True
+    """Whether the limit is known. No request is refused because of a guess."""
+
+    def is_too_late(self, now_s: float, until_s: float | None) -> bool:
+        return self.is_known and until_s is not None and now_s + self.seconds > until_s
 
 
 class WaitTooLong(LanekeeperError):
@@ -199,6 +202,3 @@ class Feedback:
     computed `rate`."""
     took_s: float = 0.0
     """The seconds since the call began, which is the greatest possible age of the values in `rate`."""
-
-
-NO_FEEDBACK: Final = Feedback(kind=Kind.FAILED)

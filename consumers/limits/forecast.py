@@ -1,15 +1,11 @@
-"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`account.py`).
-
-A forecast has two values. The shortest wait assumes that no further requests arrive in more urgent lanes; a request is
-refused only because of this value, and only if the limits are known. The expected wait assumes that more urgent lanes
-go on using budget as in the last minute.
-"""
+"""Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`), if no more
+urgent requests arrive meanwhile. So no request is refused that could begin in time."""
 
 from collections.abc import Iterator, Sequence
-from math import inf
 
-from consumers.limits.account import Account, Bucket, Waiter, flows_in_s
+from consumers.limits.account import Account, Waiter
 from consumers.limits.base import CONCURRENCY, NOTHING, REASONS, Amounts, Wait
+from consumers.limits.bucket import Bucket, flows_in_s
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -43,15 +39,14 @@ def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
     wait. This takes much CPU."""
     account.refill(now_s)
     for lane in range(len(account.lanes)):
-        count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane, now_s)
+        count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane)
         for waiter in account.lines.firsts(lane, account.lines.count(lane)):
             found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
-            if waiter.until_s is not None and now_s + found.least_s > waiter.until_s:
+            if found.is_too_late(now_s, waiter.until_s):
                 yield waiter, found
             else:
                 count += 1
-                for index, amount in enumerate(waiter.amounts):
-                    ahead[index] += amount
+                ahead = [x + y for x, y in zip(ahead, waiter.amounts, strict=True)]
 
 
 def _wait(
@@ -64,31 +59,20 @@ def _wait(
     count: int,
     lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
-    longest_s, least_s, reason, is_known = 0.0, 0.0, REASONS[0], True
-    for index, line in enumerate(_lines(account, lane, now_s) if lines is None else lines):
-        if amounts[index] + ahead[index] <= 0:
-            continue
-        if (in_s := line.wait_s(ahead[index], amounts[index])) > longest_s:
+    longest_s, reason, is_known = account.stopped_s(now_s), REASONS[0], True
+    for index, line in enumerate(_lines(account, lane) if lines is None else lines):
+        if amounts[index] + ahead[index] > 0 and (in_s := line.wait_s(ahead[index], amounts[index])) > longest_s:
             longest_s, reason, is_known = in_s, REASONS[index], not account.guessed[index]
-        if in_s > least_s and not account.guessed[index]:
-            least_s = max(least_s, line.wait_s(ahead[index], amounts[index], earliest=True))
-    stopped_s = account.stopped_s(now_s)
-    longest_s, least_s = max(longest_s, stopped_s), max(least_s, stopped_s)
-    if account.concurrency.is_limited and (count or not account.concurrency.may_begin(lane, now_s)):
-        above_it = sum(account.lines.count(other) for other in range(lane))
-        count = min(above_it + count, account.concurrency.calls_before(lane, count))
-        if (in_s := account.concurrency.wait_s(count)) > longest_s:
-            longest_s, reason, is_known = in_s, CONCURRENCY, account.concurrency.is_set
-            least_s = in_s if is_known else least_s
-    return Wait(longest_s, reason, least_s, is_known)
+    if count or not account.calls.may_begin:
+        above = sum(account.lines.count(other) for other in range(lane))
+        if (in_s := account.calls.wait_s(lane, above + count, count)) > longest_s:
+            longest_s, reason, is_known = in_s, CONCURRENCY, True
+    return Wait(longest_s, reason, is_known)
 
 
-def _lines(account: Account, lane: int, now_s: float) -> "list[_Line]":
+def _lines(account: Account, lane: int) -> "list[_Line]":
     above = [_ahead_of(account, other) for other in range(lane)]
-    return [
-        _Line(account, index, bucket, lane, above, account.demand.per_s(range(lane), index, now_s))
-        for index, bucket in enumerate(account.buckets)
-    ]
+    return [_Line(account, index, bucket, lane, above) for index, bucket in enumerate(account.buckets)]
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
@@ -105,21 +89,13 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
 
 class _Line:
     """Computes how long a request of one lane waits for one bucket, behind other requests of that lane. For the
-    requests before it only the sum of their amounts counts; for the request itself the bucket's rule (`account.py`) is
-    applied."""
+    requests before it only the sum of their amounts counts; for the request itself the bucket's rule is applied."""
 
     def __init__(
-        self,
-        account: Account,
-        index: int,
-        bucket: Bucket,
-        lane: int,
-        above: Sequence[Sequence[float]],
-        taken_per_s: float,
+        self, account: Account, index: int, bucket: Bucket, lane: int, above: Sequence[Sequence[float]]
     ) -> None:
         self._bucket = bucket
         self._lane = lane
-        self._taken_per_s = taken_per_s
         self._above = sum(takes[index] for takes in above)
         self._held = sum(bucket.reserves[:lane])
         self._per_s = bucket.per_s
@@ -137,27 +113,24 @@ class _Line:
                 self._per_s -= its_per_s
                 self._filling.append((missing / its_per_s, its_per_s))
 
-    def wait_s(self, ahead: float, amount: float, *, earliest: bool = False) -> float:
+    def wait_s(self, ahead: float, amount: float) -> float:
         """Seconds until a request that needs `amount` may take it, after the requests before it, which together need
-        `ahead`. `earliest`: compute the shortest possible wait and not the expected one."""
+        `ahead`."""
         bucket = self._bucket
         whole = ahead + (amount if amount < bucket.burst else bucket.burst)
         level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
-        saved, own_per_s = bucket.savings[self._lane], bucket.shares[self._lane] * bucket.per_s
-        own_s = (whole - saved) / own_per_s
-        if earliest and ahead > 0:
-            # The shortest wait: those before use only what other lanes leave, and this request the lane's savings.
+        own_per_s = bucket.shares[self._lane] * bucket.per_s
+        own_s = (whole - bucket.savings[self._lane]) / own_per_s
+        if ahead > 0:  # at best, those before use only what other lanes leave, and this request the lane's savings
             own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / own_per_s)
         kept = amount if self._lane else min(amount, bucket.reserves[0])
-        return max(0.0, level_s, min(own_s, self._left_s(before, kept, 0.0 if earliest else self._taken_per_s)))
+        return max(0.0, level_s, min(own_s, self._left_s(before, kept)))
 
-    def _left_s(self, before: float, kept: float, taken_per_s: float) -> float:
+    def _left_s(self, before: float, kept: float) -> float:
         """Seconds until the request may take what other lanes leave. `before`: the amount that must flow into the
-        bucket for the requests before it; `kept`: the part of the request's own amount that must flow in as well;
-        `taken_per_s`: how much the more urgent lanes take per second."""
+        bucket for the requests before it; `kept`: the part of the request's own amount that must flow in as well."""
         missing = before + kept + self._held
         if missing <= 0:
             return 0.0
-        left_per_s = self._bucket.per_s - taken_per_s
-        full_s = max(0.0, before + self._bucket.burst) / left_per_s if left_per_s > 0 else inf
-        return min(full_s, flows_in_s(missing, self._per_s - taken_per_s, self._filling))
+        full_s = max(0.0, before + self._bucket.burst) / self._bucket.per_s
+        return min(full_s, flows_in_s(missing, self._per_s, self._filling))

@@ -106,7 +106,6 @@ BATCH_CHANGED: Final = "batch.changed"
 BATCH_UNSUBMITTED: Final = "batch.unsubmitted"
 BATCH_UNREAD: Final = "batch.unread"
 
-LEARNED_UNREADABLE: Final = "limits.unreadable"
 LIMITS_LEARNED: Final = "limits.learned"
 
 BREAKER_CHANGED: Final = "breaker.changed"

@@ -522,7 +522,8 @@ class LimitsSettings(Section):
     """The maximum number of output tokens a minute, for each line of models. None: the provider's own limit. Example:
     40000"""
     concurrency: Number[int] | None = Field(default=None, ge=1)
-    """The maximum number of calls at the same time, for each line of models. None: no limit. Example: 50"""
+    """The maximum number of calls that a process makes at the same time, for each line of models. For a server of your
+    own that takes only so many: its number, divided by the number of workers. None: no limit. Example: 50"""
     batch_requests: Number[int] = Field(default=BatchLimits().requests, ge=1)
     """The most requests in batches that have not ended, for each line of models."""
     batch_tokens: Number[int] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)

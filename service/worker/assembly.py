@@ -36,7 +36,8 @@ from consumers.job import Job, Route, source_of
 from consumers.large_bodies import Fetching, LargeAnswers, WebBodies
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
-from consumers.limits.budgets import Budgets, Estimates, own_budgets
+from consumers.limits.budgets import Budgets, own_budgets
+from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.providers.anthropic import AnthropicProvider, Reading
 from consumers.providers.breakers import Breakers, Pauses
@@ -353,7 +354,7 @@ def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Bud
 
     # Imported here, because these modules take 4 MiB of memory, which a worker with a SQLite store can save.
     from consumers.state.redis.client import RedisClient
-    from consumers.state.redis.shared_turns import shared_budgets
+    from consumers.state.redis.shared_budget import shared_budgets
 
     client = RedisClient(settings.store, tls=settings.tls.for_redis())
     stack.push_async_callback(client.aclose)

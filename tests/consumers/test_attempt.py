@@ -18,7 +18,7 @@ from consumers.claiming import Claiming
 from consumers.failures import TIMEOUT, RetryPolicy
 from consumers.job import Chain, Decoded, Job, LostCall, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
-from consumers.limits.budgets import Estimates
+from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices, Usage
 from consumers.progress import Progress

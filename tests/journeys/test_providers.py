@@ -273,7 +273,7 @@ async def test_a_wrong_base_url_costs_no_request(vhost: Vhost, what: str) -> Non
 def calls_under_way(worker: RunningWorker) -> int:
     """An answer of before the mistake was mended that is read afterwards would count as an attempt."""
     known = worker.parts.budgeting.budgets.known()
-    return sum(account.concurrency.running for _, account, _ in known)
+    return sum(account.calls.running for _, account, _ in known)
 
 
 @pytest.mark.parametrize("url", ["https://{address}", "http://no-such-host.invalid"])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from consumers.limits.account import Account
 from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
 from consumers.limits.budgets import Budgets, own_budgets
 from consumers.providers.errors import read_rate
@@ -33,6 +34,13 @@ def spec(
         requests=requests, input_tokens=input_tokens, output_tokens=output_tokens, concurrency=concurrency
     )
     return BudgetSpec(accounts={ACCOUNT: caps}, **more)
+
+
+def with_buckets_of(seconds: float, account: Account) -> Account:
+    """As if a response had shown that the provider's buckets hold that many seconds' worth of their limits."""
+    account.learned.shown = [limit * seconds / 60 for limit in account.per_minute()]
+    account.resize(fills=True)
+    return account
 
 
 @dataclass

@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 from consumers.budget_gate import BudgetGate
 from consumers.job import Chain, Job, Route
 from consumers.limits.base import AccountCaps, BudgetSpec, Wait
-from consumers.limits.budgets import Estimates, own_budgets
+from consumers.limits.budgets import own_budgets
+from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, Outcome
 from consumers.providers.breakers import Breakers
 from tests.support.jobs import NOW_MS, Bench, decoded, read
@@ -53,7 +54,7 @@ class Ground:
 
     async def spend(self, name: str, requests: int = 0) -> None:
         """Use the whole budget, and this many requests more."""
-        account = self.budgets.turns(name).account
+        account = self.budgets.queue(name).account
         for bucket in account.buckets:
             bucket.savings = [0.0, 0.0, 0.0]
             bucket.level = 0.0

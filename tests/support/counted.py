@@ -22,7 +22,8 @@ from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.gates import CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
 from consumers.limits.base import AccountCaps, Amounts, BudgetSpec, CallInProgress
-from consumers.limits.budgets import Estimates, own_budgets
+from consumers.limits.budgets import own_budgets
+from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.prices import Prices, Usage
 from consumers.providers import breakers as breaking
@@ -510,9 +511,9 @@ class Ground:
         """What requests still hold after all background work has ended; empty: nothing."""
         await self.spending.finish(within_s=30)
         await self.bench.claiming.finish(within_s=30)
-        account = self.budgets.turns("anthropic/sonnet").account
+        account = self.budgets.queue("anthropic/sonnet").account
         found = {
-            "running": account.concurrency.running,
+            "running": account.calls.running,
             "waiting": len(account.lines),
             "waiting room": any(self.gate._waiting_room._waiting.values()),
             "reservations": [job for job in jobs if job.reserved],

@@ -23,7 +23,7 @@ from pathlib import Path
 HOUSE = Path(__file__).parents[2]
 IMPORTED = (
     "consumers.state",
-    "consumers.state.redis.shared_turns",
+    "consumers.state.redis.shared_budget",
     "lanekeeper.over_amqp",
     "service.checks",
     "service.status",

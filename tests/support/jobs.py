@@ -26,7 +26,8 @@ from consumers.job import Chain, Decoded, Job, source_of
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import BudgetSpec
-from consumers.limits.budgets import Estimates, own_budgets
+from consumers.limits.budgets import own_budgets
+from consumers.limits.estimates import Estimates
 from consumers.progress import Progress
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry

@@ -1,6 +1,5 @@
 """Spends a shared budget as fast as possible: `python -m tests.support.spender URL NAMESPACE SECONDS`.
 
-A fourth argument makes it a process of another version of Lanekeeper: it stores what it learns under that version.
 It prints the time and lane of each grant as JSON: `[[seconds since 1970, lane], …]`.
 """
 
@@ -9,10 +8,9 @@ import json
 import sys
 import time
 
-from consumers.limits import learned
 from consumers.limits.base import Amounts, BucketHeaders, Feedback, Kind, RateHeaders
 from consumers.state.redis.client import RedisClient
-from consumers.state.redis.shared_turns import shared_budgets
+from consumers.state.redis.shared_budget import shared_budgets
 from tests.support.budget import ACCOUNT, spec
 
 LANES = ("critical", "normal", "batch", "batch")
@@ -20,9 +18,7 @@ PER_MINUTE = 1200
 BURST_S = 1.0
 
 
-async def main(url: str, namespace: str, seconds: float, version: str = "") -> None:
-    if version:
-        learned.VERSION = int(version)  # type: ignore[misc]
+async def main(url: str, namespace: str, seconds: float) -> None:
     client = RedisClient(url)
     budgets = shared_budgets(client, namespace=namespace, spec=spec(requests=PER_MINUTE, burst_s=BURST_S))
     granted: list[tuple[float, str]] = []
@@ -51,4 +47,4 @@ async def main(url: str, namespace: str, seconds: float, version: str = "") -> N
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3]), *sys.argv[4:]))
+    asyncio.run(main(sys.argv[1], sys.argv[2], float(sys.argv[3])))

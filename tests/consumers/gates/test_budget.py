@@ -37,9 +37,9 @@ def test_the_actual_usage_is_settled_and_the_rest_is_given_back() -> None:
         job.attempted = Attempted(started_ms=on.now_ms(), usage=Amounts(1, 7, 2))
         await on.gate.leave(job, decoded(job), DONE)
 
-        account = on.budgets.turns("one/m").account
+        account = on.budgets.queue("one/m").account
         assert [bucket.burst - bucket.level for bucket in account.buckets] == [1, 7, 2]
-        assert account.concurrency.running == 0
+        assert account.calls.running == 0
 
     story(tell)
 
@@ -102,7 +102,7 @@ LONG = asking({"type": "text", "text": "word " * 200_000})
 
 
 def used(on: Ground) -> list[float]:
-    return [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
+    return [bucket.burst - bucket.level for bucket in on.budgets.queue("one/m").account.buckets]
 
 
 def test_a_call_without_usage_is_charged_its_input_and_the_output_that_it_had_time_for() -> None:
@@ -283,7 +283,7 @@ def test_after_a_failed_call_the_reservation_moves_to_another_account_and_the_fi
         assert job.reserved is not None
         assert job.reserved.route == TWO
         assert job.reserved.reservation.account == "two/m2"
-        spent = [bucket.burst - bucket.level for bucket in on.budgets.turns("one/m").account.buckets]
+        spent = [bucket.burst - bucket.level for bucket in on.budgets.queue("one/m").account.buckets]
         assert spent == [1, 0, 0]  # the request is counted, its tokens are not
 
     story(tell, ONE, TWO)
@@ -410,7 +410,7 @@ class Asked:
 
     async def reserve(self, account: str, **asked: Any) -> Reservation:
         self.asked.append(asked)
-        raise WaitTooLong(Wait(7.25, "rpm", 6.5))
+        raise WaitTooLong(Wait(6.5, "rpm"))
 
 
 @pytest.mark.parametrize(

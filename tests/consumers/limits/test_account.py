@@ -1,16 +1,15 @@
 """What an account learns from a response."""
 
 from dataclasses import dataclass, field, replace
-from math import exp, inf
+from math import inf
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from consumers.limits.account import Account, Demand, Lines, RunningCalls, Waiter
+from consumers.limits.account import LEAST_FACTOR, NO_LIMIT, Account, Lines, Waiter
 from consumers.limits.base import (
     DEFAULT_SHARES,
-    NO_FEEDBACK,
     AccountCaps,
     Amounts,
     BucketHeaders,
@@ -21,8 +20,8 @@ from consumers.limits.base import (
     Reservation,
     Wait,
 )
-from consumers.limits.learned import FORGOTTEN_AFTER_S
 from consumers.providers.errors import read_rate
+from tests.support.budget import with_buckets_of
 from tests.support.examples import examples
 
 NOTHING_SAID = BucketHeaders()
@@ -41,6 +40,7 @@ def new_account() -> Account:
         ),
         0,
     )
+    with_buckets_of(10, made)
     made.refill(100)
     return made
 
@@ -57,11 +57,11 @@ def levels(of: Account) -> list[float]:
 
 def test_lower_remaining_amounts_correct_our_level_and_higher_ones_do_not() -> None:
     account = new_account()
-    account.learn(heard(requests=BucketHeaders(limit=60, remaining=59)), 100)
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=9)), 100)
     assert levels(account) == [10, 1000, 100]
     account.learn(heard(requests=BucketHeaders(limit=60, remaining=2)), 100)
     assert levels(account) == [3, 1000, 100]  # almost three are announced as two
-    account.learn(heard(requests=BucketHeaders(limit=60, remaining=50)), 100)
+    account.learn(heard(requests=BucketHeaders(limit=60, remaining=8)), 100)
     assert levels(account) == [3, 1000, 100]
 
 
@@ -79,8 +79,7 @@ def test_what_was_refilled_since_the_answer_is_added() -> None:
     account = new_account()
     told = RateHeaders(BucketHeaders(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
     account.learn(Feedback(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
-    assert account.buckets[0].burst == 3  # and not more than is proven
-    assert levels(account)[0] == 3
+    assert levels(account)[0] == 6  # two, almost one more, and three seconds' worth
 
 
 def proven() -> Account:
@@ -97,30 +96,6 @@ def in_progress(account: Account, calls: int, *, input_tokens: float) -> list[Re
         account.join(waiter)
         assert account.grant_next(100)[0] is waiter
     return [waiter.reservation for waiter in waiters if waiter.reservation is not None]
-
-
-def test_amounts_that_the_provider_reserves_for_running_calls_return_when_they_end() -> None:
-    account = proven()
-    burst, calls = account.buckets[1].burst, in_progress(account, 5, input_tokens=20_000)
-    before = levels(account)[1]
-    account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=460_000)), 100)
-    assert levels(account)[1] == 460_000
-    assert account.buckets[1].burst == burst, "what may be used at once is no less for it"
-    for call in calls:
-        account.settle(call, Amounts(1, 20_000, 1), 100)
-
-    assert levels(account)[1] == pytest.approx(before)
-
-
-def test_a_level_that_stays_low_within_a_minute_reduces_the_burst() -> None:
-    account = proven()
-    burst = account.buckets[1].burst
-    in_progress(account, 5, input_tokens=20_000)
-    for now_s, remaining in ((100, 460_000), (101, 450_000), (120, 400_000)):
-        assert account.buckets[1].burst == burst
-        account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=remaining)), now_s)
-
-    assert account.buckets[1].burst == burst / 2
 
 
 def test_a_single_refused_large_request_halves_nothing_and_blocks_no_other() -> None:
@@ -153,15 +128,6 @@ def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict
     assert account.per_minute().input_tokens == 6000
 
 
-def test_an_answer_lets_a_bucket_that_a_refusal_has_cut_hold_more_again() -> None:
-    account = proven()
-    whole = account.buckets[1].burst
-    account.learn(heard(Kind.RATE_LIMITED, input_tokens=BucketHeaders(limit=600_000, remaining=0)), 100)
-    cut = account.buckets[1].burst
-    account.learn(Feedback(kind=Kind.ANSWERED), 111)
-    assert cut < account.buckets[1].burst < whole
-
-
 def test_nothing_is_before_a_request_whose_line_was_empty() -> None:
     lines = Lines(1)
     for at_s in range(2):
@@ -185,7 +151,7 @@ def test_a_request_that_leaves_takes_what_it_needs_out_of_the_sum() -> None:
 def test_only_a_refusal_that_says_how_long_to_wait_stops_all_calls(retry_after_s: float | None) -> None:
     account = new_account()
 
-    assert account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=retry_after_s), 100) is bool(retry_after_s)
+    account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=retry_after_s), 100)
     assert account.stopped_s(100) == (retry_after_s or 0)
 
 
@@ -203,27 +169,91 @@ def test_a_limit_of_calls_is_told_where_there_is_one(most: int | None, calls: di
     assert dict(account.figures(0.0))["concurrency"] == calls
 
 
-def test_a_low_limit_that_is_not_announced_again_is_forgotten_and_a_repeated_one_stays() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(heard(requests=BucketHeaders(limit=10), input_tokens=BucketHeaders(limit=1500, remaining=0)), 0)
-    for second in range(0, int(2 * FORGOTTEN_AFTER_S), 10):
-        account.learn(heard(requests=BucketHeaders(limit=10)), second)
-        assert account.per_minute().requests == 10
-        assert account.per_minute().input_tokens == (1500 if second < FORGOTTEN_AFTER_S else 30_000)
-    assert account.buckets[1].burst > 1000  # but not what was proven of the other limit
+REFUSED, ANSWERED = Feedback(kind=Kind.RATE_LIMITED), Feedback(kind=Kind.ANSWERED)
 
 
-def test_at_the_lowest_limit_a_call_is_tried_again_after_minutes_without_an_answer() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
+def test_a_refusal_halves_the_limits_which_come_back_by_a_tenth_every_ten_seconds() -> None:
+    account = new_account()
+    account.learn(REFUSED, 100)
+    found = [account.per_minute().requests]
+    for second in range(101, 161):
+        account.learn(ANSWERED, second)
+        if second % 10 == 0:
+            found.append(account.per_minute().requests)
+
+    assert found == pytest.approx([30, 36, 42, 48, 54, 60, 60])
+
+
+@pytest.mark.parametrize(("after_s", "requests"), [(0.5, 30), (4.9, 30), (5.0, 15)])
+def test_refusals_within_five_seconds_count_once(after_s: float, requests: float) -> None:
+    account = new_account()
+    for at_s in (100, 100 + after_s):
+        account.learn(REFUSED, at_s)
+
+    assert account.per_minute().requests == requests
+
+
+def test_however_many_calls_are_refused_a_limit_is_left() -> None:
+    account = new_account()
+    for number in range(20):
+        account.learn(REFUSED, 100 + 6.0 * number)
+
+    assert account.per_minute().requests == 60 * LEAST_FACTOR
+
+
+@pytest.mark.parametrize("kind", [Kind.OVERLOADED, Kind.FAILED])
+def test_other_errors_change_no_limit(kind: Kind) -> None:
+    account = new_account()
+    before = (account.per_minute(), levels(account))
+    for number in range(100):
+        account.learn(Feedback(kind=kind, request=str(number), took_s=0.1), 100)
+
+    assert (account.per_minute(), levels(account), account.stopped_s(100)) == (*before, 0)
+
+
+def test_only_guessed_limits_that_requests_wait_for_grow_and_by_a_tenth_every_ten_seconds() -> None:
+    caps = AccountCaps(input_tokens=9_000)
+    account = Account("a", BudgetSpec(accounts={"a": caps}), now_s=0)
     account.learn(heard(requests=BucketHeaders(limit=60)), 0)
-    for refusal in range(10):
-        account.learn(Feedback(kind=Kind.RATE_LIMITED), 6.0 * refusal)
-    assert account.per_minute().requests < 1
-    assert not account.is_stale(54 + FORGOTTEN_AFTER_S - 1)
-    assert account.is_stale(54 + FORGOTTEN_AFTER_S)
-    account.learn(NO_FEEDBACK, 54 + FORGOTTEN_AFTER_S)
+    for at_s in (5, 10, 15, 20):
+        account.join(waiter := Waiter(0, Amounts(1, 1, 8_000), arrived_s=at_s))
+        account.grant_next(at_s)
+        account.leave(waiter)
+        account.learn(heard(), at_s)
+    assert account.per_minute() == pytest.approx((60, 9_000, 8_000 * 1.2))
+    account.learn(heard(), 30)
+    assert account.per_minute().output_tokens == pytest.approx(8_000 * 1.2), "none waited since"
 
-    assert account.per_minute().requests == 60
+
+@pytest.mark.parametrize(("announced", "found"), [(60, 30), (20, 20)])
+def test_the_lower_of_the_announced_limit_and_the_operators_cap_counts(announced: float, found: float) -> None:
+    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(requests=30)}), now_s=0)
+    account.learn(heard(requests=BucketHeaders(limit=announced)), 0)
+
+    assert account.per_minute().requests == found
+
+
+def test_a_provider_that_announces_no_limits_has_none_until_it_refuses_a_call() -> None:
+    account = Account("a", BudgetSpec(), now_s=0)
+    account.learn(ANSWERED, 0)
+    assert account.per_minute().requests == NO_LIMIT
+    account.learn(REFUSED, 1)
+    assert account.per_minute() == pytest.approx(BudgetSpec().start)
+    account.learn(ANSWERED, 2)
+    account.learn(REFUSED, 7)
+    assert account.per_minute() == pytest.approx((25, 15_000, 4_000))
+
+
+def test_a_refused_call_leaves_less_for_the_next_one_because_the_provider_counts_more_for_it() -> None:
+    account = proven()
+    account.join(waiter := Waiter(0, Amounts(1, 400_000, 1), arrived_s=100, request="large"))
+    assert account.grant_next(100)[0] is waiter
+    assert waiter.reservation is not None
+    left = BucketHeaders(limit=600_000, remaining=500_000)
+    account.learn(Feedback(kind=Kind.RATE_LIMITED, request="large", rate=heard(input_tokens=left).rate), 100)
+    account.settle(waiter.reservation, Amounts(1, 0, 0), 100)
+
+    assert levels(account)[1] == pytest.approx(400_000, abs=500)
 
 
 def test_using_more_than_reserved_makes_a_debt_and_using_less_is_given_back() -> None:
@@ -248,62 +278,6 @@ def test_a_request_larger_than_the_bucket_leaves_a_debt_that_delays_all() -> Non
     assert account.grant_next(121.1)[0] is critical
 
 
-def test_a_clock_that_is_set_back_delays_nothing() -> None:
-    account = new_account()
-    account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=20), 10_000)
-    assert account.stopped_s(10_000) == 20
-    assert account.stopped_s(100) == 0
-    assert account.per_minute().requests == 30
-    for second in range(100, 300):
-        account.learn(Feedback(kind=Kind.ANSWERED), second)
-
-    assert account.per_minute().requests == 60
-
-
-@pytest.mark.parametrize("jump_s", [-1000.0, 1000.0])
-def test_a_jump_of_the_clock_does_not_change_the_age_of_learned_limits(jump_s: float) -> None:
-    def lived(jump_s: float) -> tuple[Account, Reservation]:
-        account = proven()
-        account.learn(Feedback(kind=Kind.RATE_LIMITED), 100)
-        call, _ = in_progress(account, 2, input_tokens=100)
-        account.concurrency.tick(99.5)
-        for number in range(20):
-            account.learn(Feedback(kind=Kind.OVERLOADED, request=str(number), took_s=0.1), 100)
-        for second in (101, 102):
-            account.concurrency.tick(second)
-        assert account.concurrency.is_limited
-        account.shift(jump_s)
-        for bucket in account.buckets:  # as after Redis's answer
-            bucket.correct(bucket.level, bucket.savings, 100 + jump_s)
-        return account, call
-
-    def seen(account: Account, call: Reservation, now_s: float) -> list[object]:
-        found: list[object] = [account.is_stale(now_s), account.concurrency.changes_in_s(now_s + 2.25)]
-        for passed_s in (1, 2, 4, 8):
-            account.learn(Feedback(kind=Kind.ANSWERED), now_s + passed_s)
-            account.learn(Feedback(kind=Kind.RATE_LIMITED), now_s + passed_s)
-            found += [*account.per_minute(), *(bucket.burst for bucket in account.buckets)]
-            account.concurrency.tick(now_s + 2 + passed_s)
-            found.append(account.concurrency.limit)
-        account.settle(call, None, now_s + 10)
-        found.append(account.concurrency.call_s)
-        found.append(account.demand.per_s((0, 1, 2), 1, now_s + 10))
-        return found
-
-    assert seen(*lived(jump_s), 100 + jump_s) == pytest.approx(seen(*lived(0), 100))
-
-
-def test_when_the_clock_jumps_a_waiting_request_keeps_its_age_and_its_place() -> None:
-    account = proven()
-    first, second = (Waiter(0, Amounts(1, 10, 1), arrived_s=at_s, until_s=at_s + 9) for at_s in (100, 101))
-    account.join(first)
-    account.join(second)
-    account.shift(-50)
-
-    assert (first.arrived_s, second.arrived_s, first.until_s) == (50, 51, 59)
-    assert not account.join(Waiter(0, Amounts(1, 10, 1), arrived_s=52))
-
-
 PER_MINUTE = Amounts(60, 6_000, 600)
 BURST = [max(1.0, each / 6) for each in PER_MINUTE]
 SHARES = list(DEFAULT_SHARES.values())
@@ -315,7 +289,7 @@ LANES = st.integers(0, 2)
 class Bench:
     """An account whose time and events the test controls."""
 
-    account: Account = field(default_factory=lambda: Account("a", SPEC, now_s=0.0))
+    account: Account = field(default_factory=lambda: with_buckets_of(10, Account("a", SPEC, now_s=0.0)))
     now_s: float = 0.0
     look_in_s: float = inf
     waiting: list[Waiter] = field(default_factory=list)
@@ -479,53 +453,6 @@ REQUESTS, INPUT, OUTPUT = range(3)
 ALL = (0, 1)
 
 
-def test_after_a_minute_what_was_spent_weighs_a_third() -> None:
-    demand = Demand(2, now_s=0.0)
-    demand.add(0, Amounts(60, 600, 6_000), 0.0)
-
-    assert demand.per_s(ALL, REQUESTS, 60.0) == pytest.approx(exp(-1))
-    demand.add(0, Amounts(60, 600, 6_000), 60.0)
-    found = [demand.per_s(ALL, each, 120.0) for each in (REQUESTS, INPUT, OUTPUT)]
-    assert found == pytest.approx([(1 + exp(-1)) * exp(-1) * per_s for per_s in (1, 10, 100)])
-
-
-def test_what_was_given_back_is_not_spent_and_less_than_nothing_counts_as_nothing() -> None:
-    demand = Demand(2, now_s=0.0)
-    demand.add(0, Amounts(60, 60, 60), 0.0)
-    demand.add(0, Amounts(-30, -60, -90), 0.0)
-    demand.add(1, Amounts(6, 6, 6), 0.0)
-
-    assert [demand.per_s(ALL, each, 0.0) for each in (REQUESTS, INPUT, OUTPUT)] == pytest.approx([0.6, 0.1, 0.1])
-
-
-def call(tokens: float) -> Reservation:
-    return Reservation(account="a", lane="critical", amounts=Amounts(1, tokens, 5), at_s=7.0)
-
-
-def running(*calls: Reservation) -> RunningCalls:
-    some = RunningCalls()
-    for each in calls:
-        some.begin(each)
-    return some
-
-
-def test_the_largest_call_may_have_needed_half_more_input_than_was_reserved() -> None:
-    some = running(call(100), call(40))
-
-    assert some.needs(149)
-    assert not some.needs(150)
-
-
-def test_a_call_that_has_ended_explains_no_refusal() -> None:
-    account = new_account()
-    for ended in in_progress(account, 2, input_tokens=200):
-        account.settle(ended, ended.amounts, 100)
-    in_progress(account, 1, input_tokens=100)
-
-    assert not account._running_calls.needs(150)
-    assert not account._running_calls.hold(51, 100)
-
-
 def test_what_a_request_needs_nothing_of_is_no_reason_for_its_wait() -> None:
     account = new_account()
     for done in in_progress(account, 5, input_tokens=1):
@@ -533,18 +460,6 @@ def test_what_a_request_needs_nothing_of_is_no_reason_for_its_wait() -> None:
 
     assert account.reason(Waiter(0, Amounts(9, 1, 1), arrived_s=100), 100) == "otpm"
     assert account.reason(Waiter(0, Amounts(9, 1, 0), arrived_s=100), 100) == "rpm"
-
-
-@pytest.mark.parametrize(("missing", "explained"), [(-1, False), (0, False), (0.5, True), (75, True), (75.1, False)])
-def test_calls_hold_up_to_half_of_their_input_in_addition(missing: float, explained: bool) -> None:
-    assert running(call(100), call(50)).hold(missing, 0.0) == explained
-
-
-def test_held_input_explains_one_wave_of_refusals_a_minute() -> None:
-    some = running(call(1_000_000))
-
-    at_s = (1000.0, 1000.5, 1004.9, 1005.0, 1060.0, 1060.1)
-    assert [some.hold(1, each) for each in at_s] == [True, True, True, False, False, True]
 
 
 NOW_S = 1_790_000_000.0

@@ -6,15 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.limits.account import Bucket, flows_in_s
-from consumers.limits.learned import Size
+from consumers.limits.bucket import Bucket, flows_in_s
 
 SHARES = (0.3, 0.2, 0.05)
 CRITICAL, NORMAL, BATCH = 0, 1, 2
 
 
 def bucket(per_minute: float = 60) -> Bucket:
-    return Bucket(per_minute, Size(10, 0.0), shares=SHARES, now_s=0)
+    return Bucket(per_minute, per_minute / 6, shares=SHARES, now_s=0)
 
 
 def test_a_lane_may_use_everything_except_the_reserves_of_higher_lanes() -> None:

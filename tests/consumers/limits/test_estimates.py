@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.limits import budgets
-from consumers.limits.budgets import Estimates, UsageClass, task_of
+from consumers.limits import estimates
+from consumers.limits.estimates import Estimates, UsageClass, task_of
 
 CHAT, OTHER = UsageClass("critical", "shop.chat", "m"), UsageClass("critical", "shop.other", "m")
 
@@ -69,7 +69,7 @@ def test_a_call_that_was_cut_counts_only_if_it_had_taken_longer_than_expected() 
 def test_the_kind_and_the_model_that_were_seen_longest_ago_are_forgotten_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(budgets, "KINDS", 2)
+    monkeypatch.setattr(estimates, "KINDS", 2)
     made = some()
     kinds = [UsageClass("critical", "", model) for model in "abac"]
     for kind in kinds:

@@ -3,8 +3,8 @@
 Both play the same random story: requests join, leave and end, time passes, providers answer. After each step the
 grants and their order, the levels, what the lanes have saved, and what was learned must be the same.
 
-Overloads, `retry-after` and limits of concurrency are not played: while a process may begin no call it tells Redis of
-no waiter, so that it holds up no other process, and its lanes save no more than their reserves meanwhile.
+Limits of concurrency are not played: while a process may begin no call it tells Redis of no waiter, so that it holds up
+no other process, and its lanes save no more than their reserves meanwhile.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ from consumers.limits.base import (
     RateHeaders,
     Reservation,
 )
-from consumers.limits.budgets import BudgetQueue, OwnBudgetQueue
-from consumers.state.redis import shared_turns
+from consumers.limits.budgets import BudgetQueue, OwnBudgetQueue, loop_s
+from consumers.state.redis import shared_budget
 from consumers.state.redis.client import BUDGET, RedisClient, Script
-from consumers.state.redis.shared_turns import SharedBudgetQueue
+from consumers.state.redis.shared_budget import SharedBudgetQueue
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.slow
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 NAMES = tuple(DEFAULT_SHARES)
 BEGAN_S = 1_000_000.0
-AT_GIVEN_TIME = BUDGET.text.replace("redis.call('TIME')", "cjson.decode(ARGV[3])")
+AT_GIVEN_TIME = BUDGET.text.replace("redis.call('TIME')", "cjson.decode(ARGV[2])")
 """Redis's script, with its clock set by the test."""
 
 
@@ -89,17 +89,17 @@ class Noted(Waiter):
 class Player:
     """Plays a random story with one account."""
 
-    turns: BudgetQueue
+    queue: BudgetQueue
     waiting: list[Waiter] = field(default_factory=list)
     running: list[Reservation] = field(default_factory=list)
     granted: list[tuple[int, Amounts]] = field(default_factory=list)
 
     @property
     def account(self) -> Account:
-        return self.turns.account
+        return self.queue.account
 
     async def join(self, lane: int, amounts: Amounts, waited_s: float) -> None:
-        now_s = self.turns.now_s()
+        now_s = loop_s()
         waiter = Noted(lane, amounts, arrived_s=now_s - waited_s)
         waiter.player = self
         self.account.refill(now_s)
@@ -108,18 +108,18 @@ class Player:
 
     async def leave(self, which: int) -> None:
         if self.waiting:
-            self.account.refill(self.turns.now_s())
+            self.account.refill(loop_s())
             self.account.leave(self.waiting.pop(which % len(self.waiting)))
 
     async def settle(self, which: int, used: Amounts) -> None:
         if self.running:
-            self.turns.settle(self.running.pop(which % len(self.running)), used)
+            self.queue.settle(self.running.pop(which % len(self.running)), used)
 
     async def decided(self) -> None:
         """Let the account grant until nothing more can be granted."""
-        self.turns.step()
+        self.queue.step()
         for _ in range(1000):
-            if not isinstance(self.turns, SharedBudgetQueue) or not self.turns.is_asking:
+            if not isinstance(self.queue, SharedBudgetQueue) or not self.queue.is_asking:
                 return
             await asyncio.sleep(0)
         raise AssertionError("the script is asked again and again")
@@ -173,13 +173,18 @@ async def play(one: Player, other: Player, story: Sequence[tuple[Any, ...]]) -> 
                 case "settle":
                     await player.settle(*of)
                 case "learn":
-                    player.turns.learn(of[0])
+                    player.queue.learn(of[0])
         if what == "pass":
             loop.now_s += of[0]
         for player in (one, other):
             await player.decided()
         assert one.granted == other.granted, what
-        assert one.account.learned() == other.account.learned(), what
+        for name in ("announced", "shown", "factor", "growth", "is_silent"):
+            assert getattr(one.account.learned, name) == pytest.approx(getattr(other.account.learned, name)), (
+                what,
+                name,
+            )
+        assert one.account.stopped_s(loop_s()) == pytest.approx(other.account.stopped_s(loop_s()), abs=1e-5), what
         for mine, its in zip(one.account.buckets, other.account.buckets, strict=True):
             assert mine.level == pytest.approx(its.level, abs=1e-5), what
             assert all(abs(x - y) < 1e-5 for x, y in zip(mine.savings, its.savings, strict=True)), (
@@ -208,18 +213,15 @@ GROWS_WHILE_ANNOUNCED = [
 def test_a_process_alone_and_redis_grant_the_same_requests_at_the_same_times(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]], spec: BudgetSpec
 ) -> None:
-    monkeypatch.setattr(shared_turns, "FORGOTTEN_AFTER_S", 1e6)  # more time passes between two steps of a story
+    monkeypatch.setattr(shared_budget, "FORGOTTEN_AFTER_S", 1e6)  # more time passes between two steps of a story
 
     async def both() -> None:
-        def clock() -> float:
-            return asyncio.get_running_loop().time()
-
         account = Account("a", spec, now_s=BEGAN_S)
-        shared = SharedBudgetQueue(ByTheLoop(server), f"same-{secrets.token_hex(6)}", account, clock=clock)
-        one, other = Player(OwnBudgetQueue("a", spec)), Player(shared)
+        shared = SharedBudgetQueue(ByTheLoop(server), f"same-{secrets.token_hex(6)}", account)
+        one, other = Player(OwnBudgetQueue(Account("a", spec, now_s=BEGAN_S))), Player(shared)
         await play(one, other, story)
-        await one.turns.aclose()
-        await other.turns.aclose()
+        await one.queue.aclose()
+        await other.queue.aclose()
 
     with redis_client.Redis.from_url(redis.url) as server, asyncio.Runner(loop_factory=Loop) as runner:
         runner.run(both())
