@@ -73,7 +73,8 @@ class Decoding:
         )
         if request.handler or request.pipeline:
             return Decoded(request, lane, Chain())
-        return Decoded(request, lane, self.chain_of(lane.name, job.identity.tenant, request.model))
+        chain = self.chain_of(lane.name, job.identity.tenant, request.model)
+        return Decoded(request, lane, chain.in_fast_mode() if request.is_fast else chain)
 
 
 class Parsing:

@@ -20,6 +20,8 @@ from consumers.limits.base import (
     Amounts,
     BudgetSpec,
     Feedback,
+    Kind,
+    RateHeaders,
     Reservation,
     Wait,
     Waiting,
@@ -62,6 +64,7 @@ class Budgets:
         self._open_queue = open_queue
         self._ranks = {name: rank for rank, name in enumerate(spec.shares)}
         self._known: dict[str, BudgetQueue] = {}
+        self._announced: dict[str, RateHeaders] = {}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -72,7 +75,13 @@ class Budgets:
     def queue(self, name: str) -> BudgetQueue:
         if (queue := self._known.get(name)) is None:
             queue = self._known[name] = self._open_queue(name)
+            if (rate := self._announced.pop(name, None)) is not None:
+                queue.learn(Feedback(kind=Kind.FAILED, rate=rate))
         return queue
+
+    def announce(self, limits: Mapping[str, RateHeaders]) -> None:
+        """Limits of accounts that are known before their first call."""
+        self._announced |= limits
 
     async def reserve(
         self,

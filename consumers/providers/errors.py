@@ -10,7 +10,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import datetime
 from typing import Any, Final
@@ -255,22 +255,30 @@ _MOST_LIMIT: Final = 1e12
 _FARTHEST_RESET_S: Final = 86_400.0
 """All headers about a limit are ignored if its `reset` is further away, because a bucket refills within a minute."""
 _LIMITS: Final = [
-    [f"anthropic-ratelimit-{name}-{what}" for what in ("reset", "limit", "remaining")]
-    for name in ("requests", "input-tokens", "output-tokens")
+    [f"anthropic-{prefix}-{what}" for what in ("reset", "limit", "remaining")]
+    for prefix in ("ratelimit-requests", "ratelimit-input-tokens", "ratelimit-output-tokens")
+]
+_FAST_LIMITS: Final = [
+    _LIMITS[0],
+    *(
+        [f"anthropic-fast-{name}-{what}" for what in ("reset", "limit", "remaining")]
+        for name in ("input-tokens", "output-tokens")
+    ),
 ]
 
 
 def read_rate(headers: Mapping[str, str], *, now_s: float) -> RateHeaders | None:
     """Read the limits from a response's headers, `anthropic-ratelimit-{requests,input-tokens,output-tokens}-` followed
-    by `limit` (per minute), `remaining` or `reset` (docs/facts.md, section 10). Impossible values are ignored. Returns
-    None if the headers say nothing about limits. `headers`: the values by name in lower case, in a dict, because a
-    look-up in httpx2's own type searches all headers."""
-    found = RateHeaders(*(_bucket_headers(headers, index, now_s) for index in range(3)))
+    by `limit` (per minute), `remaining` or `reset` (docs/facts.md, section 10); of an answer in fast mode, the tokens'
+    `anthropic-fast-…`. Impossible values are ignored. Returns None if the headers say nothing about limits. `headers`:
+    the values by name in lower case, in a dict, because a look-up in httpx2's own type searches all headers."""
+    names = _FAST_LIMITS if _FAST_LIMITS[1][1] in headers else _LIMITS
+    found = RateHeaders(*(_bucket_headers(headers, names[index], index, now_s) for index in range(3)))
     return found if any(header.limit or header.remaining is not None for header in found) else None
 
 
-def _bucket_headers(headers: Mapping[str, str], index: int, now_s: float) -> BucketHeaders:
-    of_reset, of_limit, of_remaining = _LIMITS[index]
+def _bucket_headers(headers: Mapping[str, str], names: Sequence[str], index: int, now_s: float) -> BucketHeaders:
+    of_reset, of_limit, of_remaining = names
     reset = headers.get(of_reset)
     if reset is not None and not _is_near(reset, now_s):
         return BucketHeaders()

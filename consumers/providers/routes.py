@@ -177,8 +177,11 @@ class Routes:
             provider = self._by_name[name]
             if provider.models is None or model in provider.models:
                 called = model if provider.models is None else provider.models[model]
-                line = ALL if provider.is_pooled else self._line(model)
-                yield Route(provider=name, model=model, name=called, account=f"{name}/{line}")
+                yield Route(provider=name, model=model, name=called, account=self.account(name, model))
+
+    def account(self, provider: str, model: str) -> str:
+        """Against whose limits a call of this model counts."""
+        return f"{provider}/{ALL if self._by_name[provider].is_pooled else self._line(model)}"
 
     def _line(self, model: str) -> str:
         """Whose limits the model shares: its line; or its own, if it belongs to none and is known."""

@@ -107,6 +107,7 @@ BATCH_UNSUBMITTED: Final = "batch.unsubmitted"
 BATCH_UNREAD: Final = "batch.unread"
 
 LIMITS_LEARNED: Final = "limits.learned"
+LIMITS_UNREAD: Final = "limits.unread"
 
 BREAKER_CHANGED: Final = "breaker.changed"
 PROVIDER_PAUSED: Final = "provider.paused"

@@ -524,6 +524,9 @@ class LimitsSettings(Section):
     concurrency: Number[int] | None = Field(default=None, ge=1)
     """The maximum number of calls that a process makes at the same time, for each line of models. For a server of your
     own that takes only so many: its number, divided by the number of workers. None: no limit. Example: 50"""
+    admin_key: types.Key | None = None
+    """A key of Anthropic's Admin API, with which a worker reads the organization's limits when it starts. None: they
+    are learned from answers. Example: sk-ant-admin-secret"""
     batch_requests: Number[int] = Field(default=BatchLimits().requests, ge=1)
     """The most requests in batches that have not ended, for each line of models."""
     batch_tokens: Number[int] | None = Field(default=None, ge=LEAST_TOKENS_PER_MIN)
@@ -857,6 +860,11 @@ class Settings(BaseSettings):
             overflow_s=budget.overflow_s,
             accounts={FIRST: budget.limits(), **{name: other.limits() for name, other in self.providers.items()}},
         )
+
+    def admin_keys(self) -> Mapping[str, str]:
+        """The keys of Admin APIs, by provider; they must never be shown."""
+        found = {FIRST: self.budget.admin_key, **{name: each.admin_key for name, each in self.providers.items()}}
+        return {name: key.get_secret_value() for name, key in found.items() if key is not None}
 
     def batch_limits(self) -> Mapping[str, BatchLimits]:
         """For each provider: how much may be in the batches of one of its accounts."""

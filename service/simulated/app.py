@@ -21,6 +21,9 @@ from service.simulated.ledger import Ledger
 from service.simulated.sending import json_answer, read_body, send_stream
 
 BODY_KEPT_BYTES = 16 * 1024
+RATE_LIMITS_PATH = "/v1/organizations/rate_limits"
+ADMIN_KEY = "sk-ant-admin"
+"""Keys of the Admin API begin so."""
 TEXT_KEPT = 200
 
 
@@ -175,6 +178,8 @@ class SimulatedAPI:
                 return json_answer({"status": "ok"}, {})
             if method == "GET" and path == "/simulated/stats":
                 return json_answer(self.stats(), {})
+            if method == "GET" and path == RATE_LIMITS_PATH:
+                return json_answer(self._rate_limits(request), self._headers(request_id, ""))
             self._authorise(request)
             headers = self._headers(request_id, "")
             if path.startswith(BATCHES_PATH):
@@ -308,10 +313,7 @@ class SimulatedAPI:
         return self.options.latency_ms / 1000 + writing_s
 
     def _authorise(self, request: web.BaseRequest) -> None:
-        headers = request.headers
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            key = headers.get("x-api-key", "")
+        key, headers = _key(request), request.headers
         if not key:
             raise Refusal(401, "x-api-key header is required", outcome="unauthorised")
         if self.options.api_key is not None and key != self.options.api_key:
@@ -330,9 +332,48 @@ class SimulatedAPI:
             **self._limits[messages.limit_line(model)].headers(),
         }
 
+    def _rate_limits(self, request: web.BaseRequest) -> dict[str, Any]:
+        if not _key(request).startswith(ADMIN_KEY):
+            raise Refusal(403, "This needs a key of the Admin API.", outcome="permission_error")
+        options, lines = self.options, defaultdict[str, list[str]](list)
+        for model in sorted(self._known_models):
+            lines[messages.limit_line(model)].append(model)
+        limits = {
+            "requests_per_minute": options.requests_per_minute,
+            "input_tokens_per_minute_cache_aware": options.input_tokens_per_minute,
+            "output_tokens_per_minute": options.output_tokens_per_minute,
+        }
+        values = [{"type": type, "value": value} for type, value in limits.items()]
+        found: list[dict[str, Any]] = [
+            {
+                "id": f"rl_{line}",
+                "type": "rate_limit",
+                "group": {"id": f"rlg_{line}", "type": "model_group", "display_name": line},
+                "models": models,
+                "limits": values,
+            }
+            for line, models in lines.items()
+        ]
+        batch = [{"type": "enqueued_batch_requests", "value": options.batches.enqueued}]
+        found.append(
+            {
+                "id": "rl_b",
+                "type": "rate_limit",
+                "group": {"id": "rlg_b", "type": "batch"},
+                "models": None,
+                "limits": batch,
+            }
+        )
+        return {"data": found, "next_page": None}
+
     def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:
         headers = {**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"}
         return web.Response(status=refusal.status, body=refusal.body(request_id), headers=headers)
+
+
+def _key(request: web.BaseRequest) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" and key else request.headers.get("x-api-key", "")
 
 
 def _version(request: web.BaseRequest) -> str:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from opentelemetry.trace import TracerProvider
@@ -35,15 +35,16 @@ from consumers.housekeeping import DeadLetterLimits
 from consumers.job import Job, Route, source_of
 from consumers.large_bodies import Fetching, LargeAnswers, WebBodies
 from consumers.lifecycle import Lifecycle
-from consumers.limits.base import BudgetSpec
+from consumers.limits.base import BatchLimits, BudgetSpec
 from consumers.limits.budgets import Budgets, own_budgets
 from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
+from consumers.providers import organization
 from consumers.providers.anthropic import AnthropicProvider, Reading
 from consumers.providers.breakers import Breakers, Pauses
 from consumers.providers.cloud import KINDS, ExtraMissing
 from consumers.providers.registry import Provider, Registry
-from consumers.providers.routes import Routes
+from consumers.providers.routes import OTHER, Routes
 from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplySender
 from consumers.settle import Failpoints, Settler
@@ -348,6 +349,25 @@ def open_budgeting(
     )
 
 
+async def read_limits(
+    settings: Settings, providers: Sequence[AnthropicProvider], budgets: Budgets
+) -> Mapping[str, BatchLimits]:
+    """Read the limits of the organizations whose Admin API has a key in the settings. Returns the limits of batches by
+    provider."""
+    keys, limits = settings.admin_keys(), dict(settings.batch_limits())
+    routes = Routes(settings.routes_spec(), priced=settings.prices.table().models)
+    for provider in providers:
+        if (key := keys.get(provider.name)) is None:
+            continue
+        found = await organization.read_limits(provider.client, name=provider.name, admin_key=key)
+        accounts = {routes.account(provider.name, model): rate for model, rate in found.models.items()}
+        budgets.announce({account: rate for account, rate in accounts.items() if not account.endswith(f"/{OTHER}")})
+        if found.batch_requests is not None:
+            of = limits[provider.name]
+            limits[provider.name] = replace(of, requests=min(of.requests, found.batch_requests))
+    return limits
+
+
 def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Budgets:
     if not settings.store.startswith(("redis://", "rediss://")):
         return own_budgets(spec)
@@ -614,6 +634,7 @@ async def assemble(
         budgeting = open_budgeting(
             settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, stack=stack
         )
+        batch_limits = await read_limits(settings, providers, budgeting.budgets)
         control = _control(settings, broker, settler, store=store, brake=brake, providers=budgeting.registry.names)
         pausing = Pausing(
             {
@@ -704,7 +725,7 @@ async def assemble(
             collector=Collector(
                 broker.deliveries(names.tickets, prefetch=TICKETS, weight=ticket.weight),
                 specs={lane.name: lane.batches for lane in all_lanes},
-                limits=settings.batch_limits(),
+                limits=batch_limits,
                 batches=budgeting.registry.batches,
                 count_late=budgeting.count_late,
                 breakers=budgeting.breakers,

@@ -88,6 +88,8 @@ class Request:
     """The name of the API key with which a gateway was called."""
     user: str = ""
     """Which of the tenant's users asks: a hash of the body's `metadata.user_id`."""
+    is_fast: bool = False
+    """It asks for fast mode (`speed: fast`), which has limits of its own."""
 
     @property
     def text_bytes(self) -> int:
@@ -229,6 +231,7 @@ def decode(
         pipeline=pipeline,
         key=message.headers.get(KEY, ""),
         user=content.user,
+        is_fast=content.is_fast,
     )
 
 
@@ -257,6 +260,7 @@ class _Content(NamedTuple):
     states_stream: bool = False
     media: Media = NO_MEDIA
     user: str = ""
+    is_fast: bool = False
 
 
 def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
@@ -285,6 +289,7 @@ def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
         states_stream="stream" in checked.model_fields_set,
         media=media,
         user=_user_of(found),
+        is_fast=found.get("speed") == "fast",
     )
 
 
