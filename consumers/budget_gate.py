@@ -234,7 +234,7 @@ class BudgetGate:
             f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.seconds)} ms at the earliest "
             f"(waiting for {wait.reason} of {route.account}), its call may take "
             f"{round(1000 * self._run_s(job, request, route))} ms, and {max(0, left_ms)} ms are left{job.last_failure}",
-            retry_after_ms=math.ceil(1000 * wait.least_s) or None,
+            retry_after_ms=math.ceil(1000 * wait.seconds) or None,
         )
 
     async def _interrupted(self, job: Job, request: Request, route: Route, waited_s: float) -> Outcome:
