@@ -2,6 +2,7 @@
 operator's mistake (a wrong key, an unpaid account, a wrong base URL) costs no request: requests go to the next
 provider, or wait with their attempts unchanged until the mistake is mended, or their time is over."""
 
+import asyncio
 import json
 import platform
 import time
@@ -163,7 +164,7 @@ async def health(worker: RunningWorker) -> dict[str, tuple[int, Any]]:
     return found
 
 
-@pytest.mark.parametrize("fault", ["a wrong key", "billing", "usage_limit", "permission", "html"])
+@pytest.mark.parametrize("fault", ["a wrong key", "on_hold", "billing", "usage_limit", "permission", "html"])
 async def test_requests_wait_with_their_attempts_unchanged_and_are_answered_when_the_mistake_is_mended(
     vhost: Vhost, fault: str
 ) -> None:
@@ -191,6 +192,16 @@ async def test_requests_wait_with_their_attempts_unchanged_and_are_answered_when
     errors = [each["event"] for each in logs if each["log_level"] == "error"]
     assert set(errors) == {"provider.paused"}
     assert len(errors) <= 2
+
+
+async def test_requests_with_ten_seconds_are_answered_by_a_key_that_is_mended_after_three(vhost: Vhost) -> None:
+    async with serving(vhost, simulated=OTHER_KEY) as worker, requester(vhost) as app:
+        asked = [await app.publish({"prompt": f"p {n}"}, headers={"x-lane-deadline-ms": 10_000}) for n in range(20)]
+        await asyncio.sleep(3)
+        assert worker.parts.budgeting.breakers.pauses.reasons()
+        worker.api.configure(SimulatedOptions())
+        for each in asked:
+            assert (await app.final(each)).status == "ok"
 
 
 async def test_while_a_key_is_refused_few_calls_are_made(vhost: Vhost) -> None:

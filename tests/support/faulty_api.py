@@ -24,6 +24,7 @@ _REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     **REFUSED,
     "prompt_too_long": (400, "prompt is too long: 1000001 tokens > 1000000 maximum"),
     "usage_limit": (400, "You have reached your specified API usage limits. You will regain access on 2026-12-01."),
+    "on_hold": (400, "This organization has been disabled."),
     "authentication": (401, "invalid x-api-key"),
     "billing": (402, "Your organization's payment failed."),
     "permission": (403, "Your API key does not have permission to use the specified resource."),
@@ -55,7 +56,11 @@ IN_BATCHES: Final[Mapping[str, str]] = {
     "vanish": "the batch is gone from now on",
 }
 """Further faults of batches; live calls are answered."""
-_ERROR_CODES: Final = {"spend_limit": "enforced_spend_limit_reached", "acceleration": "ramp_limit_exceeded"}
+_ERROR_CODES: Final = {
+    "spend_limit": "enforced_spend_limit_reached",
+    "acceleration": "ramp_limit_exceeded",
+    "on_hold": "organization_on_hold",
+}
 _DELAYS_S: Final[Mapping[str, float]] = {"slow_first_byte": 10.0, "stall": 3600.0, "drip": 1.0}
 ENDPOINTS: Final = ("create", "retrieve", "list", "cancel", "delete", "results")
 _FOREVER_S = 10 * 365 * 86_400.0
