@@ -38,8 +38,9 @@ from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, J
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
+from consumers.providers.answers import Answer
 from consumers.providers.breakers import Breakers, Change, Permit
-from consumers.providers.registry import Answer, Registry
+from consumers.providers.registry import Registry
 from consumers.refusals import exceeded, later
 from consumers.replies import Parts, Replies
 from consumers.slots.pausing import Pausing

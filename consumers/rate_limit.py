@@ -17,6 +17,33 @@ LOGGED_EVERY_S = 60.0
 Clock = Callable[[], float]
 
 
+class TokenBucket:
+    """Holds at most `capacity`, and gains `per_s` each second. What is taken beyond its level is a debt."""
+
+    def __init__(self, *, per_s: float, capacity: float, clock: Clock = time.monotonic) -> None:
+        self.capacity = capacity
+        self._per_s = per_s
+        self._clock = clock
+        self._level = capacity
+        self._at_s = clock()
+
+    def level(self) -> float:
+        now_s = self._clock()
+        self._level = min(self.capacity, self._level + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return self._level
+
+    def take(self, amount: float) -> None:
+        self._level = self.level() - amount
+
+    def wait_s(self, amount: float) -> float:
+        """How long until `amount` is available; for an amount above the capacity: until the bucket is full."""
+        return max(0.0, min(amount, self.capacity) - self.level()) / self._per_s
+
+    def full_in_s(self) -> float:
+        return self.wait_s(self.capacity)
+
+
 class RateLimit:
     """Limits how often something may happen for each name (a tenant, for example). Each name has a token bucket, which
     holds at most `at_once` tokens and gains `per_s` tokens each second."""
@@ -25,15 +52,16 @@ class RateLimit:
         self._per_s = per_s
         self._at_once = at_once
         self._clock = clock
-        self._left: LRUCache[str, tuple[float, float]] = LRUCache(NAMES_KEPT)
+        self._buckets: LRUCache[str, TokenBucket] = LRUCache(NAMES_KEPT)
 
     def take(self, name: str, amount: float = 1) -> bool:
-        now_s = self._clock()
-        left, at_s = self._left.get(name, (self._at_once, now_s))
-        left = min(self._at_once, left + (now_s - at_s) * self._per_s)
-        granted = left >= amount
-        self._left[name] = (left - amount if granted else left, now_s)
-        return granted
+        if (bucket := self._buckets.get(name)) is None:
+            bucket = TokenBucket(per_s=self._per_s, capacity=self._at_once, clock=self._clock)
+            self._buckets[name] = bucket
+        if bucket.level() < amount:
+            return False
+        bucket.take(amount)
+        return True
 
 
 class LogThrottle:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 from cachetools import LRUCache
 
 from consumers.job import Job
-from consumers.providers.registry import CONTENT
+from consumers.providers.answers import CONTENT
 from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.amqp.replies import DirectReplies

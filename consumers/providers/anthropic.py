@@ -35,6 +35,7 @@ from typing_extensions import override
 from consumers.decoding import Parsing
 from consumers.failures import TIMEOUT, AccountError, AnswerTooLargeError, ProviderError, RejectedError, TransientError
 from consumers.limits.base import CallInProgress
+from consumers.providers.answers import CONTENT, Answer, OnEvent
 from consumers.providers.batches import Batches
 from consumers.providers.errors import (
     NETWORK_ERRORS,
@@ -45,7 +46,6 @@ from consumers.providers.errors import (
     translate_errors,
     within,
 )
-from consumers.providers.registry import CONTENT, Answer, OnEvent
 from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import (
     DONE,

@@ -20,8 +20,8 @@ import httpx2
 
 from consumers.decoding import Parsing
 from consumers.failures import AccountError, AnswerTooLargeError, RejectedError, TransientError
+from consumers.providers.answers import Answer
 from consumers.providers.errors import NETWORK_ERRORS, from_body, is_html, plain, refuse_html, translate_errors, within
-from consumers.providers.registry import Answer
 from consumers.providers.streams import bounded, from_json, read_answer, to_json
 from topology.codec import bounds
 

@@ -4,53 +4,24 @@ from the response which limits the account has."""
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Protocol
 
 from cachetools import LRUCache
 from opentelemetry.trace import Span
 
 from consumers.failures import ProviderError, TransientError
 from consumers.job import Route
-from consumers.limits.base import Amounts, CallInProgress, Feedback, Kind, RateHeaders
-from consumers.prices import Prices, Usage
+from consumers.limits.base import CallInProgress, Feedback, Kind
+from consumers.prices import Prices
+from consumers.providers.answers import CONTENT, NO_CATEGORY, REFUSAL, Answer, OnEvent
+from consumers.providers.batches import Batches
 from consumers.providers.routes import OTHER
 from lanekeeper.telemetry import logs, signals, tracing
 from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.decoding import Request
-
-if TYPE_CHECKING:
-    from consumers.providers.batches import Batches
-
-
-@dataclass(slots=True, kw_only=True)
-class Answer:
-    """A provider's answer to one call: a whole Message of Anthropic's API, and what else the response says."""
-
-    body: bytes
-    model: str
-    provider: str
-    usage: Usage = field(default_factory=Usage)
-    request_id: str | None = None
-    stop_reason: str | None = None
-    refusal: str | None = None
-    """Why the provider's safety systems ended the answer: the category that it names, or `NO_CATEGORY`. None: they did
-    not."""
-    rate: RateHeaders | None = None
-    cost_usd: float | None = None
-    saved_usd: float = 0.0
-
-    @property
-    def counted(self) -> Amounts:
-        return counted(self.usage)
-
-
-def counted(usage: Usage) -> Amounts:
-    """What counts against the account's rate limits: one request, and its tokens, except those read from the prompt
-    cache (docs/facts.md, section 10)."""
-    return Amounts(1, usage.input_tokens + usage.cache_creation_input_tokens, usage.output_tokens)
 
 
 class Calls:
@@ -82,21 +53,16 @@ class Calls:
 
 
 log = logs.logger()
-REFUSAL = "refusal"
 STOP_REASONS = frozenset(
     {
         "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "compaction", REFUSAL,
         "model_context_window_exceeded",
     }
 )  # fmt: skip
-NO_CATEGORY = "none"
 CATEGORIES = frozenset({"cyber", "bio", "frontier_llm", "reasoning_extraction", "general_harms", NO_CATEGORY})
 """Those of refusals. In metrics another category, or another stop reason, is `other`."""
 UNPRICED_TOLD = 1000
 """For so many models without a price a warning is logged once each."""
-CONTENT = b'"content_block_'
-"""The events before the first token do not have it."""
-OnEvent = Callable[[bytes], Awaitable[None]]
 
 
 class Provider(Protocol):
@@ -105,7 +71,7 @@ class Provider(Protocol):
     name: str
 
     @property
-    def batches(self) -> "Batches | None":
+    def batches(self) -> Batches | None:
         """None if the provider has no batches."""
 
     async def stream(
@@ -209,7 +175,7 @@ class Registry:
             self._learn(route.account, feedback)
             return self._count(answer, route, span)
 
-    def batches(self, provider: str) -> "Batches | None":
+    def batches(self, provider: str) -> Batches | None:
         found = self._providers.get(provider)
         return None if found is None else found.batches
 

@@ -10,7 +10,7 @@ import jiter
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.limits.base import Amounts, RateHeaders
 from consumers.prices import Tokens, Usage
-from consumers.providers.registry import NO_CATEGORY, REFUSAL, Answer, counted
+from consumers.providers.answers import NO_CATEGORY, REFUSAL, Answer, counted
 from lanekeeper.contract.identity import encodable
 from topology.codec import bounds
 from topology.codec.bounds import Measure

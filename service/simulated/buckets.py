@@ -7,38 +7,18 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 
+from consumers.rate_limit import TokenBucket
 from service.simulated.faults import Refusal
 
 Seconds = Callable[[], float]
 
 
-class Bucket:
+class Bucket(TokenBucket):
     """One rate limit. Its level may become negative: what a call used beyond the estimate is taken at its end."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
+        super().__init__(per_s=per_minute / 60, capacity=max(1.0, per_minute * burst_s / 60), clock=clock)
         self.per_minute = per_minute
-        self.capacity = max(1.0, per_minute * burst_s / 60)
-        self._per_s = per_minute / 60
-        self._clock = clock
-        self._level = self.capacity
-        self._at_s = clock()
-
-    def level(self) -> float:
-        now_s = self._clock()
-        self._level = min(self.capacity, self._level + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        return self._level
-
-    def take(self, amount: float) -> None:
-        self._level = self.level() - amount
-
-    def wait_s(self, amount: float) -> float:
-        """How long until `amount` is available; for an amount above the capacity: until the bucket is full."""
-        missing = min(amount, self.capacity) - self.level()
-        return 0.0 if missing <= 0 else missing / self._per_s
-
-    def full_in_s(self) -> float:
-        return (self.capacity - self.level()) / self._per_s
 
 
 class Limits:

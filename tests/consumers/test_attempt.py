@@ -22,9 +22,10 @@ from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices, Usage
 from consumers.progress import Progress
+from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Change, Pauses, Permit
-from consumers.providers.registry import Answer, Registry
+from consumers.providers.registry import Registry
 from consumers.replies import Parts
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract import names as n

@@ -14,8 +14,9 @@ from consumers.job import Decoded, Job, Route
 from consumers.large_bodies import Fetching
 from consumers.limits.base import CallInProgress
 from consumers.outcomes import DeadLettered, Deferred, Outcome, Refused, Retried
+from consumers.providers.answers import Answer, OnEvent
 from consumers.providers.breakers import Breakers
-from consumers.providers.registry import Answer, OnEvent, Registry
+from consumers.providers.registry import Registry
 from consumers.slots.pausing import Pausing
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n

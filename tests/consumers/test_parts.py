@@ -8,7 +8,7 @@ import structlog
 from typing_extensions import override
 
 from consumers.job import Attempted
-from consumers.providers.registry import CONTENT
+from consumers.providers.answers import CONTENT
 from consumers.replies import Parts
 from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.amqp.replies import DirectReplies

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from consumers.failures import RetryPolicy, decide
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered
+from consumers.providers.answers import Answer
 from consumers.providers.anthropic import parse_message
 from consumers.providers.errors import classify, from_event
-from consumers.providers.registry import Answer
 from consumers.providers.streams import StreamedMessage, parse_event, read_answer, to_json
 from lanekeeper.amqp.tolerant import encoded
 from lanekeeper.contract.identity import encodable

@@ -27,8 +27,9 @@ from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.prices import Prices, Usage
 from consumers.providers import breakers as breaking
+from consumers.providers.answers import Answer, OnEvent
 from consumers.providers.breakers import FAILURES, Breakers, State
-from consumers.providers.registry import Answer, OnEvent, Registry
+from consumers.providers.registry import Registry
 from consumers.slots import admission
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, TenantShare

@@ -25,6 +25,7 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
+from consumers.providers.answers import Answer
 from consumers.providers.anthropic import (
     AnthropicProvider,
     Dialect,
@@ -34,7 +35,6 @@ from consumers.providers.anthropic import (
     parse_message,
     set_stream,
 )
-from consumers.providers.registry import Answer
 from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import StreamedMessage
 from tests.support.faulty_api import FaultyAPI

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.registry import Answer
 from tests.support.malicious import ANSWERS, MaliciousProvider, Stalls, malicious_provider
 
 from .conftest import KEY, AskedFor

@@ -13,8 +13,9 @@ from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.prices import Prices, Usage
+from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.registry import CATEGORIES, STOP_REASONS, Answer, Calls, Registry, asking_for
+from consumers.providers.registry import CATEGORIES, STOP_REASONS, Calls, Registry, asking_for
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
 from tests.support.faulty_api import FaultyAPI

@@ -30,8 +30,9 @@ from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import CallInProgress
 from consumers.pool import Pool
+from consumers.providers.answers import Answer, OnEvent
 from consumers.providers.breakers import Breakers
-from consumers.providers.registry import Answer, OnEvent, Provider, Registry
+from consumers.providers.registry import Provider, Registry
 from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries, ReplyRule, ReplySender
 from consumers.settle import Failpoints, Settler
