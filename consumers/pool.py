@@ -1,9 +1,10 @@
 """A pool works on the deliveries of one queue, as many at a time as it has slots.
 
 The prefetch of the consumer equals the number of slots, so that no delivery waits in a worker: a delivery that waited
-there would run before later messages of higher priority, which the broker still holds (docs/facts.md, section 2). The
-exception is a lane that several tenants use: while all its slots are taken, deliveries may wait in the worker, and
-`consumers/slots/admission.py` decides whose delivery gets the next slot.
+there would run before later messages of higher priority, which the broker still holds (docs/facts.md, section 2).
+Deliveries wait in the worker where several tenants use a lane whose slots are all taken, and for a moment after the
+number of slots was changed (`consumers/slots/scaling.py`). `consumers/slots/admission.py` decides whose delivery gets
+the next slot.
 """
 
 import asyncio
@@ -49,12 +50,12 @@ class Pool:
         activity: LaneActivity,
         tracing: Tracing,
         admitter: QueueAdmitter | None = None,
-        slots: int | None = None,
+        counts_as: str | None = None,
         brake: Callable[[], Pause | None] = lambda: None,
     ) -> None:
         """`admitter`: decides which delivery gets one of the slots that several pools share; None: this pool shares no
-        slots, and has as many as its prefetch. `slots`: by how many this pool increases the number of its queue's
-        requests that are worked on at a time; None: by its prefetch. `brake`: the pause of its lane by an operator."""
+        slots, and has as many as its prefetch. `counts_as`: the queue under which `activity` counts its deliveries;
+        None: its own. `brake`: the pause of its lane by an operator."""
         self._deliveries = deliveries
         self._job_of = job_of
         self._handle = handle
@@ -65,10 +66,10 @@ class Pool:
         self._paused = PausedAdmitter()
         self._at_once = AtOnce()
         self._looking = asyncio.Lock()
-        self._look_s: dict[str, float] = {}
+        self._look_s = 0.0
         self._brake = brake
         self.queue = deliveries.queue
-        self.slots = deliveries.prefetch if slots is None else slots
+        self._counts_as = counts_as or self.queue
         self.in_hand = 0
         self.taken = 0
         self.jobs: set[Job] = set()
@@ -96,6 +97,19 @@ class Pool:
     @property
     def running(self) -> int:
         return len(self.jobs)
+
+    @property
+    def is_taking(self) -> bool:
+        return not (self._stopping or self._deliveries.is_paused)
+
+    async def resize(self, prefetch: int) -> None:
+        """Let the broker send so many deliveries that are not settled, if it is not enough for what waits there. While
+        this pool holds more, nothing is consumed: call it again. So it never holds more than twice as many."""
+        deliveries = self._deliveries
+        if prefetch < deliveries.prefetch or self.in_hand >= deliveries.prefetch:
+            await deliveries.resize(prefetch)
+        if deliveries.is_resizing and self.in_hand <= prefetch:
+            await deliveries.resized()
 
     async def run(self) -> None:
         if (reason := self.brake) is not None:
@@ -150,7 +164,7 @@ class Pool:
     async def _take(self, delivery: Delivery) -> None:
         self.in_hand += 1
         self.taken += 1
-        self._activity.taken[self.queue] += 1
+        self._activity.taken[self._counts_as] += 1
         try:
             if self._gives_back:
                 await self._settler.nack(delivery)
@@ -161,13 +175,9 @@ class Pool:
                 where = {"request": delivery.message.message_id, "lane": self._activity.lane, "where": "read"}
                 log.exception(signals.HANDLER_FAILED, **where)
                 await self._settler.reject_later(delivery)
-                self._admitter.unread(delivery.queue)
                 return
-            if delivery.cut_bytes:  # it will be refused, and would only wait for a slot
-                self._admitter.unread(delivery.queue)
-                await self._take_job(job, self._at_once)
-            else:
-                await self._take_job(job, self._admitter)
+            # what was cut will be refused, and would only wait for a slot
+            await self._take_job(job, self._at_once if delivery.cut_bytes else self._admitter)
         except Exception:  # as in `supervised`: nothing in one delivery ends the loop
             log.exception(signals.HANDLER_FAILED, where=self.queue)
             await self._settler.reject_later(delivery)
@@ -178,18 +188,17 @@ class Pool:
         """While an operator pauses the lane: end the requests at the front of its queue whose deadline has passed, and
         return the others in their order."""
         try:
-            for queue in self._deliveries.queues:
-                if time.monotonic() >= self._look_s.get(queue, 0.0):
-                    await self._end_late(queue)
+            if time.monotonic() >= self._look_s:
+                await self._end_late()
         except* BrokerError:
             pass  # the channel was lost, and with it what was taken: the next look opens another
 
-    async def _end_late(self, queue: str) -> None:
+    async def _end_late(self) -> None:
         until_s, free_bytes, kept = time.monotonic() + LOOK_FOR_S, FRONT_BYTES, list[Delivery]()
         free, now_ms, next_ms = asyncio.Semaphore(ENDED_AT_ONCE), 0, 2**63
         async with asyncio.TaskGroup() as ending, self._looking:
             try:
-                async with aclosing(self._deliveries.front(queue)) as front:
+                async with aclosing(self._deliveries.front()) as front:
                     async for delivery in front:
                         kept.append(delivery)
                         now_ms, job = time.time_ns() // 1_000_000, None
@@ -202,7 +211,8 @@ class Pool:
                         else:
                             await free.acquire()
                             kept.pop()
-                            task = ending.create_task(self._take_job(job, self._paused), name=f"{queue} {delivery.tag}")
+                            name = f"{self.queue} {delivery.tag}"
+                            task = ending.create_task(self._take_job(job, self._paused), name=name)
                             task.add_done_callback(lambda _: free.release())
                         free_bytes -= len(delivery.message.body)
                         # A look that ends before the last that was returned before puts what it took behind that.
@@ -212,7 +222,7 @@ class Pool:
                 for delivery in kept:
                     await self._settler.nack(delivery)
         if len(kept) == FRONT and now_ms < next_ms:  # until then none of these is late, and none comes before them
-            self._look_s[queue] = time.monotonic() + min(NEXT_LOOK_S, (next_ms - now_ms) / 1000)
+            self._look_s = time.monotonic() + min(NEXT_LOOK_S, (next_ms - now_ms) / 1000)
 
     async def _take_job(self, job: Job, admitter: QueueAdmitter) -> None:
         task = asyncio.current_task()
@@ -261,7 +271,7 @@ class Pool:
         self.jobs.add(job)
         taken_ns = time.time_ns()
         if job.source is not Source.DELAY:
-            self._activity.delivered_ms[self.queue] = job.published.ms
+            self._activity.delivered_ms[self._counts_as] = job.published.ms
         try:
             with self._tracing.process(
                 delivery.message, queue=self.queue, delivery_tag=delivery.tag, start_ns=taken_ns
@@ -273,7 +283,7 @@ class Pool:
                 if span.is_recording():
                     record(self._tracing, job, settled or outcome, taken_ns=taken_ns)
         finally:
-            self._activity.end(self.queue, took_s=max(0, time.time_ns() - taken_ns) / 1e9)
+            self._activity.end(self._counts_as, took_s=max(0, time.time_ns() - taken_ns) / 1e9)
             self.jobs.discard(job)
 
     async def _settle(self, job: Job, outcome: Outcome) -> Outcome | None:

@@ -137,8 +137,7 @@ class _Look(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Pipelines:
-    """The pipelines of a worker. `lanes`: all, also those that this worker does not consume. `seen`: called with the
-    lane and number of a side queue to which an item was published."""
+    """The pipelines of a worker. `lanes`: all, also those that this worker does not consume."""
 
     specs: Sequence[PipelineSpec]
     lanes: Mapping[str, LaneSpec]
@@ -147,7 +146,6 @@ class Pipelines:
     names: Names
     rendering: Rendering
     chain_of: Callable[[str, str, str], Chain]
-    seen: Callable[[str, int], None]
     reach_soon: Callable[[str], None]
     """`Failpoints.reach_soon`"""
     needs_rights: bool = False
@@ -531,7 +529,6 @@ class Pipelines:
             else:
                 exchange = self.names.side_exchange(number)
                 await self.publisher.publish_surely(item, exchange=exchange, routing_key=key, refused_within_s=0)
-                self.seen(lane, number)
             identity = Identity(job.identity.tenant, item.message_id or "")
             await self.claiming.expect(identity, deadline_ms=deadline_ms)
 

@@ -18,9 +18,8 @@ The worker publishes such a request to the side queue, and acknowledges its deli
 the claim then lets only one of them run. Setting a request aside takes no claim, and does not count as an attempt.
 
 Each tenant gets a side queue of its own while there are enough of them. A process knows to which tenant a side queue
-belongs if it holds the queue's first message (its head), or has just published a message there itself. Two processes
-that begin at the same time to set requests of one tenant aside may choose different queues; the order of the tenant's
-requests is then lost.
+belongs if it holds messages of the queue, or has just published one there itself. Two processes that begin at the same
+time to set requests of one tenant aside may choose different queues; the order of the tenant's requests is then lost.
 """
 
 import asyncio
@@ -45,7 +44,6 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PublishRefused
-from topology.broker.consume import SideQueuePoller
 from topology.lanes import LaneSpec
 
 HELD_S: Final = 60.0
@@ -207,15 +205,15 @@ class QueueSlots:
         self._grant(tenant)
         return True
 
-    async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_head: bool = False) -> Admission:
+    async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_aside: bool = False) -> Admission:
         """Wait for a slot, after `begin` returned False; after `HELD_S` seconds the result is ASIDE. `rank`: the
         priority of the request among the requests of its tenant. `movable`: the request may be moved to a side queue
-        earlier. `is_head`: the request comes from a side queue, and is not moved back there earlier."""
+        earlier. `is_aside`: the request comes from a side queue, and is not moved back there earlier."""
         movable = movable and self.lane.has_aside is not None
-        if movable and not is_head and self._belongs_aside(tenant):
+        if movable and not is_aside and self._belongs_aside(tenant):
             return Admission.ASIDE
         admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(tenant=tenant, rank=rank, movable=movable and not is_head, admission=admission)
+        waiting = _Waiting(tenant=tenant, rank=rank, movable=movable and not is_aside, admission=admission)
         self._waiting.append(waiting)
         self._passes.setdefault(tenant, self._floor)
         try:
@@ -329,9 +327,6 @@ class QueueAdmitter:
     def leave(self, job: Job) -> None:
         self._slots.end(job.identity.tenant)
 
-    def unread(self, queue: str) -> None:
-        """The last delivery of this queue could not be read, so that `admit` will not be called for it."""
-
     async def set_aside(self, job: Job) -> Outcome | None:
         """Move the request to a side queue. Return None if it was moved; if there is none, or it is full, the outcome
         with which the request is settled instead. Raises BrokerError."""
@@ -382,7 +377,7 @@ class PausedAdmitter(AtOnce):
 
 
 class SideQueueAdmitter(QueueAdmitter):
-    """Lets the first message (the head) of each side queue of a lane wait for a slot of the lane's intake queue."""
+    """Lets deliveries of the side queues of a lane wait for a slot of the lane's intake queue."""
 
     def __init__(self, slots: QueueSlots, side_queues: "SideQueues") -> None:
         super().__init__(slots)
@@ -390,18 +385,21 @@ class SideQueueAdmitter(QueueAdmitter):
 
     @override
     async def admit(self, job: Job) -> Admission:
-        tenant = job.identity.tenant
-        self._sides.head_arrived(job)
+        tenant, admission = job.identity.tenant, Admission.BEGIN
+        self._sides.add(job)
         try:
-            if self._slots.begin(tenant):
-                return Admission.BEGIN
-            return await self._slots.wait(tenant, rank=_rank(job), movable=True, is_head=True)
+            if not self._slots.begin(tenant):
+                admission = Admission.ASIDE  # also if it is cancelled
+                admission = await self._slots.wait(tenant, rank=_rank(job), movable=True, is_aside=True)
         finally:
-            self._sides.head_left(job)
+            if admission is not Admission.BEGIN:
+                self._sides.discard(job)
+        return admission
 
     @override
-    def unread(self, queue: str) -> None:
-        self._sides.heads.pass_on(queue)
+    def leave(self, job: Job) -> None:
+        self._sides.discard(job)
+        super().leave(job)
 
     @override
     async def set_aside(self, job: Job) -> Outcome | None:
@@ -422,7 +420,6 @@ class SideQueues:
     side queue."""
 
     lane: LaneSpec
-    heads: SideQueuePoller
     _: KW_ONLY
     publisher: Publisher
     names: Names
@@ -431,22 +428,26 @@ class SideQueues:
     def __post_init__(self) -> None:
         lane, names = self.lane, self.names
         self._numbers = {names.side(lane.name, number): number for number in range(lane.side_queues)}
-        self._tenants: dict[int, str] = {}
+        self._held: dict[str, Counter[int]] = {}
+        """How many deliveries of each side queue this process works on, or holds until they get a slot, by tenant."""
         self._places: TTLCache[str, int] = TTLCache(PLACES, PLACE_KEPT_S, timer=_now_s)
         self._full: TTLCache[int, bool] = TTLCache(lane.side_queues, FULL_FOR_S, timer=_now_s)
 
     def has(self, tenant: str) -> bool:
         return self._number_of(tenant) is not None
 
-    def head_arrived(self, job: Job) -> None:
-        number = self._numbers[job.delivery.queue]
-        self._tenants[number] = job.identity.tenant
+    def add(self, job: Job) -> None:
+        self._held.setdefault(job.identity.tenant, Counter())[self._numbers[job.delivery.queue]] += 1
 
-    def head_left(self, job: Job) -> None:
-        number = self._numbers[job.delivery.queue]
-        if self._tenants.pop(number, None) is not None:
-            self._places[job.identity.tenant] = number
-        self.heads.pass_on(job.delivery.queue)
+    def discard(self, job: Job) -> None:
+        tenant, number = job.identity.tenant, self._numbers[job.delivery.queue]
+        held = self._held[tenant]
+        held[number] -= 1
+        if not held[number]:
+            del held[number]
+            self._places[tenant] = number
+        if not held:
+            del self._held[tenant]
 
     async def put(self, job: Job) -> Outcome | None:
         number = self._place(job.identity.tenant)
@@ -461,7 +462,6 @@ class SideQueues:
         except PublishRefused:
             self._full[number] = True
             return self._refuse(job)
-        self.heads.publish_seen(self.names.side(self.lane.name, number))
         return None
 
     def _refuse(self, job: Job) -> Outcome:
@@ -475,22 +475,20 @@ class SideQueues:
 
     def _place(self, tenant: str) -> int:
         """The number of the side queue for a tenant's requests: the queue that has some of them already; else the first
-        free queue, in an order that is computed from the tenant's name; else the shortest queue."""
+        free queue, in an order that is computed from the tenant's name; else the one of which this process holds the
+        fewest."""
         if (known := self._number_of(tenant)) is not None:
             return known
         assigned = set(self._places.values())
-        waiting = {number: self.heads.ready_in(queue) for queue, number in self._numbers.items()}
-        preferred = sorted(waiting, key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest())
-
-        def is_used(number: int) -> bool:
-            return number in assigned or number in self._tenants or waiting[number] > 0
-
-        return min(preferred, key=lambda number: (is_used(number), waiting[number]))
+        held = sum(self._held.values(), Counter[int]())
+        preferred = sorted(
+            self._numbers.values(), key=lambda number: blake2b(f"{number} {tenant}".encode(), digest_size=8).digest()
+        )
+        return min(preferred, key=lambda number: (number in assigned or held[number] > 0, held[number]))
 
     def _number_of(self, tenant: str) -> int | None:
-        for number, owner in self._tenants.items():
-            if owner == tenant:
-                return number
+        if (held := self._held.get(tenant)) is not None:
+            return next(iter(held))
         return self._places.get(tenant)
 
 

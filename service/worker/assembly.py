@@ -51,7 +51,7 @@ from consumers.settle import Failpoints, Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import LaneSlots, QueueAdmitter, QueueSlots, SideQueueAdmitter, SideQueues, TenantShare
 from consumers.slots.pausing import Pausing, Watchdog
-from consumers.slots.scaling import SCOUT_PREFETCH, QueueLoad, ScaledQueue, Scaling
+from consumers.slots.scaling import QueueLoad, ScaledQueue, Scaling
 from consumers.spending import Spending, Spent
 from consumers.state import open_store
 from consumers.state.base import FollowedStore, Store, StoreUnavailable
@@ -73,7 +73,7 @@ from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
 from service.worker.figures import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
-from topology.broker.consume import Deliveries, Delivery, SideQueuePoller
+from topology.broker.consume import Deliveries, Delivery
 from topology.broker.memory import HeldBytes
 from topology.broker.notices import Notices
 from topology.codec import decoding
@@ -103,21 +103,18 @@ class BrokerParts:
         queue: str,
         *,
         prefetch: int,
-        heads: SideQueuePoller | None = None,
         holder: str | None = None,
         most_bytes: int | None = None,
         weight: Callable[[Message], int] = lambda message: len(message.body),
     ) -> Deliveries:
-        first = queue if heads is None else heads.queues[0]
         # for the messages of quorum queues the broker counts the deliveries
-        counted = any(each.name == first and each.type == "quorum" for each in self.topology.queues)
+        counted = any(each.name == queue and each.type == "quorum" for each in self.topology.queues)
         return Deliveries(
             self.consuming,
             queue=queue,
             prefetch=prefetch,
             counted=counted,
             on_missing=self.watch.check_soon,
-            heads=heads,
             held=self.held,
             holder=holder,
             most_bytes=most_bytes,
@@ -445,9 +442,6 @@ class Worker:
 FALLEN_SLOTS = 8
 """How many messages of `lane.fallen` (those that the broker dead-lettered or could not route) are worked on at a
 time."""
-SIDE_PREFETCH = 10_000
-"""The prefetch of the pool that consumes a lane's side queues. It equals the largest number of slots that a lane can
-have, because the pool works on the messages of its side queues with the slots of the lane's intake queue."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -462,94 +456,78 @@ class Pools:
     speakers: Sequence[str]
     made: list[Pool] = field(default_factory=list)
     lane_slots: dict[str, LaneSlots] = field(default_factory=dict)
-    heads: dict[str, SideQueuePoller] = field(default_factory=dict)
-    """What this process knows of each lane's side queues (for requests over their tenant's share), that is, their
-    lengths and first messages, by the name of the lane's intake queue."""
     scaled: list[ScaledQueue] = field(default_factory=list)
     activities: list[LaneActivity] = field(default_factory=list)
 
     def add_lane(self, lane: LaneSpec, handler: Handler) -> None:
         names = self.broker.names
         activity = LaneActivity(lane.name, slots=lane.slots, due_slots=lane.due_slots)
-        heads = SideQueuePoller(names.side(lane.name, number) for number in range(lane.side_queues))
         side_queues = None
-        if heads.queues:
-            side_queues = SideQueues(lane, heads, publisher=self.broker.publisher, names=names, now_ms=now_ms)
+        if lane.side_queues:
+            side_queues = SideQueues(lane, publisher=self.broker.publisher, names=names, now_ms=now_ms)
         lane_slots = LaneSlots(self.shares, None if side_queues is None else side_queues.has)
-        heads.begun = lambda: sum(queue.begun for queue in lane_slots.queues)
         self.activities.append(activity)
         self.lane_slots[lane.name] = lane_slots
-        self.heads[names.intake(lane.name)] = heads
 
         def job_of(delivery: Delivery) -> Job:
             source = source_of(delivery.message, names)
             return Job(delivery, lane=lane, source=source, taken_ms=now_ms(), speakers=self.speakers)
 
-        def pool(deliveries: Deliveries, admitter: QueueAdmitter, slots: int) -> Pool:
-            return Pool(
-                deliveries,
+        def pool(
+            queue: str,
+            admitter: QueueAdmitter,
+            *,
+            prefetch: int,
+            holder: str,
+            most_bytes: int | None = None,
+            counts_as: str | None = None,
+        ) -> Pool:
+            made = Pool(
+                self.broker.deliveries(
+                    queue, prefetch=prefetch, holder=holder, most_bytes=most_bytes, weight=decoding.weight
+                ),
                 job_of=job_of,
                 handle=handler.handle,
                 settler=self.settler,
                 activity=activity,
                 tracing=self.tracing,
                 admitter=admitter,
-                slots=slots,
+                counts_as=counts_as,
                 brake=lambda: self.brake.of("lane", lane.name),
             )
+            self.made.append(made)
+            return made
 
-        def add_queue(
-            queue: str, own: QueueSlots, *, reserved: int, max_slots: int, side_pool: Pool | None = None
-        ) -> None:
-            admitter = QueueAdmitter(own, side_queues, names=names)
+        def scaled(
+            queue: str, own: QueueSlots, *, reserved: int, max_slots: int, sides: Sequence[Pool] = ()
+        ) -> ScaledQueue:
             # what comes back may be larger: a worker has added the state of a pipeline, or the result of a batch
-            most_bytes = decoding.PACKED_BYTES if queue == names.intake(lane.name) else None
-
-            def deliveries(prefetch: int) -> Deliveries:
-                return self.broker.deliveries(
-                    queue, prefetch=prefetch, holder=lane.name, most_bytes=most_bytes, weight=decoding.weight
-                )
-
-            def new_pool(slots: int) -> Pool:
-                return pool(deliveries(slots), admitter, slots)
-
-            def scout() -> Pool:
-                return pool(deliveries(SCOUT_PREFETCH), admitter, 0)
-
-            self.made.append(new_pool(own.size))
-            load = QueueLoad(slots=own.size, reserved=reserved, max_slots=max_slots, target_wait_s=lane.target_wait_s)
-            self.scaled.append(
-                ScaledQueue(
-                    lane=lane.name,
-                    pool=self.made[-1],
-                    new_pool=new_pool,
-                    load=load,
-                    activity=activity,
-                    side=side_pool,
-                    shared=own,
-                    new_scout=None if side_queues is None else scout,
-                )
+            most_bytes = decoding.PACKED_BYTES if queue == intake else None
+            admitter = QueueAdmitter(own, side_queues, names=names)
+            return ScaledQueue(
+                lane=lane.name,
+                pool=pool(queue, admitter, prefetch=own.size, holder=lane.name, most_bytes=most_bytes),
+                sides=sides,
+                can_scout=side_queues is not None,
+                shared=own,
+                load=QueueLoad(slots=own.size, reserved=reserved, max_slots=max_slots),
+                target_wait_s=lane.target_wait_s,
+                activity=activity,
             )
 
-        intake, due = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
-        side_pool = None
+        intake, due = names.intake(lane.name), names.due(lane.name)
+        slots, due_slots = lane_slots.queue(lane.slots), lane_slots.queue(lane.due_slots)
+        sides = []
         if side_queues is not None:
-            fetching = self.broker.deliveries(
-                side_of(names.intake(lane.name)),
-                prefetch=SIDE_PREFETCH,
-                heads=heads,
-                holder=lane.name,
-                weight=decoding.weight,
-            )
-            side_pool = pool(fetching, SideQueueAdmitter(intake, side_queues), 0)
-            self.made.append(side_pool)
-        add_queue(names.due(lane.name), due, reserved=lane.due_slots, max_slots=lane.most_due_slots)
-        add_queue(
-            names.intake(lane.name),
-            intake,
-            reserved=lane.reserved_slots,
-            max_slots=lane.most_slots,
-            side_pool=side_pool,
+            at_sides = SideQueueAdmitter(slots, side_queues)
+            sides = [
+                # apart from the lane's other messages, so that these always find room
+                pool(queue, at_sides, prefetch=lane.slots, holder=side_of(intake), counts_as=side_of(intake))
+                for queue in (names.side(lane.name, number) for number in range(lane.side_queues))
+            ]
+        self.scaled += (
+            scaled(due, due_slots, reserved=lane.due_slots, max_slots=lane.most_due_slots),
+            scaled(intake, slots, reserved=lane.reserved_slots, max_slots=lane.most_slots, sides=sides),
         )
 
     def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
@@ -565,21 +543,6 @@ class Pools:
                 tracing=self.tracing,
             )
         )
-
-    def is_braked(self, lane: str) -> bool:
-        return self.brake.of("lane", lane) is not None
-
-    async def ready(self, queues: list[str]) -> Mapping[str, int]:
-        """By the broker, with what side queues hold as far as this process knows. Raises BrokerError."""
-        ready = await self.broker.ready(queues)
-        return {
-            queue: count + (self.heads[queue].ready if queue in self.heads else 0) for queue, count in ready.items()
-        }
-
-    async def unfetched(self, queues: list[str]) -> Mapping[str, int]:
-        sides = {side_of(intake): heads for intake, heads in self.heads.items()}
-        ready = await self.broker.ready([queue for queue in queues if queue not in sides])
-        return {**ready, **{queue: int(sides[queue].next() is not None) for queue in queues if queue in sides}}
 
     def lost_slots(self) -> Mapping[str, int]:
         return {each.lane: self.lane_slots[each.lane].running - each.running for each in self.activities}
@@ -646,10 +609,9 @@ async def assemble(
                 "brake": lambda: brake.behind,
             }
         )
-        heads: dict[str, SideQueuePoller] = {}
         rendering = Rendering(urgent_rank=urgent_rank(worked_lanes))
         stack.push_async_callback(rendering.aclose)
-        pipelines = _pipelines(settings, settler, broker, rendering=rendering, heads=heads)
+        pipelines = _pipelines(settings, settler, broker, rendering=rendering)
         handler = _handler(
             settings,
             settler,
@@ -661,7 +623,6 @@ async def assemble(
             pipelines=pipelines,
         )
         pools = Pools(
-            heads=heads,
             broker=broker,
             settler=settler,
             tracing=tracing,
@@ -684,20 +645,12 @@ async def assemble(
             pools=pools.made,
             lane_slots=pools.lane_slots,
             activities=pools.activities,
-            scaling=Scaling(
-                pools.scaled,
-                depths=pools.ready,
-                ready=broker.ready,
-                now_ms=now_ms,
-                waiting_for=budgeting.waiting_for,
-                is_braked=pools.is_braked,
-            ),
-            watchdog=Watchdog(pools.made, unfetched=pools.unfetched, lost_slots=pools.lost_slots),
+            scaling=Scaling(pools.scaled, ready=broker.ready, waiting_for=budgeting.waiting_for),
+            watchdog=Watchdog(pools.made, unfetched=broker.ready, lost_slots=pools.lost_slots),
             lengths=QueueLengths(
                 broker.consuming,
                 worked_lanes,
                 names=names,
-                heads=pools.heads,
                 others=[lane for lane in all_lanes if lane not in worked_lanes],
             ),
             dead_letters=DeadLetterLimits(
@@ -805,29 +758,15 @@ def _control(
     )
 
 
-def _pipelines(
-    settings: Settings,
-    settler: Settler,
-    broker: BrokerParts,
-    *,
-    rendering: Rendering,
-    heads: Mapping[str, SideQueuePoller],
-) -> Pipelines:
-    names = broker.names
-
-    def seen(lane: str, number: int) -> None:
-        if (found := heads.get(names.intake(lane))) is not None:
-            found.publish_seen(names.side(lane, number))
-
+def _pipelines(settings: Settings, settler: Settler, broker: BrokerParts, *, rendering: Rendering) -> Pipelines:
     return Pipelines(
         specs=settings.pipeline_specs(),
         lanes={lane.name: lane for lane in settings.lane_specs()},
         claiming=settler.claiming,
         publisher=broker.publisher,
-        names=names,
+        names=broker.names,
         rendering=rendering,
         chain_of=Routes(settings.routes_spec(), priced=settings.prices.table().models).of,
-        seen=seen,
         reach_soon=settler.failpoints.reach_soon,
         needs_rights=settings.needs_user_id,
         trusted={*settings.speakers, settings.credentials[0]},

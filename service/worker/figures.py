@@ -22,7 +22,6 @@ from lanekeeper.telemetry.figures import added
 from service.metrics import Sample, Source, of_connection, of_publishes, of_store
 from service.status import packed
 from service.worker.memory import memory_kills
-from topology.broker.consume import SideQueuePoller
 from topology.lanes import LaneSpec
 
 if TYPE_CHECKING:
@@ -37,12 +36,12 @@ TROUBLES: Final = 3
 
 
 def side_of(intake: str) -> str:
-    """The name of the pool that consumes all side queues of a lane."""
+    """The name under which the deliveries of all side queues of a lane are counted."""
     return f"{intake}.side"
 
 
 class QueueLengths:
-    """Lengths of queues, read from time to time; what the broker does not tell is missing. `heads`: by intake."""
+    """Lengths of queues, read from time to time; what the broker does not tell is missing."""
 
     def __init__(
         self,
@@ -50,7 +49,6 @@ class QueueLengths:
         lanes: Sequence[LaneSpec],
         *,
         names: Names,
-        heads: Mapping[str, SideQueuePoller],
         others: Sequence[LaneSpec] = (),
     ) -> None:
         """`others`: the lanes that this worker does not consume; it tells if nobody does."""
@@ -58,13 +56,15 @@ class QueueLengths:
         self.others = others
         self._intakes = {lane.name: names.intake(lane.name) for lane in (*lanes, *others)}
         self._queues = {lane.name: [names.intake(lane.name), names.due(lane.name)] for lane in lanes}
-        self._heads = heads
+        self._sides = {
+            lane.name: [names.side(lane.name, number) for number in range(lane.side_queues)] for lane in lanes
+        }
         self._others = (names.dead, names.batches, *(names.intake(lane.name) for lane in others))
         self._depths: Mapping[str, Depth] = {}
         self._empty_ms: dict[str, int] = {}
 
     async def run(self) -> None:
-        lanes = [queue for queues in self._queues.values() for queue in queues]
+        lanes = [queue for of_lane in (self._queues, self._sides) for queues in of_lane.values() for queue in queues]
         while True:
             pause_s, asked_ms, found = READ_EVERY_S, time.time_ns() // 1_000_000, dict[str, Depth]()
             for queues in (lanes, *([queue] for queue in self._others)):
@@ -77,9 +77,10 @@ class QueueLengths:
             self._depths = found
             if pause_s == READ_EVERY_S and not any(found[queue].ready for queue in lanes if queue in found):
                 pause_s *= IDLE  # many idle lanes are to cost little
-            for intake, _ in self._queues.values():
-                if intake in found and found[intake].ready == 0:
-                    self._empty_ms[intake] = asked_ms
+            for lane, (intake, _) in self._queues.items():
+                for queue, count in ((intake, self._ready(intake)), (side_of(intake), self._in_sides(lane))):
+                    if count == 0:
+                        self._empty_ms[queue] = asked_ms
             await asyncio.sleep(pause_s)
 
     @property
@@ -99,7 +100,11 @@ class QueueLengths:
         queues = self._queues[lane]
         if not self._depths.keys() >= set(queues):
             return None
-        return self._heads[queues[0]].ready + sum(self._depths[queue].ready for queue in queues)
+        return sum(self._depths[queue].ready for queue in queues) + (self._in_sides(lane) or 0)
+
+    def _in_sides(self, lane: str) -> int | None:
+        found = [depth.ready for queue in self._sides[lane] if (depth := self._depths.get(queue)) is not None]
+        return sum(found) if found else None
 
     def intake(self, lane: str) -> Depth | None:
         return self._depths.get(self._intakes[lane])
@@ -110,13 +115,9 @@ class QueueLengths:
         intake = self._queues[lane][0]
         if intake not in self._depths:
             return None
-        heads = self._heads[intake]
-        for queue, ready, empty_ms in (
-            (intake, self._depths[intake].ready, self._empty_ms.get(intake, 0)),
-            (side_of(intake), heads.ready, heads.empty_ms),
-        ):
+        for queue, ready in ((intake, self._depths[intake].ready), (side_of(intake), self._in_sides(lane))):
             if ready:
-                known_ms = max(delivered_ms.get(queue, 0), empty_ms)
+                known_ms = max(delivered_ms.get(queue, 0), self._empty_ms.get(queue, 0))
                 if not known_ms:
                     return None
                 oldest_s = max(oldest_s, time.time() - known_ms / 1000)

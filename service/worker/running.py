@@ -49,7 +49,6 @@ async def run(
             "webhooks": worker.posting.run(),
             "batches": worker.gatherer.run(),
             "tickets": worker.collector.run(),
-            "slots": worker.scaling.run(),
         }
         supporting = {
             "questions": _answer_questions(worker),
@@ -61,7 +60,8 @@ async def run(
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
-            "pausing": worker.pausing.run((*worker.pools, worker.scaling, *(each.deliveries for each in beside_lanes))),
+            "pausing": worker.pausing.run((*worker.pools, *(each.deliveries for each in beside_lanes))),
+            "slots": worker.scaling.run(),
             "late while paused": worker.pausing.end_late(worker.pools),
             "topology watch": worker.broker.watch.run(),
         }
@@ -93,10 +93,9 @@ async def run(
 
 
 async def _stop(worker: Worker) -> None:
-    await asyncio.gather(*(pool.stop() for pool in worker.pools), worker.scaling.stop())
+    await asyncio.gather(*(pool.stop() for pool in worker.pools))
     for pool in worker.pools:
         pool.give_back_waiting()
-    worker.scaling.give_back_waiting()
 
 
 async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:

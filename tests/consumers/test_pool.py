@@ -46,6 +46,7 @@ class FakeDeliveries(Deliveries):
         self.waiting: list[FakeDelivery] = []
         self.looks = 0
         self.keeps_channel: list[bool] = []
+        self.is_resizing = False
         self._ended = False
 
     @override
@@ -54,10 +55,8 @@ class FakeDeliveries(Deliveries):
             self.sessions_opened += 1
             yield self._arrived()
 
-    queues = ("lane.critical",)
-
     @override
-    async def front(self, queue: str) -> AsyncGenerator[Any, None]:
+    async def front(self) -> AsyncGenerator[Any, None]:
         self.looks += 1
         for each in self.waiting:
             yield each
@@ -75,6 +74,15 @@ class FakeDeliveries(Deliveries):
     @override
     async def resume(self) -> None:
         self.is_paused = False
+
+    @override
+    async def resize(self, prefetch: int) -> None:
+        self.is_resizing = prefetch != self.prefetch
+        self.prefetch = prefetch
+
+    @override
+    async def resized(self) -> None:
+        self.is_resizing = False
 
     @override
     async def consume_again(self, *, keeps_channel: bool) -> None:
@@ -405,7 +413,7 @@ async def test_a_look_at_the_front_of_a_paused_lane_takes_five_seconds_at_most(m
 
     class Slow(FakeDeliveries):
         @override
-        async def front(self, queue: str) -> AsyncGenerator[Any, None]:
+        async def front(self) -> AsyncGenerator[Any, None]:
             while True:
                 clock.now_s += 1
                 yield bench.delivery(headers={n.SENT_MS: clock.now_ms})
@@ -439,7 +447,29 @@ async def test_a_pool_has_room_up_to_its_prefetch_and_takes_again_when_it_holds_
     assert (working.pool.in_hand, working.activity.running) == (0, 0)
 
 
-async def test_slots_are_given_back_by_those_who_had_one_and_a_queue_goes_on_behind_what_cannot_be_read() -> None:
+async def test_a_pool_is_made_smaller_once_it_holds_no_more_and_larger_only_if_it_is_full() -> None:
+    bench, may_end = Bench(), asyncio.Event()
+
+    async def wait(job: Job) -> Outcome:
+        await may_end.wait()
+        return ANSWERED
+
+    working = Working(bench, wait)
+    for number in range(3):
+        working.deliver(bench.delivery(message_id=f"m-{number}"))
+    await until(lambda: working.pool.in_hand == 3)
+    await working.pool.resize(6)
+    assert working.deliveries.prefetch == 4, "nothing waits at the broker"
+    await working.pool.resize(2)
+    assert (working.deliveries.prefetch, working.deliveries.is_resizing) == (2, True)
+    may_end.set()
+    await until(lambda: working.pool.in_hand == 0)
+    await working.pool.resize(2)
+    assert not working.deliveries.is_resizing
+    await working.stop()
+
+
+async def test_slots_are_given_back_by_those_who_had_one() -> None:
     left: list[str] = []
 
     class Asked(QueueAdmitter):
@@ -455,10 +485,6 @@ async def test_slots_are_given_back_by_those_who_had_one_and_a_queue_goes_on_beh
         def leave(self, job: Job) -> None:
             left.append(job.id)
 
-        @override
-        def unread(self, queue: str) -> None:
-            left.append(queue)
-
     def job_of(delivery: Delivery) -> Job:
         if delivery.message.message_id == "unread":
             raise ValueError("a fault")
@@ -472,7 +498,7 @@ async def test_slots_are_given_back_by_those_who_had_one_and_a_queue_goes_on_beh
             lambda: working.pool.in_hand == 0 and working.pool.taken > 0 and working.deliveries.arriving.empty()
         )
     await working.stop()
-    assert left == ["BEGIN", "lane.critical"]
+    assert left == ["BEGIN"]
     assert [each for each in bench.log if each in {"ack", "nack", "reject"}] == ["ack", "nack", "ack", "reject"]
 
 

@@ -26,7 +26,6 @@ from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpac
 from service.worker import figures
 from service.worker.figures import QueueLengths
 from tests.support.waiting import until
-from topology.broker.consume import SideQueuePoller
 from topology.lanes import BATCH, CRITICAL
 
 NAMES = Names()
@@ -141,15 +140,13 @@ async def read(lengths: QueueLengths, broker: Broker) -> None:
 
 
 async def test_what_the_broker_does_not_tell_is_missing_and_the_rest_is_told(broker: Broker) -> None:
-    heads = SideQueuePoller(["lane.batch.side.07"])
-    lengths = QueueLengths(None, [BATCH], names=NAMES, heads={"lane.batch": heads})  # type: ignore[arg-type]
+    lengths = QueueLengths(None, [BATCH], names=NAMES)  # type: ignore[arg-type]
 
     def told() -> list[float | None]:
         return [lengths.waiting("batch"), lengths.oldest_s("batch", delivered_ms={}), lengths.dead]
 
     assert told() == [None, None, None]
-    broker.ready = {"lane.batch": 2, "lane.batch.due": 3, "lane.dead": 5}
-    heads.found("lane.batch.side.07", 4)
+    broker.ready = {"lane.batch": 2, "lane.batch.due": 3, "lane.batch.side.07": 4, "lane.dead": 5}
     await read(lengths, broker)
     assert told() == [9, None, 5]
     broker.is_refused = True
@@ -158,8 +155,7 @@ async def test_what_the_broker_does_not_tell_is_missing_and_the_rest_is_told(bro
 
 
 async def test_the_oldest_is_younger_than_what_was_delivered_last_and_than_an_empty_queue(broker: Broker) -> None:
-    heads = SideQueuePoller(["lane.critical.side.03"])
-    lengths = QueueLengths(None, [CRITICAL], names=NAMES, heads={"lane.critical": heads})  # type: ignore[arg-type]
+    lengths = QueueLengths(None, [CRITICAL], names=NAMES)  # type: ignore[arg-type]
     broker.ready = {"lane.critical": 2}
     await read(lengths, broker)
     hour_ago, minute_ago = (round(1000 * (time.time() - ago_s)) for ago_s in (3600, 60))
@@ -174,8 +170,8 @@ async def test_the_oldest_is_younger_than_what_was_delivered_last_and_than_an_em
     oldest_s = lengths.oldest_s("critical", delivered_ms={"lane.critical": hour_ago})
     assert oldest_s is not None
     assert oldest_s < 60, "the intake was seen empty just now"
-    heads.empty_ms = round(1000 * time.time())
-    heads.found("lane.critical.side.03", 1)
+    broker.ready = {"lane.critical": 1, "lane.critical.side.03": 1}
+    await read(lengths, broker)
     delivered_ms = {"lane.critical": minute_ago, "lane.critical.side": hour_ago}
     assert lengths.oldest_s("critical", delivered_ms=delivered_ms) == pytest.approx(oldest_s, abs=5)
 

@@ -222,8 +222,8 @@ class Slots(Counted):
     async def use(self, tenant: str, way: int, hold: Holding) -> None:
         queue = self._due if way % 4 == 3 else self._intake
         if not queue.begin(tenant):
-            movable, is_head = way % 2 == 1, way % 5 == 1
-            if await queue.wait(tenant, rank=way % 3, movable=movable, is_head=is_head) is Admission.ASIDE:
+            movable, is_aside = way % 2 == 1, way % 5 == 1
+            if await queue.wait(tenant, rank=way % 3, movable=movable, is_aside=is_aside) is Admission.ASIDE:
                 return
         try:
             await hold()

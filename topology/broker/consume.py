@@ -1,5 +1,4 @@
-"""Takes messages from queues: consumes one queue (`Deliveries`), chooses among several (`SideQueuePoller`), receives in
-a queue of one's own (`Inbox`).
+"""Takes messages from queues: consumes a queue (`Deliveries`), receives in a queue of one's own (`Inbox`).
 
     async for session in deliveries.sessions():         each session has one channel
         async for delivery in session:                  raises ChannelLost if the channel is lost; ends after `stop`
@@ -11,18 +10,17 @@ TaskGroup, `ChannelLost` ends the group, and with it the tasks that work on thes
 """
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Self
+from typing import Self
 
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 
-from lanekeeper.amqp.connection import Connection, depth
+from lanekeeper.amqp.connection import Connection
 from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, close, delivered, fetch, translate_errors
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names
@@ -36,9 +34,6 @@ OPEN_TIMEOUT_S = 5
 BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
-READ_LENGTHS_EVERY_S: Final = 1.0
-READ_IDLE_EVERY_S: Final = 10.0
-"""While the lane is idle: sixteen idle lanes are to cost at most 1.5 times three (docs/lanes.md)."""
 WAITING = 1000
 log = logs.logger()
 
@@ -155,6 +150,8 @@ class Session:
         """The size of each message that is not settled, by its tag."""
         self._without_room: dict[int, Waiting] = {}
         self._tag: str | None = None
+        self.prefetch = 0
+        """That of its consumer, or of the last one."""
         self._consume_lock = asyncio.Lock()
         self._arrived: asyncio.Queue[Delivery | None] = asyncio.Queue()  # bounded by the prefetch
         self._lost: str | None = None
@@ -166,8 +163,7 @@ class Session:
     async def start(self, *, prefetch: int) -> None:
         self._channel.closing.add_done_callback(self._on_closed)
         self._channel.on_consumer_cancel_callbacks.add(self._on_cancelled)
-        await self._channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT_S)
-        await self._consume()
+        await self._consume(prefetch)
 
     async def stop(self) -> None:
         if self._stopped or self._lost is not None:
@@ -187,14 +183,17 @@ class Session:
                         self._share.held.forget(waiting)
                         await self._nack(delivered)
 
-    async def resume(self) -> None:
+    async def resume(self, *, prefetch: int) -> None:
         """Consume again, under a new consumer tag, because the broker may still use the old one."""
         async with self._consume_lock:
             if self._lost is None and self._tag is None and not self._stopped:
                 with suppress(BrokerError), translate_errors(f"cannot consume {self._queue!r}"):
-                    await self._consume()  # if this fails, the channel closes, and the session with it
+                    await self._consume(prefetch)  # if this fails, the channel closes, and the session with it
 
-    async def _consume(self) -> None:
+    async def _consume(self, prefetch: int) -> None:
+        if prefetch != self.prefetch:
+            await self._channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT_S)
+            self.prefetch = prefetch
         consuming = await self._channel.basic_consume(self._queue, self._on_delivery, timeout=RPC_TIMEOUT_S)
         self._tag = consuming.consumer_tag or ""
 
@@ -224,7 +223,7 @@ class Session:
         if self._lost is not None:  # what is counted now, nobody would release
             return
         found = delivered(message)
-        if (delivery := self._taken(found, self._queue)) is not None:
+        if (delivery := self._taken(found)) is not None:
             self._arrived.put_nowait(delivery)
         else:
             tag, share, size = found.tag, self._share, self._share.size(found.message)
@@ -232,18 +231,18 @@ class Session:
                 share.holder, size, partial(self._give_back, tag, size), after_long=partial(self._return, tag)
             )
 
-    def _taken(self, found: Delivered, queue: str) -> Delivery | None:
+    def _taken(self, found: Delivered) -> Delivery | None:
         """The delivery, without its body if this is too large. None: there is no room for it."""
         message, share, cut_bytes = found.message, self._share, 0
         if len(message.body) > share.most_bytes:
             cut_bytes, message.body = len(message.body), b""
         size = share.size(message)
-        if not share.held.take(share.holder, queue, size, redelivered=found.redelivered):
+        if not share.held.take(share.holder, self._queue, size, redelivered=found.redelivered):
             return None
         self._held[found.tag] = size
         return Delivery(
             found,
-            queue=queue,
+            queue=self._queue,
             channel=self._channel,
             counted=self._counted,
             cut_bytes=cut_bytes,
@@ -287,160 +286,14 @@ class Session:
             self._arrived.put_nowait(None)
 
 
-class SideQueuePoller:
-    """Decides from which of several queues to fetch next. A queue's head is its first message; this process holds a
-    fetched head until `pass_on`, and at most one of each queue. The queues are not consumed, because a consumer
-    prefetches messages: no other process could work on these, and messages with a higher priority could not overtake
-    them. The same `SideQueuePoller` is used with the next channel, so that the lengths stay known."""
-
-    def __init__(self, queues: Iterable[str]) -> None:
-        self._ready = dict.fromkeys(queues, 0)
-        self._held: set[str] = set()
-        self.empty_ms = 0
-        self.changed = asyncio.Event()
-        self.begun: Callable[[], int] = lambda: 0
-        """How many requests of the lane have begun in this process; set by whoever knows."""
-
-    @property
-    def queues(self) -> tuple[str, ...]:
-        return tuple(self._ready)
-
-    @property
-    def ready(self) -> int:
-        return sum(self._ready.values())
-
-    def ready_in(self, queue: str) -> int:
-        return self._ready[queue]
-
-    def publish_seen(self, queue: str) -> None:
-        self._ready[queue] += 1
-        self.changed.set()
-
-    def pass_on(self, queue: str) -> None:
-        """Allow the next fetch from a queue: work on its fetched message has begun, or the message was settled."""
-        self._held.discard(queue)
-        self.changed.set()
-
-    def next(self) -> str | None:
-        for queue, ready in self._ready.items():
-            if ready > 0 and queue not in self._held:
-                return queue
-        return None
-
-    def fetched(self, queue: str, *, left: int) -> None:
-        del self._ready[queue]
-        self._ready[queue] = left  # moves the queue to the end of the order
-        self._held.add(queue)
-
-    def found(self, queue: str, ready: int) -> None:
-        self._ready[queue] = ready
-
-    def lost(self) -> None:
-        self._held.clear()
-
-
-async def _head(channel: Channel, queue: str) -> tuple[Delivered, int] | None:
-    with translate_errors(f"cannot fetch from {queue!r}", lost=ChannelLost):
-        return await fetch(channel, queue)
-
-
-class HeadsSession(Session):
-    """Fetches with `basic.get` the head of the queue that `heads` chooses. Once a second, more seldom while the lane is
-    idle, passive declarations find out which queues have messages; the answer to a fetch says how many are left."""
-
-    def __init__(self, channel: Channel, heads: SideQueuePoller, *, queue: str, counted: bool, share: Share) -> None:
-        super().__init__(channel, queue=queue, counted=counted, share=share)
-        self._heads = heads
-        self._fetching = False
-        self._next_reading_s = 0.0
-
-    async def start(self, *, prefetch: int) -> None:
-        self._channel.closing.add_done_callback(self._on_closed)
-        self._heads.lost()
-        self._fetching = True
-
-    async def stop(self) -> None:
-        self._stopped = True
-        self._heads.changed.set()
-
-    async def pause(self) -> None:
-        self._fetching = False
-
-    async def resume(self) -> None:
-        self._fetching = True
-        self._heads.changed.set()
-
-    async def __anext__(self) -> Delivery:
-        loop, pause_s, begun, last_s = asyncio.get_running_loop(), READ_LENGTHS_EVERY_S, 0, 0.0
-        while True:
-            self._heads.changed.clear()
-            if self._lost is not None:
-                raise ChannelLost(f"{self._queue}: {self._lost}")
-            if self._stopped:
-                raise StopAsyncIteration
-            if self._fetching and not self._without_room and (queue := self._heads.next()) is not None:
-                if (delivery := await self._fetch(queue)) is not None:
-                    return delivery
-            elif self._fetching and loop.time() >= self._next_reading_s:
-                await self._read_lengths()
-                last_s = loop.time()
-                is_idle, begun = not self._heads.ready and self._heads.begun() == begun, self._heads.begun()
-                pause_s = min(2 * pause_s, READ_IDLE_EVERY_S) if is_idle else READ_LENGTHS_EVERY_S
-                self._next_reading_s = last_s + pause_s
-            else:
-                with suppress(TimeoutError):
-                    end_s = min(self._next_reading_s, loop.time() + READ_LENGTHS_EVERY_S)
-                    async with asyncio.timeout_at(end_s if self._fetching else None):
-                        await self._heads.changed.wait()
-                if self._heads.begun() != begun:  # the lane is no longer idle
-                    self._next_reading_s = min(self._next_reading_s, last_s + READ_LENGTHS_EVERY_S)
-
-    async def _fetch(self, queue: str) -> Delivery | None:
-        found = await _head(self._channel, queue)
-        if self._lost is not None:  # meanwhile
-            raise ChannelLost(f"{self._queue}: {self._lost}")
-        if found is None:
-            self._heads.found(queue, 0)
-            return None
-        if (delivery := self._taken(found[0], queue)) is None:
-            self._wait_for_room(found[0], queue)
-            await self._nack(found[0].tag)
-            return None
-        self._heads.fetched(queue, left=found[1])
-        return delivery
-
-    def _wait_for_room(self, delivered: Delivered, queue: str) -> None:
-        """Fetch nothing until there is room for this message; it is at the front of its queue again."""
-        tag, share, size = delivered.tag, self._share, self._share.size(delivered.message)
-
-        def fetch() -> None:
-            self._without_room.pop(tag, None)
-            share.held.expect(share.holder, queue, size)
-            self._heads.changed.set()
-
-        self._without_room[tag] = share.held.wait(share.holder, size, fetch)
-
-    async def _read_lengths(self) -> None:
-        asked_ms = time.time_ns() // 1_000_000
-        for queue in self._heads.queues:
-            with translate_errors(f"cannot look at {queue!r}", lost=ChannelLost):
-                self._heads.found(queue, (await depth(self._channel, queue)).ready)
-        if not self._heads.ready:
-            self._heads.empty_ms = asked_ms
-
-    def _end(self, reason: str) -> None:
-        super()._end(reason)
-        self._heads.changed.set()
-
-
 class Deliveries:
     """Consumes a queue until `stop` is called. When the channel is lost, it opens another, with growing pauses between
     the tries.
 
     `counted`: whether the queue counts how often each message is delivered (quorum queues do). `on_missing` is called
-    if the queue does not exist, or if the broker ended the consumer. `heads`: fetch from its queues instead of
-    consuming; `queue` is then only a name for logs. `held`: what this process holds, and in it `holder` (None: the
-    queue). `most_bytes`: the body of a larger message is dropped. `weight`: how many bytes a body takes, also unpacked.
+    if the queue does not exist, or if the broker ended the consumer. `held`: what this process holds, and in it
+    `holder` (None: the queue). `most_bytes`: the body of a larger message is dropped. `weight`: how many bytes a body
+    takes, also unpacked.
     """
 
     brake: str | None = None
@@ -454,7 +307,6 @@ class Deliveries:
         prefetch: int,
         counted: bool = True,
         on_missing: Callable[[], None] = lambda: None,
-        heads: SideQueuePoller | None = None,
         held: HeldBytes | None = None,
         holder: str | None = None,
         most_bytes: int | None = None,
@@ -468,13 +320,14 @@ class Deliveries:
         self.prefetch = prefetch
         self._counted = counted
         self._on_missing = on_missing
-        self._heads = heads
         self._session: Session | None = None
         self._at_front: Channel | None = None
         self._stopping = asyncio.Event()
         self._paused: str | None = None
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self.is_resizing = False
+        """Whether nothing is consumed until `resized` is called."""
         self._trouble: str | None = "not consuming yet"
 
     @property
@@ -559,21 +412,37 @@ class Deliveries:
     async def resume(self) -> None:
         self._paused = None
         self._unpaused.set()
-        if self._session is not None:
-            await self._session.resume()
+        await self._consume()
 
-    @property
-    def queues(self) -> tuple[str, ...]:
-        return (self.queue,) if self._heads is None else self._heads.queues
+    async def resize(self, prefetch: int) -> None:
+        """Let the broker send so many messages that are not settled. The prefetch of a running consumer cannot be
+        changed (docs/facts.md, section 2), so it is cancelled here, and another one begins with `resized`. What was
+        delivered is still worked on; the broker does not count it for the other consumer."""
+        self.prefetch = prefetch
+        if (session := self._session) is not None and session.prefetch != prefetch and not self.is_resizing:
+            self.is_resizing = True
+            await session.pause()
 
-    async def front(self, queue: str) -> AsyncGenerator[Delivery, None]:
-        """The messages of a queue from its front, one by one, although this consumer is paused. They come on a channel
-        that stays open, so each must be settled. Raises BrokerError."""
+    async def resized(self) -> None:
+        self.is_resizing = False
+        await self._consume()
+
+    async def _consume(self) -> None:
+        if self._session is not None and self._paused is None and not self.is_resizing:
+            await self._session.resume(prefetch=self.prefetch)
+
+    async def front(self) -> AsyncGenerator[Delivery, None]:
+        """The messages of the queue from its front, one by one, although this consumer is paused. They come on a
+        channel that stays open, so each must be settled. Raises BrokerError."""
         if self._at_front is None or self._at_front.is_closed:
             self._at_front = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
         channel = self._at_front
-        while (found := await _head(channel, queue)) is not None:
-            yield Delivery(found[0], queue=queue, channel=channel, counted=self._counted)
+        while True:
+            with translate_errors(f"cannot fetch from {self.queue!r}", lost=ChannelLost):
+                found = await fetch(channel, self.queue)
+            if found is None:
+                return
+            yield Delivery(found[0], queue=self.queue, channel=channel, counted=self._counted)
 
     async def consume_again(self, *, keeps_channel: bool) -> None:
         if (session := self._session) is None:
@@ -582,8 +451,7 @@ class Deliveries:
             await session.close()
         elif self._paused is None:
             await session.pause()
-            if self._paused is None:  # unless `pause` was called meanwhile
-                await session.resume()
+            await self._consume()  # unless `pause` was called meanwhile
 
     async def _may_open(self) -> bool:
         while not self._stopping.is_set():
@@ -613,12 +481,8 @@ class Deliveries:
 
     async def _open(self) -> Session:
         channel = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
-        if self._heads is not None:
-            session: Session = HeadsSession(
-                channel, self._heads, queue=self.queue, counted=self._counted, share=self._share
-            )
-        else:
-            session = Session(channel, queue=self.queue, counted=self._counted, share=self._share)
+        session = Session(channel, queue=self.queue, counted=self._counted, share=self._share)
+        self.is_resizing = False  # nothing of this channel is in hand yet
         try:
             with translate_errors(f"cannot consume {self.queue!r}"):
                 await session.start(prefetch=self.prefetch)

@@ -1,4 +1,4 @@
-"""How a delivery gets its slot: one from a queue may be set aside, the head of a side queue waits where it is."""
+"""How a delivery gets its slot: one from a queue may be set aside, one from a side queue waits where it is."""
 
 import asyncio
 import dataclasses
@@ -11,11 +11,10 @@ from consumers.outcomes import Deferred
 from consumers.slots import admission as admission_module
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, QueueSlots, SideQueueAdmitter, SideQueues
 from tests.support.jobs import NAMES, NOW_MS, Bench
-from topology.broker.consume import SideQueuePoller
 from topology.lanes import CRITICAL
 
 LANE = dataclasses.replace(CRITICAL, side_queues=2)
-HEAD = NAMES.side(LANE.name, 1)
+SIDE = NAMES.side(LANE.name, 1)
 
 
 class World:
@@ -23,8 +22,7 @@ class World:
 
     def __init__(self) -> None:
         self.bench = Bench()
-        self.heads = SideQueuePoller(NAMES.side(LANE.name, each) for each in range(2))
-        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
+        self.aside = SideQueues(LANE, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
         self.slots: QueueSlots = LaneSlots(has_aside=self.aside.has).queue(1)
         self.slots.set_surplus_aside(True)
         self.slots.begin("crm")
@@ -32,10 +30,6 @@ class World:
     def job(self, *, queue: str = "lane.critical") -> Job:
         delivery = self.bench.delivery(queue=queue, user_id="crm")
         return self.bench.job(lane=LANE, delivery=delivery)
-
-    def head(self) -> Job:
-        self.heads.fetched(HEAD, left=3)
-        return self.job(queue=HEAD)
 
 
 async def test_over_its_tenants_share_a_request_from_the_queue_is_set_aside() -> None:
@@ -48,30 +42,29 @@ async def test_over_its_tenants_share_a_request_from_the_queue_is_set_aside() ->
     assert world.slots.running == 1
 
 
-async def test_the_head_of_a_side_queue_waits_for_its_slot_although_its_tenant_is_over_its_share() -> None:
+async def test_a_request_from_a_side_queue_waits_for_its_slot_although_its_tenant_is_over_its_share() -> None:
     world = World()
     admitter = SideQueueAdmitter(world.slots, world.aside)
-    waiting = asyncio.create_task(admitter.admit(head := world.head()))
+    waiting = asyncio.create_task(admitter.admit(job := world.job(queue=SIDE)))
     await asyncio.sleep(0)
 
     assert not waiting.done()
-    assert world.heads.next() is None
     world.slots.end("crm")
     assert await waiting is Admission.BEGIN
-    assert world.heads.next() == HEAD
-    admitter.leave(head)
+    assert world.aside.has("crm")
+    admitter.leave(job)
     assert world.slots.running == 0
 
 
-async def test_when_the_head_gives_up_waiting_the_next_one_is_fetched() -> None:
+async def test_when_a_request_from_a_side_queue_gives_up_waiting_nothing_of_it_stays() -> None:
     world = World()
-    waiting = asyncio.create_task(SideQueueAdmitter(world.slots, world.aside).admit(world.head()))
+    waiting = asyncio.create_task(SideQueueAdmitter(world.slots, world.aside).admit(world.job(queue=SIDE)))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
 
-    assert world.heads.next() == HEAD
     assert world.slots.waiting == 0
+    assert not world.aside._held
 
 
 async def test_without_side_queues_every_delivery_waits() -> None:

@@ -6,12 +6,11 @@ from typing import Any
 
 from consumers.job import Job
 from consumers.outcomes import Deferred, Refused
-from consumers.slots.admission import LaneSlots, SideQueueAdmitter, SideQueues, may_move
+from consumers.slots.admission import SideQueues, may_move
 from lanekeeper.contract.names import REPLY_TRY, SENT_MS
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench
 from tests.support.virtual_time import virtually
-from topology.broker.consume import SideQueuePoller
 from topology.lanes import CRITICAL
 
 LANE = dataclasses.replace(CRITICAL, side_queues=4)
@@ -22,16 +21,13 @@ class Side:
 
     def __init__(self) -> None:
         self.bench = Bench()
-        self.heads = SideQueuePoller(NAMES.side(LANE.name, each) for each in range(LANE.side_queues))
-        self.aside = SideQueues(LANE, self.heads, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
+        self.aside = SideQueues(LANE, publisher=self.bench.publisher, names=NAMES, now_ms=lambda: NOW_MS)
 
     def job(self, tenant: str, **properties: Any) -> Job:
         return self.bench.job(lane=LANE, user_id=tenant, headers={SENT_MS: NOW_MS - 50}, **properties)
 
-    def head(self, tenant: str, queue: int) -> Job:
-        name = NAMES.side(LANE.name, queue)
-        self.heads.fetched(name, left=3)
-        delivery = self.bench.delivery(queue=name, user_id=tenant)
+    def held(self, tenant: str, queue: int) -> Job:
+        delivery = self.bench.delivery(queue=NAMES.side(LANE.name, queue), user_id=tenant)
         return self.bench.job(lane=LANE, delivery=delivery)
 
     @property
@@ -60,17 +56,16 @@ async def test_an_empty_side_queue_that_is_kept_for_a_tenant_is_not_given_to_ano
         side = Side()
         await side.aside.put(side.job("crm"))
         (kept,) = (each for each in range(LANE.side_queues) if NAMES.side_exchange(each) == side.used[0])
-        head = side.head("crm", kept)
-        side.heads.fetched(NAMES.side(LANE.name, kept), left=0)
-        side.aside.head_arrived(head)
-        side.aside.head_left(head)
+        held = side.held("crm", kept)
+        side.aside.add(held)
+        side.aside.discard(held)
         await side.aside.put(side.job(f"tenant-{number}"))
         assert side.used[1] != side.used[0]
 
 
-async def test_a_side_queue_whose_head_is_another_tenants_is_not_used_while_an_empty_one_exists() -> None:
+async def test_a_side_queue_with_messages_of_another_tenant_is_not_used_while_an_empty_one_exists() -> None:
     side = Side()
-    side.aside.head_arrived(side.head("crm", 2))
+    side.aside.add(side.held("crm", 2))
     for tenant in ("a", "b", "c"):
         await side.aside.put(side.job(tenant))
     assert NAMES.side_exchange(2) not in side.used
@@ -89,32 +84,12 @@ async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_at
     assert isinstance(again, Deferred)
 
 
-async def test_a_head_that_cannot_be_read_does_not_block_its_side_queue() -> None:
-    side = Side()
-    name = NAMES.side(LANE.name, 1)
-    side.heads.fetched(name, left=3)
-    assert side.heads.next() is None
-    SideQueueAdmitter(LaneSlots().queue(1), side.aside).unread(name)
-    assert side.heads.next() == name
-
-
 async def test_a_request_that_is_refused_for_its_headers_is_not_set_aside() -> None:
     side = Side()
     assert may_move(side.job("crm"), NAMES)
     assert not may_move(side.job("crm", exchange=""), NAMES)
     assert not may_move(side.job("crm", routing_key="batch.crm.x"), NAMES)
     assert not may_move(side.job("crm", priority=30), NAMES)
-
-
-async def test_a_request_that_was_set_aside_can_be_fetched_at_once() -> None:
-    side = Side()
-    assert side.heads.next() is None
-
-    await side.aside.put(side.job("crm"))
-
-    queue = side.heads.next()
-    assert queue is not None
-    assert side.heads.ready_in(queue) == side.heads.ready == 1
 
 
 def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> None:
@@ -129,19 +104,22 @@ def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> 
     assert virtually(story()) == [True, False]
 
 
-def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_head_got_a_slot() -> None:
+def test_a_tenant_keeps_its_side_queue_while_its_requests_are_worked_on_and_a_second_longer() -> None:
     async def story() -> list[bool]:
         side, found = Side(), []
-        head = side.head("crm", 1)
-        side.aside.head_arrived(head)
+        first, second = side.held("crm", 1), side.held("crm", 1)
+        side.aside.add(first)
+        side.aside.add(second)
+        side.aside.discard(first)
         await asyncio.sleep(5)
-        side.aside.head_left(head)
+        found.append(side.aside.has("crm"))
+        side.aside.discard(second)
         for pause_s in (0.9, 0.2):
             await asyncio.sleep(pause_s)
             found.append(side.aside.has("crm"))
         return found
 
-    assert virtually(story()) == [True, False]
+    assert virtually(story()) == [True, True, False]
 
 
 def test_a_side_queue_that_was_full_is_tried_again_after_a_second() -> None:

@@ -3,7 +3,7 @@
 A message is with one consumer at a time, within its prefetch. Returned messages are delivered first: a lost channel and
 `reject` count a delivery, `nack` does not, and all count an acquisition. Acknowledgements travel as frames: they arrive
 later, or are lost with their channel. A delayed message goes to the due queue when its time has come. Messages that
-expire, or exceed the delivery limit, go to `lane.fallen`. The heads of the side queues are fetched one by one.
+expire, or exceed the delivery limit, go to `lane.fallen`.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiormq.exceptions import ChannelInvalidStateError
-from typing_extensions import override
 
 from lanekeeper.amqp.driver import Delivered
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from topology.broker.consume import Delivery, SideQueuePoller
+from topology.broker.consume import Delivery
 from topology.declaration import DELIVERY_LIMIT
 from topology.delays import LEVELS, wait_ms
 
@@ -84,9 +83,7 @@ class Channel:
         return self.is_open and self.is_consuming and not self.is_broken and waiting and bool(self.queue.ready)
 
     def deliver(self) -> None:
-        self._deliver(self.queue)
-
-    def _deliver(self, queue: Queue) -> None:
+        queue = self.queue
         entry = queue.take()
         self._tags += 1
         self.unacked[self._tags] = self._delivered[self._tags] = entry
@@ -134,29 +131,6 @@ class Channel:
         self.unacked.clear()
 
 
-class SideChannel(Channel):
-    """The channel on which a worker fetches the heads of the side queues."""
-
-    def __init__(self, broker: "Broker", heads: SideQueuePoller, *, owner: str) -> None:
-        super().__init__(broker, Queue(f"{NAMES.intake(LANE)}.side"), prefetch=len(broker.sides), owner=owner)
-        self._heads = heads
-        self._sides = {queue.name: queue for queue in broker.sides}
-        heads.lost()
-
-    @property
-    @override
-    def has_room(self) -> bool:
-        for name, queue in self._sides.items():
-            self._heads.found(name, len(queue.ready))
-        return self.is_open and self.is_consuming and not self.is_broken and self._heads.next() is not None
-
-    @override
-    def deliver(self) -> None:
-        queue = self._sides[self._heads.next() or ""]
-        self._heads.fetched(queue.name, left=len(queue.ready) - 1)
-        self._deliver(queue)
-
-
 class Broker:
     """The exchanges and queues of one lane."""
 
@@ -176,10 +150,6 @@ class Broker:
 
     def open(self, queue: str, *, prefetch: int, owner: str) -> Channel:
         self.channels.append(Channel(self, self.queues[queue], prefetch=prefetch, owner=owner))
-        return self.channels[-1]
-
-    def open_sides(self, heads: SideQueuePoller, *, owner: str) -> Channel:
-        self.channels.append(SideChannel(self, heads, owner=owner))
         return self.channels[-1]
 
     def publish(self, message: Message, *, exchange: str, routing_key: str) -> None:

@@ -49,7 +49,7 @@ from lanekeeper.contract.problems import PROBLEMS, ConfirmUnknown
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import attempts, handler
 from tests.support.schedules.broker import LANE, NAMES, SIDE_QUEUES, Broker, Channel, Entry
-from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, SideQueuePoller
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 from topology.broker.notices import Notices
 from topology.codec.decoding import Request
 from topology.lanes import CRITICAL
@@ -553,14 +553,11 @@ class DeliveriesEdge(Deliveries):
     trouble = None
     is_paused = False
 
-    def __init__(
-        self, world: World, worker: "Hosting", queue: str, prefetch: int, heads: SideQueuePoller | None = None
-    ) -> None:
+    def __init__(self, world: World, worker: "Hosting", queue: str, prefetch: int) -> None:
         self._world = world
         self._worker = worker
         self.queue = queue
         self.prefetch = prefetch
-        self._heads = heads
         self._ended = False
         self._open_session: SessionEdge | None = None
 
@@ -568,10 +565,7 @@ class DeliveriesEdge(Deliveries):
     async def sessions(self) -> AsyncGenerator[Session, None]:
         while not self._ended and not self._worker.edge.is_cut:
             broker, owner = self._world.broker, self._worker.edge.owner
-            if self._heads is None:
-                channel = broker.open(self.queue, prefetch=self.prefetch, owner=owner)
-            else:
-                channel = broker.open_sides(self._heads, owner=owner)
+            channel = broker.open(self.queue, prefetch=self.prefetch, owner=owner)
             session = self._open_session = self._worker.sessions[channel] = SessionEdge(channel, self._worker.loop)
             try:
                 yield session
@@ -655,8 +649,7 @@ class Worker:
             parsing=Parsing(clock=lambda: 0.0),
         )
         fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
-        heads = SideQueuePoller(queue.name for queue in world.broker.sides)
-        sides = SideQueues(SPEC, heads, publisher=publisher, names=NAMES, now_ms=world.now_ms)
+        sides = SideQueues(SPEC, publisher=publisher, names=NAMES, now_ms=world.now_ms)
         self.lane_slots = LaneSlots(has_aside=sides.has)
         intake, due = self.lane_slots.queue(SPEC.slots), self.lane_slots.queue(SPEC.due_slots)
         intake.set_surplus_aside(True)
@@ -670,7 +663,7 @@ class Worker:
             work(world.broker.intake.name, SPEC.slots, admitter=at_intake),
             work(world.broker.due.name, SPEC.due_slots, admitter=at_due),
             work(world.broker.intake.name, SCOUT_PREFETCH, admitter=at_intake),
-            work(f"{world.broker.intake.name}.side", SIDE_QUEUES, admitter=at_sides, heads=heads),
+            *(work(queue.name, SPEC.slots, admitter=at_sides) for queue in world.broker.sides),
             self._pool(world.broker.fallen.name, 1, job_of=fallen.job_of, handle=fallen.handle),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
@@ -717,10 +710,9 @@ class Worker:
         job_of: Callable[[Delivery], Job],
         handle: Any,
         admitter: QueueAdmitter | None = None,
-        heads: SideQueuePoller | None = None,
     ) -> Pool:
         return Pool(
-            DeliveriesEdge(self._world, self, queue, slots, heads),
+            DeliveriesEdge(self._world, self, queue, slots),
             admitter=admitter,
             job_of=lambda delivery: _noted(job_of, delivery),
             handle=handle,

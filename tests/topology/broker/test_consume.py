@@ -12,14 +12,12 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import Delivered, delivered
 from lanekeeper.amqp.tolerant import AS_READ, Properties
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
 from tests.support.waiting import until
-from topology.broker import consume
 from topology.broker.admin import broker_errors
-from topology.broker.consume import ChannelLost, Deliveries, HeadsSession, Session, Share, SideQueuePoller
+from topology.broker.consume import ChannelLost, Deliveries, Session, Share
 from topology.broker.memory import HeldBytes
 
 
@@ -34,6 +32,7 @@ class SlowSession:
     """A session that takes long to pause, as when the broker has just come back."""
 
     cancelled = False
+    prefetch = 1
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -45,7 +44,7 @@ class SlowSession:
             self.log.append("pausing")
             await self.paused.wait()
 
-    async def resume(self) -> None:
+    async def resume(self, *, prefetch: int) -> None:
         async with self._turn:
             self.log.append("resumed")
 
@@ -131,7 +130,7 @@ def test_a_refused_declaration_and_a_lost_connection_have_different_errors(
 
 
 class FakeChannel:
-    """A channel that says nothing, of which the fetch of a message ends when it is lost."""
+    """A channel that says nothing."""
 
     def __init__(self) -> None:
         self.closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -160,22 +159,3 @@ async def test_what_was_on_its_way_when_the_broker_ended_the_consumer_leaves_not
     assert held.in_all == 0
     with pytest.raises(ChannelLost):
         await anext(session)
-
-
-async def test_a_message_that_was_fetched_as_the_channel_was_lost_leaves_nothing_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    held, channel, heads = HeldBytes(1000), FakeChannel(), SideQueuePoller(["lane.batch.side.00"])
-    share = Share(held=held, holder="lane.batch", most_bytes=1000)
-    session = HeadsSession(cast("Channel", channel), heads, queue="sides", counted=True, share=share)
-    await session.start(prefetch=1)
-    heads.publish_seen("lane.batch.side.00")
-
-    async def fetch(*_: object) -> tuple[Delivered, int]:
-        session._end("connection lost")
-        return delivered(found(b"x" * 100)), 0
-
-    monkeypatch.setattr(consume, "fetch", fetch)
-    with pytest.raises(ChannelLost):
-        await anext(session)
-    assert held.in_all == 0
