@@ -271,6 +271,58 @@ async def test_deliveries_held_over_a_pause_and_later_ones_are_each_settled_once
     await lines.until_ready(0)
 
 
+@pytest.mark.oldest_version
+async def test_a_resized_consumer_keeps_what_is_in_hand_and_gets_as_many_as_its_new_prefetch(lines: Lines) -> None:
+    held: list[Delivery] = []
+
+    async def hold(delivery: Delivery) -> None:
+        held.append(delivery)
+
+    async def resize(prefetch: int) -> None:
+        await deliveries.resize(prefetch)
+        await deliveries.resized()
+
+    bodies = [b"%02d" % at for at in range(20)]
+    await lines.publish(*bodies)
+    async with lines.at_work(hold, prefetch=2) as deliveries:
+        await until(lambda: len(held) == 2)
+        await resize(5)
+        await until(lambda: len(held) == 2 + 5)
+        while held:
+            await held.pop().ack()
+        await until(lambda: len(held) == 5)
+        await deliveries.resize(1)
+        for _ in range(5):
+            await held.pop(0).ack()
+        await lines.until_ready(8)
+        await deliveries.pause("store: away")
+        await deliveries.resized()
+        await asyncio.sleep(0.2)
+        assert not held, "it is paused"
+        await deliveries.resume()
+        await until(lambda: len(held) == 1)
+        await asyncio.sleep(0.2)
+        assert [each.message.body for each in held] == bodies[12:13]
+    assert not lines.lost, "the channel was kept"
+    await lines.until_ready(8)
+
+
+async def test_a_lost_channel_is_opened_again_with_the_prefetch_that_was_asked_for_last(lines: Lines) -> None:
+    held: list[Delivery] = []
+
+    async def hold(delivery: Delivery) -> None:
+        held.append(delivery)
+
+    await lines.publish(*(b"%d" % at for at in range(6)))
+    async with lines.at_work(hold, prefetch=1) as deliveries:
+        await until(lambda: len(held) == 1)
+        await deliveries.resize(3)
+        await close_connection(lines.vhost, f"{lines.vhost.name} consume")
+        await until(lambda: len(held) == 1 + 3)
+        assert not deliveries.is_resizing
+    await lines.until_ready(6)
+
+
 async def test_after_a_connection_is_lost_during_a_pause_nothing_is_consumed_before_its_end(lines: Lines) -> None:
     seen: list[bytes] = []
 
