@@ -26,9 +26,10 @@ from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
 from consumers.flows.lines import HELD as POSTS
 from consumers.flows.pipelines import Pipelines
+from consumers.flows.posting import Posting
 from consumers.flows.rendering import Rendering
 from consumers.flows.schedules import Schedules
-from consumers.flows.webhooks import Posting, Webhooks
+from consumers.flows.webhooks import Webhooks
 from consumers.gates import Gate
 from consumers.handler import Handler
 from consumers.housekeeping import DeadLetterLimits
@@ -71,7 +72,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.names import variable
 from service.config.settings import FIRST, WEB, Settings
 from service.connections import connection_for, management_of
-from service.worker.figures import QueueLengths, side_of
+from service.worker.lengths import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
 from topology.broker.consume import Deliveries, Delivery
 from topology.broker.memory import HeldBytes

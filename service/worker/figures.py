@@ -4,127 +4,28 @@
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from consumers.flows.webhooks import STATES
 from consumers.providers.registry import Calls
 from consumers.slots.activity import WINDOWS, LaneActivity
 from consumers.slots.admission import LaneSlots
 from consumers.spending import DAY, LANE, TENANT
-from lanekeeper.amqp.connection import Connection, depths
-from lanekeeper.contract.messages import Depth
-from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import AccessRefused, BrokerError
 from lanekeeper.telemetry.figures import added
 from service.metrics import Sample, Source, of_connection, of_publishes, of_store
 from service.status import packed
+from service.worker.assembly import Budgeting, Worker
 from service.worker.memory import memory_kills
 from topology.lanes import LaneSpec
 
-if TYPE_CHECKING:
-    from service.worker.assembly import Budgeting, Worker
-
-READ_EVERY_S: Final = 5.0
-IDLE: Final = 2
-REFUSED_FOR_S: Final = 300.0
-"""After the broker has refused to tell the length of a queue, it is asked again after this time."""
 CALL: Final = "chat"
 TROUBLES: Final = 3
 
 
-def side_of(intake: str) -> str:
-    """The name under which the deliveries of all side queues of a lane are counted."""
-    return f"{intake}.side"
-
-
-class QueueLengths:
-    """Lengths of queues, read from time to time; what the broker does not tell is missing."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        lanes: Sequence[LaneSpec],
-        *,
-        names: Names,
-        others: Sequence[LaneSpec] = (),
-    ) -> None:
-        """`others`: the lanes that this worker does not consume; it tells if nobody does."""
-        self._connection = connection
-        self.others = others
-        self._intakes = {lane.name: names.intake(lane.name) for lane in (*lanes, *others)}
-        self._queues = {lane.name: [names.intake(lane.name), names.due(lane.name)] for lane in lanes}
-        self._sides = {
-            lane.name: [names.side(lane.name, number) for number in range(lane.side_queues)] for lane in lanes
-        }
-        self._others = (names.dead, names.batches, *(names.intake(lane.name) for lane in others))
-        self._depths: Mapping[str, Depth] = {}
-        self._empty_ms: dict[str, int] = {}
-
-    async def run(self) -> None:
-        lanes = [queue for of_lane in (self._queues, self._sides) for queues in of_lane.values() for queue in queues]
-        while True:
-            pause_s, asked_ms, found = READ_EVERY_S, time.time_ns() // 1_000_000, dict[str, Depth]()
-            for queues in (lanes, *([queue] for queue in self._others)):
-                try:
-                    found |= await depths(self._connection, queues)
-                except AccessRefused:
-                    pause_s = REFUSED_FOR_S
-                except BrokerError:
-                    pass
-            self._depths = found
-            if pause_s == READ_EVERY_S and not any(found[queue].ready for queue in lanes if queue in found):
-                pause_s *= IDLE  # many idle lanes are to cost little
-            for lane, (intake, _) in self._queues.items():
-                for queue, count in ((intake, self._ready(intake)), (side_of(intake), self._in_sides(lane))):
-                    if count == 0:
-                        self._empty_ms[queue] = asked_ms
-            await asyncio.sleep(pause_s)
-
-    @property
-    def dead(self) -> int | None:
-        return self._ready(self._others[0])
-
-    @property
-    def batches(self) -> int | None:
-        """How many requests wait in `lane.batches` until they are gathered."""
-        return self._ready(self._others[1])
-
-    def _ready(self, queue: str) -> int | None:
-        depth = self._depths.get(queue)
-        return None if depth is None else depth.ready
-
-    def waiting(self, lane: str) -> int | None:
-        queues = self._queues[lane]
-        if not self._depths.keys() >= set(queues):
-            return None
-        return sum(self._depths[queue].ready for queue in queues) + (self._in_sides(lane) or 0)
-
-    def _in_sides(self, lane: str) -> int | None:
-        found = [depth.ready for queue in self._sides[lane] if (depth := self._depths.get(queue)) is not None]
-        return sum(found) if found else None
-
-    def intake(self, lane: str) -> Depth | None:
-        return self._depths.get(self._intakes[lane])
-
-    def oldest_s(self, lane: str, *, delivered_ms: Mapping[str, int]) -> float | None:
-        """At most: since the last delivery (`delivered_ms`, by pool), and since its queue was empty."""
-        oldest_s = 0.0
-        intake = self._queues[lane][0]
-        if intake not in self._depths:
-            return None
-        for queue, ready in ((intake, self._depths[intake].ready), (side_of(intake), self._in_sides(lane))):
-            if ready:
-                known_ms = max(delivered_ms.get(queue, 0), self._empty_ms.get(queue, 0))
-                if not known_ms:
-                    return None
-                oldest_s = max(oldest_s, time.time() - known_ms / 1000)
-        return oldest_s
-
-
-def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
+def status(worker: Worker, worker_name: str) -> Mapping[str, Any]:
     """The answer to a status question, as JSON values."""
     budgeting, now_s, longest_s = worker.budgeting, asyncio.get_running_loop().time(), dict[str, int]()
     for job in (job for pool in worker.pools for job in pool.jobs):
@@ -170,7 +71,7 @@ def status(worker: "Worker", worker_name: str) -> Mapping[str, Any]:
     }
 
 
-def sources(worker: "Worker", *, tenants: Collection[str], store_url: str) -> list[Source]:
+def sources(worker: Worker, *, tenants: Collection[str], store_url: str) -> list[Source]:
     """The worker's metrics, in parts; `tenants`: those that they may name."""
     named = frozenset(tenants)
     return [
@@ -186,7 +87,7 @@ def sources(worker: "Worker", *, tenants: Collection[str], store_url: str) -> li
     ]
 
 
-def _of_process(worker: "Worker", store_url: str) -> Iterator[Sample]:
+def _of_process(worker: Worker, store_url: str) -> Iterator[Sample]:
     for lane in worker.lengths.others:
         if (intake := worker.lengths.intake(lane.name)) is not None:
             yield "lanekeeper.lane.waiting", {"lane": lane.name}, intake.ready
@@ -216,7 +117,7 @@ def _of_process(worker: "Worker", store_url: str) -> Iterator[Sample]:
         yield "lanekeeper.control", {"outcome": outcome}, count
 
 
-def _of_lane(worker: "Worker", lane: LaneSpec, activity: LaneActivity) -> Iterator[Sample]:
+def _of_lane(worker: Worker, lane: LaneSpec, activity: LaneActivity) -> Iterator[Sample]:
     labels, slots, lengths = {"lane": lane.name}, worker.lane_slots[lane.name], worker.lengths
     if (waiting := lengths.waiting(lane.name)) is not None:
         yield "lanekeeper.lane.waiting", labels, waiting
@@ -252,11 +153,11 @@ def _of_lane(worker: "Worker", lane: LaneSpec, activity: LaneActivity) -> Iterat
         yield "messaging.process.duration", {**of_queue, "messaging.destination.name": queue}, worked
 
 
-def _accounts(worker: "Worker") -> dict[str, dict[str, dict[str, float]]]:
+def _accounts(worker: Worker) -> dict[str, dict[str, dict[str, float]]]:
     return {name: dict(account.figures(now_s)) for name, account, now_s in worker.budgeting.budgets.known()}
 
 
-def _of_accounts(worker: "Worker") -> Iterator[Sample]:
+def _of_accounts(worker: Worker) -> Iterator[Sample]:
     budgeting = worker.budgeting
     for name, limits in _accounts(worker).items():
         for limit, figures in limits.items():
@@ -271,7 +172,7 @@ def _of_accounts(worker: "Worker") -> Iterator[Sample]:
         yield "lanekeeper.account.waits", {"account": name, "lane": lane, "reason": reason}, count
 
 
-def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
+def _of_calls(budgeting: Budgeting) -> Iterator[Sample]:
     breakers, now_s = budgeting.breakers, asyncio.get_running_loop().time()
     paused = breakers.pauses.reasons()
     for name in budgeting.registry.names:
@@ -321,7 +222,7 @@ def _of_calls(budgeting: "Budgeting") -> Iterator[Sample]:
         yield "lanekeeper.breaker.open", {"provider": provider, "model": model}, value
 
 
-def _of_spending(worker: "Worker", tenants: frozenset[str]) -> Iterator[Sample]:
+def _of_spending(worker: Worker, tenants: frozenset[str]) -> Iterator[Sample]:
     spending = worker.budgeting.spending
     totals = spending.totals()
     for lane, spent in totals[LANE].items():
@@ -348,7 +249,7 @@ def _of_tenants(lane: str, slots: LaneSlots, tenants: frozenset[str]) -> Iterato
             yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": lane}, value
 
 
-def _troubles(worker: "Worker") -> list[str]:
+def _troubles(worker: Worker) -> list[str]:
     """The first reasons why `/readyz` says that it takes no work: of those that say the same, one."""
     found: dict[str, str] = {}
     for what, why in worker.reasons().items():
@@ -357,21 +258,21 @@ def _troubles(worker: "Worker") -> list[str]:
     return list(found.values())[:TROUBLES]
 
 
-def _removed(worker: "Worker") -> dict[str, int]:
+def _removed(worker: Worker) -> dict[str, int]:
     dead, parking = worker.dead_letters, worker.settler.parking
     return {"exported": dead.exported, "dropped": dead.dropped, "unparked": parking.unparked}
 
 
-def _in_batches(worker: "Worker") -> int:
+def _in_batches(worker: Worker) -> int:
     """How many requests this worker gathers, or has in tickets."""
     return worker.gatherer.in_hand + worker.collector.requests_waiting
 
 
-def _batches(worker: "Worker") -> dict[str, int]:
+def _batches(worker: Worker) -> dict[str, int]:
     return {**worker.gatherer.counts, **worker.collector.counts}
 
 
-def _control(worker: "Worker") -> dict[str, int]:
+def _control(worker: Worker) -> dict[str, int]:
     answers = worker.control.answers
     return {
         "refused": answers.refused,

@@ -23,8 +23,8 @@ from service.config.settings import GatewayKey
 from service.gateway.operators import shown
 from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics, Sample
 from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpacked
-from service.worker import figures
-from service.worker.figures import QueueLengths
+from service.worker import lengths as lengths_module
+from service.worker.lengths import QueueLengths
 from tests.support.waiting import until
 from topology.lanes import BATCH, CRITICAL
 
@@ -127,9 +127,9 @@ class Broker:
 @pytest.fixture
 def broker(monkeypatch: pytest.MonkeyPatch) -> Broker:
     found = Broker()
-    monkeypatch.setattr(figures, "depths", found.depths)
-    monkeypatch.setattr(figures, "READ_EVERY_S", 0.001)
-    monkeypatch.setattr(figures, "REFUSED_FOR_S", 0.001)
+    monkeypatch.setattr(lengths_module, "depths", found.depths)
+    monkeypatch.setattr(lengths_module, "READ_EVERY_S", 0.001)
+    monkeypatch.setattr(lengths_module, "REFUSED_FOR_S", 0.001)
     return found
 
 

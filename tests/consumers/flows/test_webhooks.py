@@ -17,19 +17,9 @@ from standardwebhooks import Webhook, WebhookVerificationError
 from consumers.addresses import Resolver
 from consumers.clock import now_ms
 from consumers.flows.lines import AT_ONCE, PLACES, Line
+from consumers.flows.posting import FAULTS_AT_MOST, LOGGED, SPREAD, Posting
 from consumers.flows.posts import Answer
-from consumers.flows.webhooks import (
-    FAULTS_AT_MOST,
-    LOGGED,
-    SPREAD,
-    Hooks,
-    Post,
-    PostFailed,
-    Posting,
-    WebhookSpec,
-    is_host,
-    redelivered,
-)
+from consumers.flows.webhooks import Hooks, Post, PostFailed, WebhookSpec, is_host, redelivered
 from consumers.state.base import Completion, StoreSpec
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
