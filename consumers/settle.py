@@ -504,10 +504,17 @@ def set_aside(job: Job, *, now_ms: int, names: Names) -> Message:
     if job.batch_result is not None:
         _append(copy, job, job.batch_result)
     copy.priority = side_priority(job.message.priority, is_fresh=hop.is_fresh)
-    expiration = hop.expiration
-    if hop.is_fresh and expiration is not None and expiration.isdecimal():
-        copy.expiration = str(max(0, int(expiration) - (now_ms - since_ms)))
+    if (end_ms := expires_ms(job)) is not None:
+        copy.expiration = str(max(0, end_ms - now_ms))
     return copy
+
+
+def expires_ms(job: Job) -> int | None:
+    """When the broker would let a request expire that was never delayed or retried, if it had not been delivered."""
+    expiration = job.hop.expiration
+    if not job.hop.is_fresh or expiration is None or not expiration.isdecimal():
+        return None
+    return job.published.ms + int(expiration)
 
 
 def dead_letter(job: Job, code: str, detail: str, *, ended_ms: int, names: Names) -> Message:

@@ -23,6 +23,7 @@ time to set requests of one tenant aside may choose different queues; the order 
 """
 
 import asyncio
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
@@ -37,7 +38,7 @@ from typing_extensions import override
 from consumers.clock import NowMs, now_ms
 from consumers.job import HIGHEST_PRIORITY, Job, side_priority
 from consumers.outcomes import Deferred, Outcome, ended
-from consumers.settle import set_aside
+from consumers.settle import expires_ms, set_aside
 from consumers.spending import EVERY_TENANT
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -205,10 +206,18 @@ class QueueSlots:
         self._grant(tenant)
         return True
 
-    async def wait(self, tenant: str, *, rank: int = 0, movable: bool = False, is_aside: bool = False) -> Admission:
-        """Wait for a slot, after `begin` returned False; after `HELD_S` seconds the result is ASIDE. `rank`: the
-        priority of the request among the requests of its tenant. `movable`: the request may be moved to a side queue
-        earlier. `is_aside`: the request comes from a side queue, and is not moved back there earlier."""
+    async def wait(
+        self,
+        tenant: str,
+        *,
+        rank: int = 0,
+        movable: bool = False,
+        is_aside: bool = False,
+        within_s: float = math.inf,
+    ) -> Admission:
+        """Wait for a slot, after `begin` returned False; after `HELD_S` seconds, or `within_s` if that is less, the
+        result is ASIDE. `rank`: the priority of the request among the requests of its tenant. `movable`: the request
+        may be moved to a side queue earlier. `is_aside`: it comes from a side queue, and is not moved back earlier."""
         movable = movable and self.lane.has_aside is not None
         if movable and not is_aside and self._belongs_aside(tenant):
             return Admission.ASIDE
@@ -217,7 +226,7 @@ class QueueSlots:
         self._waiting.append(waiting)
         self._passes.setdefault(tenant, self._floor)
         try:
-            async with asyncio.timeout(HELD_S):
+            async with asyncio.timeout(min(HELD_S, within_s)):
                 return await admission
         except TimeoutError:
             return admission.result() if _is_admitted(waiting) else Admission.ASIDE
@@ -390,7 +399,9 @@ class SideQueueAdmitter(QueueAdmitter):
         try:
             if not self._slots.begin(tenant):
                 admission = Admission.ASIDE  # also if it is cancelled
-                admission = await self._slots.wait(tenant, rank=_rank(job), movable=True, is_aside=True)
+                admission = await self._slots.wait(
+                    tenant, rank=_rank(job), movable=True, is_aside=True, within_s=self._sides.expires_in_s(job)
+                )
         finally:
             if admission is not Admission.BEGIN:
                 self._sides.discard(job)
@@ -436,6 +447,10 @@ class SideQueues:
     def has(self, tenant: str) -> bool:
         return self._number_of(tenant) is not None
 
+    def expires_in_s(self, job: Job) -> float:
+        """After which time the broker would let it expire if it were not held here."""
+        return math.inf if (end_ms := expires_ms(job)) is None else max(0.0, (end_ms - self.now_ms()) / 1000)
+
     def add(self, job: Job) -> None:
         self._held.setdefault(job.identity.tenant, Counter())[self._numbers[job.delivery.queue]] += 1
 
@@ -450,6 +465,8 @@ class SideQueues:
             del self._held[tenant]
 
     async def put(self, job: Job) -> Outcome | None:
+        if not self.expires_in_s(job):  # the broker would deliver it at once, if a worker has room for it
+            return ended("deadline_exceeded", f"expired after its expiration of {job.hop.expiration} ms")
         number = self._place(job.identity.tenant)
         if number in self._full:
             return self._refuse(job)

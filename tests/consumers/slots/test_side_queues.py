@@ -84,6 +84,16 @@ async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_at
     assert isinstance(again, Deferred)
 
 
+async def test_a_request_that_expired_while_it_was_held_is_answered_instead_of_set_aside() -> None:
+    side = Side()
+    assert await side.aside.put(side.job("crm", expiration="100")) is None
+    assert [each.message.expiration for each in side.bench.publisher.sent] == ["50"]
+    outcome = await side.aside.put(side.job("crm", expiration="50"))
+    assert isinstance(outcome, Refused)
+    assert outcome.problem.code == "deadline_exceeded"
+    assert len(side.used) == 1
+
+
 async def test_a_request_that_is_refused_for_its_headers_is_not_set_aside() -> None:
     side = Side()
     assert may_move(side.job("crm"), NAMES)
