@@ -95,6 +95,10 @@ class Pool:
         await self._deliveries.consume_again(keeps_channel=self.in_hand > 0)
 
     @property
+    def prefetch(self) -> int:
+        return self._deliveries.prefetch
+
+    @property
     def running(self) -> int:
         return len(self.jobs)
 

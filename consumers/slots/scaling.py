@@ -127,6 +127,12 @@ class SlotPool(Protocol):
     def queue(self) -> str: ...
     @property
     def is_taking(self) -> bool: ...
+    @property
+    def prefetch(self) -> int: ...
+    @property
+    def running(self) -> int: ...
+    @property
+    def in_hand(self) -> int: ...
     async def resize(self, prefetch: int) -> None: ...
 
 
@@ -137,7 +143,8 @@ class ScaledQueue:
     lane: str
     pool: SlotPool
     sides: Sequence[SlotPool] = ()
-    """Those of its side queues, which use the same slots."""
+    """Those of its side queues, which use the same slots. Each gets twice as many deliveries while all that it has run;
+    so hardly more wait here than run, and another process or a higher priority goes first."""
     can_scout: bool = False
     shared: QueueSlots
     load: QueueLoad
@@ -198,7 +205,12 @@ class ScaledQueue:
         size = max(self.sizes)
         await self.pool.resize(size + SCOUT_PREFETCH if self.is_scouted else size)
         for side in self.sides:
-            await side.resize(size)
+            if not side.in_hand:
+                await side.resize(1)
+            elif side.running >= side.prefetch:
+                await side.resize(min(2 * side.prefetch, size))
+            else:
+                await side.resize(side.prefetch)
 
     def look_for_scout(self, ready: int) -> None:
         slots = self.shared

@@ -479,13 +479,12 @@ class Pools:
             admitter: QueueAdmitter,
             *,
             prefetch: int,
-            holder: str,
             most_bytes: int | None = None,
             counts_as: str | None = None,
         ) -> Pool:
             made = Pool(
                 self.broker.deliveries(
-                    queue, prefetch=prefetch, holder=holder, most_bytes=most_bytes, weight=decoding.weight
+                    queue, prefetch=prefetch, holder=lane.name, most_bytes=most_bytes, weight=decoding.weight
                 ),
                 job_of=job_of,
                 handle=handler.handle,
@@ -507,7 +506,7 @@ class Pools:
             admitter = QueueAdmitter(own, side_queues, names=names)
             return ScaledQueue(
                 lane=lane.name,
-                pool=pool(queue, admitter, prefetch=own.size, holder=lane.name, most_bytes=most_bytes),
+                pool=pool(queue, admitter, prefetch=own.size, most_bytes=most_bytes),
                 sides=sides,
                 can_scout=side_queues is not None,
                 shared=own,
@@ -522,8 +521,7 @@ class Pools:
         if side_queues is not None:
             at_sides = SideQueueAdmitter(slots, side_queues)
             sides = [
-                # apart from the lane's other messages, so that these always find room
-                pool(queue, at_sides, prefetch=lane.slots, holder=side_of(intake), counts_as=side_of(intake))
+                pool(queue, at_sides, prefetch=1, counts_as=side_of(intake))
                 for queue in (names.side(lane.name, number) for number in range(lane.side_queues))
             ]
         self.scaled += (

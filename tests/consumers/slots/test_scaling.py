@@ -40,7 +40,7 @@ class SizedPool:
         self.queue = queue
         self.prefetch = prefetch
         self.is_taking = True
-        self.resizes = 0
+        self.in_hand = self.running = self.resizes = 0
 
     async def resize(self, prefetch: int) -> None:
         self.resizes += prefetch != self.prefetch
@@ -160,7 +160,7 @@ async def test_while_a_load_goes_up_and_down_the_consumers_stay() -> None:
             world.high.wanted = 0
             await asyncio.sleep(0.3)
         assert world.low.pool.resizes < 5
-        assert world.low.slots.running == 5
+        assert world.low.slots.size == 5
 
 
 @in_virtual_time
@@ -365,6 +365,28 @@ async def test_while_slots_become_free_quickly_a_queue_is_scouted_only_between_s
             await asyncio.sleep(0.06)
             lane.slots.end("crm")
         assert lane.is_scouted() == is_scouted
+
+
+@in_virtual_time
+async def test_a_side_queue_is_prefetched_only_as_far_as_its_requests_run() -> None:
+    lane, side = Crowd(waiting=0), SizedPool("lane.normal.side.00", 1)
+    lane.queue.sides = [side]
+    lane.queue.load = replace(lane.queue.load, slots=16, max_slots=16)
+    lane.slots.resize(16)
+    async with lane.watched():
+        side.in_hand = 1
+        await asyncio.sleep(1)
+        assert side.prefetch == 1, "it waits for a slot"
+        for _ in range(200):
+            side.in_hand = side.running = side.prefetch
+            await asyncio.sleep(0.01)
+        assert side.prefetch == 16
+        side.running = 3
+        await asyncio.sleep(1)
+        assert side.prefetch == 16
+        side.in_hand = side.running = 0
+        await asyncio.sleep(0.3)
+        assert side.prefetch == 1
 
 
 @in_virtual_time

@@ -663,7 +663,7 @@ class Worker:
             work(world.broker.intake.name, SPEC.slots, admitter=at_intake),
             work(world.broker.due.name, SPEC.due_slots, admitter=at_due),
             work(world.broker.intake.name, SCOUT_PREFETCH, admitter=at_intake),
-            *(work(queue.name, SPEC.slots, admitter=at_sides) for queue in world.broker.sides),
+            *(work(queue.name, 1, admitter=at_sides) for queue in world.broker.sides),
             self._pool(world.broker.fallen.name, 1, job_of=fallen.job_of, handle=fallen.handle),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
