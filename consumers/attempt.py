@@ -37,7 +37,7 @@ from consumers.flows.handlers import Caller, Handlers
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, LostCall, Route
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
-from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, ended_by, stopped_by
+from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, end_with, end_with_problem, stopped_by
 from consumers.providers.answers import Answer
 from consumers.providers.breakers import Breakers, Change, Permit
 from consumers.providers.registry import Registry
@@ -127,7 +127,7 @@ class Attempts:
                 )
         except RequestProblem as forbidden:  # raised while streaming, for a part that may not be sent
             _record_run(job, clock() - began_s)
-            return ended_by(forbidden)
+            return end_with_problem(forbidden)
         except BreakerOpen as breaker:
             return self._later(job, decoded, breaker.retry_in_s)
         except ProviderError as error:
@@ -139,7 +139,7 @@ class Attempts:
             return self._later(job, decoded, wait_s) if is_free else self._decide(error, job, decoded)
         _record_run(job, clock() - began_s)
         if parts is not None and parts.flow and job.stopped is None:
-            return ended(
+            return end_with(
                 "deadline_exceeded", f"its stream was cut after {ATTEMPT_WITHIN_S:g} s, the most that one lasts"
             )
         return self._ended_early(job, decoded, is_past_deadline=left_s <= ATTEMPT_WITHIN_S)
@@ -176,7 +176,7 @@ class Attempts:
         job.attempted = Attempted(started_ms=self.now_ms())
         self.lifecycle.publish(job, "started", wait_ms=job.wait_ms)
         if job.progress is not None:
-            job.progress.tell("started", attempt=job.attempts, wait_ms=job.wait_ms)
+            job.progress.publish_event("started", attempt=job.attempts, wait_ms=job.wait_ms)
 
     async def _call_routes(self, job: Job, decoded: Decoded, parts: Parts | None, limit: Interruptible) -> Answer:
         request, chain, clock = decoded.request, decoded.chain, asyncio.get_running_loop().time

@@ -69,7 +69,7 @@ async def restarted(run: Callable[[], Coroutine[Any, Any, object]], *, name: str
         await asyncio.sleep(RESTART_S)
 
 
-async def ended(task: "asyncio.Task[Any]", *, within_s: float) -> bool:
+async def end_within(task: "asyncio.Task[Any]", *, within_s: float) -> bool:
     """Wait until a task has ended, for at most `within_s`, and return whether it has. Like `asyncio.wait` for one task,
     with two thirds of its CPU time."""
     loop = asyncio.get_running_loop()

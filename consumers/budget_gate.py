@@ -11,7 +11,7 @@ from consumers.job import Decoded, Interruptible, Job, Reserved, Route
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
 from consumers.limits.budgets import Budgets
 from consumers.limits.estimates import Estimates, UsageClass, task_of
-from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, ended, stopped_by
+from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, end_with, stopped_by
 from consumers.providers.breakers import Breakers
 from topology.codec.decoding import Request
 
@@ -229,7 +229,7 @@ class BudgetGate:
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
         left_ms = request.deadline_ms - self.now_ms()
         bound_ms = request.deadline_ms - request.start_ms
-        return ended(
+        return end_with(
             "deadline_exceeded",
             f"not answered within {bound_ms} ms: it could start in {round(1000 * wait.seconds)} ms at the earliest "
             f"(waiting for {wait.reason} of {route.account}), its call may take "

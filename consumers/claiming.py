@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from consumers.background import Background, ended
+from consumers.background import Background, end_within
 from consumers.clock import now_ms
 from consumers.job import ASK_WITHIN_S, CLAIM_WITHIN_S, KEPT_AFTER_MS, STORE_WITHIN_S, Job
 from consumers.progress import Progress, ProgressWriter
@@ -120,7 +120,7 @@ class Claiming:
         self._claim_tasks[claiming] = job.identity
         claiming.add_done_callback(self._claim_tasks.pop)
         try:
-            has_answer = await ended(claiming, within_s=CLAIM_WITHIN_S)
+            has_answer = await end_within(claiming, within_s=CLAIM_WITHIN_S)
         except asyncio.CancelledError:
             self._background.detached(self._release_if_granted(job, claiming), name=f"give back {job.id}")
             raise
@@ -147,7 +147,7 @@ class Claiming:
             return
         held, job.claim = job.claim, None
         releasing = self._begin_release(job, held, due_ms, step)
-        await ended(releasing, within_s=RELEASE_AWAITED_S)
+        await end_within(releasing, within_s=RELEASE_AWAITED_S)
         if self._releasing > RELEASES_AT_MOST:
             releasing.cancel()
 

@@ -170,7 +170,7 @@ class ControlAnswers:
     unanswered: int = field(default=0, init=False)
     _log_throttle: LogThrottle = field(default_factory=LogThrottle, init=False)
 
-    async def tell(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
+    async def send(self, message: Message, body: Mapping[str, Any], *, control: Literal["accepted", "pending"]) -> None:
         headers = {n.CONTROL: control}
         if "id" in body:
             headers[n.REQUEST_ID] = body["id"]
@@ -433,11 +433,11 @@ class Control:
             if delivery.cut_bytes:
                 raise invalid_request(f"body: {delivery.cut_bytes} bytes, allowed are {MESSAGE_BYTES}")
             if message.type in n.BRAKE_KEYS:
-                await self.answers.tell(message, await self.brake.carry_out(message), control="accepted")
+                await self.answers.send(message, await self.brake.carry_out(message), control="accepted")
             elif message.type in n.WEBHOOK_COMMANDS:
                 kind, body = self.brake.require_operator(message), object_in(message)
                 answer = await self.settler.webhooks.carry_out(kind, body)
-                await self.answers.tell(message, answer, control="accepted")
+                await self.answers.send(message, answer, control="accepted")
             elif (command := self._read_command(message)) is not None:
                 await self._carry_out(message, command)
         except RequestProblem as problem:
@@ -460,14 +460,14 @@ class Control:
         identity = command.identity
         if command.kind == n.CANCEL_KEY:
             answer = await self._cancel(identity)
-            await self.answers.tell(message, answer, control="accepted")
+            await self.answers.send(message, answer, control="accepted")
             return
         found = await self.claiming.find(identity)
         if found is not None and found.completion is not None:
-            webhook = await self.settler.webhooks.told(identity)
+            webhook = await self.settler.webhooks.describe(identity)
             await self.answers.replay(message, found.completion, id=identity.id, webhook=webhook)
         else:
-            await self.answers.tell(message, _state(identity.id, found), control="pending")
+            await self.answers.send(message, _state(identity.id, found), control="pending")
 
     async def _cancel(self, identity: Identity) -> dict[str, Any]:
         known = await self.claiming.find(identity)

@@ -26,7 +26,7 @@ from enum import Enum, auto
 from typing import Final, assert_never
 
 from consumers.limits.base import NOTHING, Amounts, Kind, RateHeaders
-from consumers.outcomes import DeadLettered, Refused, Retried, ended
+from consumers.outcomes import DeadLettered, Refused, Retried, end_with
 from lanekeeper.contract.identity import encodable, is_word, shown
 from lanekeeper.contract.problems import LanekeeperError, ProviderFailure
 
@@ -329,9 +329,9 @@ def decide(
     match Retry.REJECTED if error.is_final else error.means.retry:
         case Retry.REJECTED:
             status = error.status or None
-            return ended("provider_rejected", error.detail, status=status, brief=error.brief, provider=failure)
+            return end_with("provider_rejected", error.detail, status=status, brief=error.brief, provider=failure)
         case Retry.TOO_LARGE:
-            return ended("answer_too_large", error.detail)
+            return end_with("answer_too_large", error.detail)
         case Retry.SOON:
             first_s = policy.floor_s
         case Retry.BACK_OFF | Retry.RETRY_AFTER:
@@ -339,7 +339,7 @@ def decide(
         case never:
             assert_never(never)
     if attempts >= max_attempts:
-        return ended(
+        return end_with(
             "attempts_exhausted",
             f"all {attempts} attempts failed; the last: {error.detail}",
             brief=f"after {attempts} attempts: {error.brief}",
@@ -352,7 +352,7 @@ def decide(
         pause_s = _with_retry_after(error, pause_s, policy=policy, rng=rng)
     delay_ms = math.ceil(1000 * pause_s)
     if delay_ms >= left_ms:
-        return ended(
+        return end_with(
             "deadline_exceeded",
             f"attempt {attempts} failed ({error.detail}), and the next could start in {delay_ms} ms: "
             f"{max(0, left_ms)} ms are left",

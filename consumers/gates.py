@@ -25,8 +25,8 @@ from consumers.outcomes import (
     Replayed,
     Retried,
     Superseded,
-    ended,
-    ended_by,
+    end_with,
+    end_with_problem,
     stopped_by,
 )
 from consumers.prices import Prices, Usage
@@ -206,7 +206,7 @@ class ClaimGate:
         """Raises StoreUnavailable if the store does not answer: no provider is called without a claim."""
         match await self._claiming.claim(job):
             case Granted(deaths=deaths) if deaths >= DEATHS_AT_MOST:
-                return ended(
+                return end_with(
                     "poison", f"delivered {deaths + 1} times and never settled: its worker died or hung under it"
                 )
             case Granted(deaths=deaths) if deaths >= SUSPECT_FROM:
@@ -224,7 +224,7 @@ class ClaimGate:
             case Ended(completion=completion, is_same_message=is_same_message):
                 return Replayed(completion=completion, buries=is_same_message and job.came_before)
             case Conflict():
-                return ended(
+                return end_with(
                     "idempotency_conflict",
                     "message_id: it was used with another body; give every request an id of its own",
                 )
@@ -233,15 +233,15 @@ class ClaimGate:
         if self._suspect is job:
             self._suspect = None
         if job.progress is not None and isinstance(outcome, Retried):
-            job.progress.tell("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
+            job.progress.publish_event("retrying", attempt=job.attempts, delay_ms=outcome.delay_ms, error=outcome.brief)
         match outcome:
             case Answered() | Refused() | DeadLettered() | Superseded() | Replayed():
                 return
             case PipelineAdvanced(answer=answer, delay_ms=delay_ms):
                 if job.progress is not None:
-                    job.progress.tell("step", step=outcome.flow.step, done=outcome.done, of=outcome.of)
+                    job.progress.publish_event("step", step=outcome.flow.step, done=outcome.done, of=outcome.of)
                 if answer is None:  # else its step's outcome must be stored first
-                    await self._claiming.release(job, due_ms=self._now_ms() + delay_ms, step=outcome.told)
+                    await self._claiming.release(job, due_ms=self._now_ms() + delay_ms, step=outcome.description)
             case Batched():
                 await self._claiming.release(job, step=f"{job.step}, {IN_BATCH}" if job.step else IN_BATCH)
             case Retried(delay_ms=delay_ms) | Deferred(delay_ms=delay_ms):
@@ -272,11 +272,11 @@ async def fetch_body(
             job.decoded = await decoding.decode_body(raw, job, decoded.lane)
             return None
     except BodyTooLarge as error:
-        return ended("too_large", f"header {BODY}: {error}")
+        return end_with("too_large", f"header {BODY}: {error}")
     except BodyError as error:
-        return ended("invalid_request", f"header {BODY}: {error}")
+        return end_with("invalid_request", f"header {BODY}: {error}")
     except RequestProblem as problem:
-        return ended_by(problem)
+        return end_with_problem(problem)
     except BodiesUnavailable as error:
         log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
     if job.stopped is not None:
@@ -298,7 +298,7 @@ async def await_route(
     if job.batch_result is not None:
         return None
     if decoded.chain.forbidden:
-        return ended("forbidden_model", decoded.chain.forbidden)
+        return end_with("forbidden_model", decoded.chain.forbidden)
     clock = asyncio.get_running_loop().time
     left_s = (decoded.request.deadline_ms - now_ms()) / 1000
     until_s = clock() + min(HOLD_S, left_s)
@@ -365,7 +365,7 @@ class CapsGate:
             return None
         route = self.breakers.usable(decoded.chain.routes)[0]
         if not self.prices.has(route.model, route.name) and any(bound.what == "usd" for bound in bounds):
-            return ended(
+            return end_with(
                 "forbidden_model",
                 f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
                 "the operator can set its price (LANEKEEPER_PRICES__MODELS)",
@@ -418,11 +418,11 @@ class CapsGate:
         if hold is not None:
             self.spending.correct(hold, used, publish=partial(self.publish, job))
 
-    async def come_back(self, job: Job, decoded: Decoded) -> Outcome | None:
+    async def enter_first(self, job: Job, decoded: Decoded) -> Outcome | None:
         """A gate before all that can end a request, so that `end` is called."""
         return None
 
-    async def end(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
+    async def leave_last(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Give back what is counted for a request that was in a batch, and ended before `enter`: too late, or
         cancelled."""
         if job.batch is None or not job.batch.held:
@@ -466,7 +466,7 @@ class CapsGate:
         if wait_ms >= left_ms or over.wanted > over.bound.limit:
             text = f"{over}; the next {over.bound.per} begins in {wait_ms} ms, and {left_ms} ms are left"
             fits = over.wanted <= over.bound.limit
-            return ended("deadline_exceeded", text, retry_after_ms=wait_ms if fits else None)
+            return end_with("deadline_exceeded", text, retry_after_ms=wait_ms if fits else None)
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
 

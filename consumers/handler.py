@@ -10,7 +10,7 @@ from consumers.flows.pipelines import Pipelines
 from consumers.flows.webhooks import Webhooks
 from consumers.gates import Gate, Leave
 from consumers.job import Decoded, Job, user_id_missing
-from consumers.outcomes import Deferred, Outcome, Refused, ended, ended_by
+from consumers.outcomes import Deferred, Outcome, Refused, end_with, end_with_problem
 from consumers.replies import Replies
 from consumers.settle import Failpoints
 from lanekeeper import __version__
@@ -48,7 +48,7 @@ class Handler:
         try:
             job.decoded = decoded = await self.decoding.decode(job, job.lane)
         except RequestProblem as problem:
-            return ended_by(problem)
+            return end_with_problem(problem)
         if job.delivery.times_delivered is None:
             return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
         self.failpoints.reach("before_claim")
@@ -77,17 +77,17 @@ class Handler:
 
     def _refused(self, job: Job) -> Outcome | None:
         if not job.trusted and job.message.exchange != self.exchange:
-            return ended(
+            return end_with(
                 "invalid_request",
                 f"published to exchange {job.message.exchange[:80]!r}: allowed is {self.exchange!r}",
             )
         if (tenant := job.identity.tenant) and job.hop.is_fresh and not is_tenant(tenant):
             which = "user_id" if tenant == job.hop.user_id else n.TENANT
-            return ended("invalid_request", f"{which}: {TENANT}; found {tenant[:80]!r}")
+            return end_with("invalid_request", f"{which}: {TENANT}; found {tenant[:80]!r}")
         if self.needs_user_id and not job.hop.user_id:
-            return ended_by(user_id_missing())
+            return end_with_problem(user_id_missing())
         if (forbidden := self.replies.refusal(job) or self.webhooks.refusal(job)) is not None:
-            return ended_by(forbidden)
+            return end_with_problem(forbidden)
         return None
 
 

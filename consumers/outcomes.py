@@ -104,7 +104,7 @@ class PipelineAdvanced:
     message without it (`LOOKS`)."""
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.flow.step}, {self.done} of {self.of}" if self.of else self.flow.step
 
 
@@ -118,13 +118,13 @@ class Batched:
 Outcome = Answered | Deferred | Retried | Refused | DeadLettered | Superseded | Replayed | PipelineAdvanced | Batched
 
 
-def ended_by(problem: RequestProblem) -> Refused | DeadLettered:
+def end_with_problem(problem: RequestProblem) -> Refused | DeadLettered:
     """The outcome of a request that ends with this error: `DeadLettered` if it is kept in `lane.dead` after such an
     error (docs/contract.md lists them), else `Refused`."""
     return DeadLettered(problem) if problem.type.parked else Refused(problem)
 
 
-def ended(
+def end_with(
     code: str,
     detail: str,
     *,
@@ -134,7 +134,7 @@ def ended(
     retry_after_ms: int | None = None,
 ) -> Refused | DeadLettered:
     """The outcome of a request that ends with the error `code`."""
-    return ended_by(
+    return end_with_problem(
         RequestProblem(code, detail, status=status, brief=brief, provider=provider, retry_after_ms=retry_after_ms)
     )
 

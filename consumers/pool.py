@@ -15,7 +15,7 @@ from typing import Any
 
 from consumers.job import Job, Source
 from consumers.lifecycle import record
-from consumers.outcomes import Outcome, ended
+from consumers.outcomes import Outcome, end_with
 from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, AtOnce, LaneSlots, PausedAdmitter, QueueAdmitter
@@ -85,7 +85,7 @@ class Pool:
 
     @property
     def brake(self) -> str | None:
-        return None if (pause := self._brake()) is None else pause.told
+        return None if (pause := self._brake()) is None else pause.description
 
     @property
     def has_room(self) -> bool:
@@ -314,4 +314,4 @@ class Pool:
             raise
         except Exception as error:
             log.exception(signals.HANDLER_FAILED, where="handle")
-            return ended("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log")
+            return end_with("internal", f"a fault of Lanekeeper: {type(error).__name__}; see its log")

@@ -47,7 +47,7 @@ class Progress:
     def is_written(self) -> bool:
         return not self._unwritten and not self._is_writing
 
-    def tell(self, kind: str, **detail: Any) -> None:
+    def publish_event(self, kind: str, **detail: Any) -> None:
         self._add(NewEntry(kind, json.dumps(detail, ensure_ascii=False).encode()))
 
     def part(self, kind: str, body: bytes) -> None:

@@ -5,7 +5,7 @@ import random
 
 from consumers.clock import NowMs
 from consumers.job import Decoded, Job
-from consumers.outcomes import Deferred, Outcome, ended_by
+from consumers.outcomes import Deferred, Outcome, end_with_problem
 from consumers.providers.breakers import Breakers
 from lanekeeper.contract.problems import ProviderFailure, RequestProblem
 
@@ -42,7 +42,7 @@ def exceeded(job: Job, decoded: Decoded, breakers: Breakers, *, now_ms: int) -> 
     if pause is not None:
         return RequestProblem(
             "deadline_exceeded",
-            f"{detail}; {pause.told}{job.last_failure}",
+            f"{detail}; {pause.description}{job.last_failure}",
             brief=detail,
             provider=job.provider_failure,
         )
@@ -71,7 +71,7 @@ def later(
     if wait_ms >= left_ms:
         why = breakers.hindrance(routes) or "its last calls failed"
         detail = f"no provider may be called for {wait_ms} ms, and {max(0, left_ms)} ms are left"
-        return ended_by(unavailable(job, why, detail, breakers.last_failure(routes)))
+        return end_with_problem(unavailable(job, why, detail, breakers.last_failure(routes)))
     now_s = asyncio.get_running_loop().time()
     down_s = min(breakers.down_s(route, now_s) for route in routes)
     stay_s = min(SHARE_OF_OUTAGE * down_s, MOST_TARGETS * decoded.lane.target_wait_s)

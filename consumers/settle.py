@@ -176,16 +176,16 @@ class Settler:
         message.headers = {**message.headers, **first_hop.headers}
         await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=routing_key)
 
-    async def fall(self, message: Message) -> None:
+    async def publish_stray(self, message: Message) -> None:
         """Publish a message of another queue that is not what belongs there to `lane.fallen`, where it is answered or
         kept. Raises BrokerError."""
-        fallen = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=self.names))
-        fallen.user_id = fallen.expiration = None
+        stray = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=self.names))
+        stray.user_id = stray.expiration = None
         # where it can be published again: `lane.batches` has it in a header
         key = message.headers.get(n.ROUTING_KEY) if message.routing_key == self.names.batches else message.routing_key
         if not isinstance(key, str) or len(key.encode()) > KEY_BYTES:  # no worker has written it
             key = ""
-        await self.publisher.publish_surely(fallen, exchange=self.names.fallen, routing_key=key)
+        await self.publisher.publish_surely(stray, exchange=self.names.strays, routing_key=key)
 
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the
@@ -218,7 +218,8 @@ class Settler:
     async def _is_parked(self, delivery: Delivery) -> bool:
         """Keep a message that only causes errors: in `lane.fallen`, where its requester is answered; or in `lane.dead`
         if it comes from there, or cannot be published as it is. Returns False if it cannot be kept now."""
-        for park in (self._bury_unread,) if delivery.queue == self.names.fallen else (self._fall, self._bury_unread):
+        as_stray = () if delivery.queue == self.names.strays else (self._publish_stray,)
+        for park in (*as_stray, self._bury_unread):
             try:
                 await park(delivery)
             except BrokerError as error:
@@ -230,8 +231,8 @@ class Settler:
                 return True
         return False
 
-    async def _fall(self, delivery: Delivery) -> None:
-        await self.fall(delivery.message)
+    async def _publish_stray(self, delivery: Delivery) -> None:
+        await self.publish_stray(delivery.message)
 
     async def _bury_unread(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -258,7 +259,7 @@ class Settler:
                 if answer is None:
                     return outcome
                 completion = self._completion(job, answer)
-                valid = await self.claiming.step_ended(job, completion, step=outcome.told)
+                valid = await self.claiming.step_ended(job, completion, step=outcome.description)
                 job.completion = None
                 if valid != completion:  # another worker has stored an outcome of the step first: go on with that one
                     return Deferred(delay_ms=0, reason="running elsewhere")
@@ -284,7 +285,7 @@ class Settler:
             return Deferred(delay_ms=LATER_MS, reason="running elsewhere")
         if valid.ended_ms != completion.ended_ms or valid.body != completion.body:
             # a worker may have stored this completion and died before it published the dead letter
-            came_before = job.came_before or job.message.exchange == self.names.fallen
+            came_before = job.came_before or job.message.exchange == self.names.strays
             return Replayed(completion=valid, buries=came_before or isinstance(outcome, DeadLettered))
         return outcome
 

@@ -169,7 +169,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
             *(queue for lane in lanes for queue in (_intake(lane, names, broker), _due(lane, names))),
             *(Queue(names.side(lane.name, number), _intake(lane, names, broker).arguments) for lane, number in sides),
             *cascade.queues,
-            *(Queue(name, _unlimited(broker)) for name in (names.fallen, names.dead, names.webhooks, names.control)),
+            *(Queue(name, _unlimited(broker)) for name in (names.strays, names.dead, names.webhooks, names.control)),
             *(Queue(name, {**_unlimited(broker), **ONE_CONSUMER}) for name in (names.batches, names.tickets)),
         ),
         bindings=(
@@ -183,7 +183,7 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
                 for lane, number in sides
             ),
             *cascade.bindings,
-            Binding(names.fallen, names.fallen),
+            Binding(names.strays, names.strays),
             Binding(names.dead, names.dead, routing_key="#"),
             *(
                 Binding(exchange, names.webhooks, routing_key=names.webhook_key("#"))
@@ -200,11 +200,11 @@ def declare(lanes: Sequence[LaneSpec], *, names: Names, broker_version: str) -> 
 
 
 def _exchanges(names: Names) -> tuple[Exchange, ...]:
-    to_fallen: Arguments = {"alternate-exchange": names.fallen}
+    to_strays: Arguments = {"alternate-exchange": names.strays}
     return (
-        Exchange(names.fallen, "fanout"),
-        Exchange(names.requests, "topic", arguments=to_fallen),
-        Exchange(names.due_exchange, "topic", internal=True, arguments=to_fallen),
+        Exchange(names.strays, "fanout"),
+        Exchange(names.requests, "topic", arguments=to_strays),
+        Exchange(names.due_exchange, "topic", internal=True, arguments=to_strays),
         Exchange(names.dead, "topic"),
         Exchange(names.webhooks, "topic"),
         Exchange(names.events, "topic"),
@@ -219,7 +219,7 @@ def _intake(lane: LaneSpec, names: Names, broker: Broker) -> Queue:
         "x-max-length": lane.max_length,
         "x-max-length-bytes": lane.max_length_bytes,
         "x-overflow": "reject-publish",
-        "x-dead-letter-exchange": names.fallen,
+        "x-dead-letter-exchange": names.strays,
     }
     if broker.quorum_intake:
         return Queue(names.intake(lane.name), {**QUORUM, **bounds, **LIMITED})
@@ -241,7 +241,7 @@ def _due(lane: LaneSpec, names: Names) -> Queue:
         {
             **QUORUM,
             "x-overflow": "reject-publish",
-            "x-dead-letter-exchange": names.fallen,
+            "x-dead-letter-exchange": names.strays,
             **LIMITED,
         },
     )
@@ -278,7 +278,7 @@ def _cascade(names: Names) -> Topology:
     for level in range(delays.LEVELS):
         name, bit = names.delay(level), names.delay_bit(level)
         next_lower = names.delay(level - 1) if level else names.due_exchange
-        exchanges.append(Exchange(name, "headers", arguments={"alternate-exchange": names.fallen}))
+        exchanges.append(Exchange(name, "headers", arguments={"alternate-exchange": names.strays}))
         arguments: Arguments = {
             **QUORUM,
             "x-message-ttl": delays.wait_ms(level),

@@ -28,7 +28,7 @@ def mermaid(topology: Topology) -> str:
 {queues}
 {side}  end
   worker(["workers, a pool a lane"])
-  fallen[("{names.fallen}")]
+  fallen[("{names.strays}")]
   webhooks[("{names.webhooks}")]
   batches[("{names.batches}, {names.tickets}")]
   dead[("{names.dead}")]

@@ -107,7 +107,7 @@ def rights(user: User, topology: Topology) -> Rights:
                     OWN_QUEUES,
                 ),
                 read=_anchored(
-                    *map(re.escape, (*consumed, names.fallen, names.dead, names.webhooks, names.control)),
+                    *map(re.escape, (*consumed, names.strays, names.dead, names.webhooks, names.control)),
                     *map(re.escape, (names.batches, names.tickets)),
                     rf"{re.escape(names.namespace)}\.({'|'.join(map(re.escape, topology.lanes))})\.side\.\d\d",
                     OWN_QUEUES,

@@ -176,13 +176,13 @@ class Collector:
             now_s = settler.now_ms() / 1000
             since_s = message.timestamp_s or now_s
             if now_s - since_s > KEPT_MS / 1000:
-                await settler.fall(message)
+                await settler.publish_stray(message)
                 return
             again = replace(message, exchange="", routing_key="", headers={}, timestamp_s=since_s)
             await settler.send_around(again, UNREAD_MS, routing_key=settler.names.ticket_key)
             return
         except ValueError:
-            await self.settler.fall(message)
+            await self.settler.publish_stray(message)
             return
         operation = "collect" if ticket.stage is Stage.SUBMITTED else "submit"
         requests = [item.message for item in ticket.items]

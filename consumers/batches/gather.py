@@ -200,7 +200,7 @@ class Gatherer:
                 case _Unread():
                     await self._publish_back(request.message(self.settler.names), request.routing_key, 0)
                 case None:  # no worker has published it
-                    await self.settler.fall(delivery.message)
+                    await self.settler.publish_stray(delivery.message)
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="gather", error=str(error))
             settle = self.settler.nack_later

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import jiter
 
-from consumers.background import Background, ended
+from consumers.background import Background, end_within
 from consumers.failures import HandlerDied, HandlerError, RejectedError
 from consumers.flows.batched_handlers import Gathering, Result
 from consumers.flows.pool_worker import (
@@ -192,7 +192,7 @@ class Handlers:
     async def _in_loop(self, spec: HandlerSpec, value: Any, timeout_s: float) -> Any:
         running = self._background.begin(_awaited(self._functions[spec.name], value), name=f"handler {spec.name}")
         try:
-            if not await ended(running, within_s=timeout_s):
+            if not await end_within(running, within_s=timeout_s):
                 raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout")
             if running.cancelled():  # what it waited for was, and not this call
                 raise HandlerError(f"handler {spec.name}: cancelled from within", type="failed")
@@ -240,7 +240,7 @@ async def _awaited(function: Callable[[Any], Any], value: object) -> object:
 
 
 async def _see_end(running: "asyncio.Task[object]", name: str) -> None:
-    if not await ended(running, within_s=CANCELLED_WITHIN_S):
+    if not await end_within(running, within_s=CANCELLED_WITHIN_S):
         log.error(signals.HANDLER_STUCK, handler=name)
 
 

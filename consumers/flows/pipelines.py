@@ -33,8 +33,8 @@ from consumers.outcomes import (
     Outcome,
     PipelineAdvanced,
     Refused,
-    ended,
-    ended_by,
+    end_with,
+    end_with_problem,
     stopped_by,
 )
 from consumers.spending import EVERY_TENANT
@@ -185,13 +185,13 @@ class Pipelines:
         is_granted = tenant in spec.tenants or EVERY_TENANT in spec.tenants
         for of, model in spec.uses(lane, self.lanes):
             if needs_right and not is_granted and of.name != lane.name:
-                return ended(
+                return end_with(
                     "invalid_request",
                     f"header {n.PIPELINE}: {spec.name} has a step in lane {of.name}, so tenant {tenant[:80]!r} may run "
                     f"it only if pipelines.{spec.name}.tenants lists it",
                 )
             if model and of.models is not None and model not in of.models:
-                return ended(
+                return end_with(
                     "forbidden_model", f"pipeline {spec.name}: model {model!r} is not allowed in lane {of.name}"
                 )
         return None
@@ -233,11 +233,11 @@ class Pipelines:
         steps = self._steps[decoded.request.pipeline]
         name = next(iter(steps)) if flow is None else flow.step
         if (step := steps.get(name)) is None:
-            return ended("internal", f"pipeline {decoded.request.pipeline} has no step {name[:80]!r} any more")
+            return end_with("internal", f"pipeline {decoded.request.pipeline} has no step {name[:80]!r} any more")
         try:
             return await self._enter_step(job, decoded, steps, step)
         except RequestProblem as problem:
-            return ended_by(problem)
+            return end_with_problem(problem)
         except RenderingUnavailable:
             if job.stopped is not None:
                 return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
@@ -342,7 +342,7 @@ class Pipelines:
                 output = output_of(outcome.body, None, is_handler=outcome.provider == HANDLER)
                 return self._stepped(job, output, outcome)
             except RequestProblem as too_large:
-                outcome = ended_by(too_large)
+                outcome = end_with_problem(too_large)
         if isinstance(outcome, (Refused, DeadLettered)) and not (isinstance(outcome, Refused) and outcome.is_repeat):
             problem = outcome.problem
             if not problem.detail.startswith("step "):

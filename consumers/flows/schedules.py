@@ -102,7 +102,7 @@ class ScheduleSpec:
             "missed": self.missed,
             "next": moment_text(next(self.after(now_ms))),
             "last": (last and last.id) or None,
-            "paused": None if pause is None else pause.told,
+            "paused": None if pause is None else pause.description,
             **told,
         }
 

@@ -260,10 +260,10 @@ class Webhooks:
             await self.send(found.completion, url=kept.url, identity=identity, routing_key=kept.routing_key)
         return {"webhooks": [_named(identity, row)]}
 
-    async def told(self, identity: Identity) -> dict[str, Any] | None:
+    async def describe(self, identity: Identity) -> dict[str, Any] | None:
         """How posting this request's outcome went, if it has a webhook. Raises StoreUnavailable."""
         row = await self.store.webhook(identity)
-        return None if row is None else told(row)
+        return None if row is None else describe(row)
 
     async def send(self, completion: Completion, *, url: str, identity: Identity, routing_key: str) -> None:
         """Raises BrokerError."""
@@ -294,10 +294,10 @@ def redelivered(letter: Message) -> Message:
     return replace(post, first_ms=None).message(letter.body)
 
 
-def told(row: bytes) -> dict[str, Any]:
+def describe(row: bytes) -> dict[str, Any]:
     """What a stored `Log` says, without the URL, which may be secret."""
     return {name: value for name, value in json.loads(row).items() if name not in ("url", "routing_key")}
 
 
 def _named(identity: Identity, row: bytes) -> dict[str, Any]:
-    return {"id": identity.id, "tenant": identity.tenant, **told(row)}
+    return {"id": identity.id, "tenant": identity.tenant, **describe(row)}

@@ -393,7 +393,7 @@ class Breakers:
 
         def why(route: Route) -> str:
             if (pause := self.brake.of_route(route)) is not None:
-                return pause.told
+                return pause.description
             return f"{route.provider}: {paused.get(route.provider, 'its last calls failed')}"
 
         return "; ".join(dict.fromkeys(map(why, routes)))

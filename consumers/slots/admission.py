@@ -37,7 +37,7 @@ from typing_extensions import override
 
 from consumers.clock import NowMs, now_ms
 from consumers.job import HIGHEST_PRIORITY, Job, side_priority
-from consumers.outcomes import Deferred, Outcome, ended
+from consumers.outcomes import Deferred, Outcome, end_with
 from consumers.settle import expires_ms, set_aside
 from consumers.spending import EVERY_TENANT
 from lanekeeper.amqp.publisher import Publisher
@@ -466,7 +466,7 @@ class SideQueues:
 
     async def put(self, job: Job) -> Outcome | None:
         if not self.expires_in_s(job):  # the broker would deliver it at once, if a worker has room for it
-            return ended("deadline_exceeded", f"expired after its expiration of {job.hop.expiration} ms")
+            return end_with("deadline_exceeded", f"expired after its expiration of {job.hop.expiration} ms")
         number = self._place(job.identity.tenant)
         if number in self._full:
             return self._refuse(job)
@@ -483,7 +483,7 @@ class SideQueues:
 
     def _refuse(self, job: Job) -> Outcome:
         if not job.trusted:
-            return ended(
+            return end_with(
                 "too_many_waiting",
                 f"lane {self.lane.name} holds {self.lane.max_length} waiting requests of this tenant (and of "
                 "those that share its side queue), and takes no more; send them later",

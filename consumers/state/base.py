@@ -387,7 +387,7 @@ class Pause:
         return pause_id(self.kind, self.name)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         until = "" if self.until_ms is None else f" until {moment_text(self.until_ms)}"
         why = f": {self.why}" if self.why else ""
         return f"{self.kind} {self.name[:80]} was paused by an operator at {moment_text(self.since_ms)}{until}{why}"
@@ -674,7 +674,7 @@ class FollowedStore(Store, Following, Protocol):
     """The whole store."""
 
 
-async def ended(store: Store, requests: Collection[Identity]) -> set[Identity]:
+async def find_ended(store: Store, requests: Collection[Identity]) -> set[Identity]:
     """Those of the requests that have ended, or are being cancelled. Raises StoreUnavailable."""
     asked = list(requests)
     found = await store.endings(asked) if asked else ()

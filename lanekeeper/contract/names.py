@@ -56,7 +56,7 @@ class Names:
         return f"{self.namespace}-d{level:02d}"
 
     @property
-    def fallen(self) -> str:
+    def strays(self) -> str:
         """Exchange and queue of what the broker dead-lettered or could not route."""
         return f"{self.namespace}.fallen"
 

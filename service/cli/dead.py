@@ -13,7 +13,7 @@ import typer
 from lanekeeper.contract.names import ERRORS, STRIPPED_ON_REPUBLISH
 from service.cli import options
 from service.cli.options import Texts, named
-from service.cli.process import FAILED, connected, print_json, printable, run, tell
+from service.cli.process import FAILED, connected, note, print_json, printable, run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -168,7 +168,7 @@ def show(
 
     wanted = Filter(ids=frozenset({id}), tenants=frozenset(tenants or ()))
     if (letter := _with_letters(settings, lambda letters: letters.find(wanted))) is None:
-        tell(f"no dead letter has the id {printable(id)}")
+        note(f"no dead letter has the id {printable(id)}")
         raise typer.Exit(FAILED)
     found = whole(letter, jaeger_url=settings.traces_page)
     if json:
@@ -232,9 +232,9 @@ def replay(
         print_json(done.as_json())
     else:
         for refused in done.refused:
-            tell(printable(f"{refused['id']}: {refused['reason']}"))
+            note(printable(f"{refused['id']}: {refused['reason']}"))
         if done.refusals:
-            tell(f"{done.refusals} of {done.matched} cannot be replayed, so nothing was sent")
+            note(f"{done.refusals} of {done.matched} cannot be replayed, so nothing was sent")
         elif dry_run:
             print(f"{done.matched} would be replayed")
         else:
@@ -274,7 +274,7 @@ def export(settings: "Settings", wanted: "Filter") -> None:
     """
     exported = _with_letters(settings, lambda letters: letters.export(wanted, sys.stdout.buffer.write))
     sys.stdout.buffer.flush()
-    tell(f"{exported} exported")
+    note(f"{exported} exported")
 
 
 @app.command("import")

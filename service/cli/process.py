@@ -112,7 +112,7 @@ def listening(act: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def tell(text: str) -> None:
+def note(text: str) -> None:
     """Print a line on standard error, where it does not mix with a command's output."""
     print(redaction.lines(f"lanekeeper: {text}"), file=sys.stderr, flush=True)
 
@@ -136,17 +136,17 @@ def report(error: BaseException, *, debug: bool) -> int:
         for line in "".join(traceback.format_exception(error)).splitlines():
             print(redaction.text(line), file=sys.stderr)
     if isinstance(cause, (KeyboardInterrupt, asyncio.CancelledError)):
-        tell("stopped")
+        note("stopped")
         return STOPPED
     if isinstance(cause, SettingsError):
-        tell(str(cause))
+        note(str(cause))
         return BAD_USE
     if isinstance(cause, LanekeeperError):
-        tell(redaction.text(str(cause)))
+        note(redaction.text(str(cause)))
         return FAILED
     text = redaction.text(str(cause)) or "no text"
     hint = "" if debug else "; a fault of ours: run `lanekeeper --debug …` for the traceback"
-    tell(f"unexpected {type(cause).__name__}: {text}{hint}")
+    note(f"unexpected {type(cause).__name__}: {text}{hint}")
     return FAILED
 
 

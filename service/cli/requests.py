@@ -14,7 +14,7 @@ import typer
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.options import duration, instant, named
-from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, printable, run, tell
+from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, note, printable, run
 from service.cli.webhooks import course
 from service.telemetry import redaction
 
@@ -86,7 +86,7 @@ def send(
     """
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
-        tell(
+        note(
             f"user {user} is not in LANEKEEPER_SPEAKERS here: where the workers' settings say the same, "
             f"--tenant {tenant} is ignored, and the request is {user}'s"
         )
@@ -142,7 +142,7 @@ async def _send(
                 if not wait:
                     _print_now(await client.publish(body, key=key, **how), end="\n")
                     return
-                tell(f"request {printable(id)}")
+                note(f"request {printable(id)}")
                 timeout_s = _longest_wait_s(settings, lane, how)
                 async with background_task(_warn_if_no_worker(client, lane), name="watch"):
                     if stream:
@@ -242,7 +242,7 @@ def _problem_told(settings: "Settings") -> Iterator[None]:
     except Problem as problem:
         attempts = f"{problem.attempts} attempt{'' if problem.attempts == 1 else 's'}"
         request = f"[request {printable(problem.request)}, {attempts}]"
-        tell(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
+        note(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
         _tell_trace(settings, problem.trace)
         _tell_webhook(problem.webhook)
         raise typer.Exit(FAILED) from None
@@ -250,21 +250,21 @@ def _problem_told(settings: "Settings") -> Iterator[None]:
 
 def _tell_webhook(log: Mapping[str, Any] | None) -> None:
     if log is not None:
-        tell(printable(f"webhook {course(log)}"))
+        note(printable(f"webhook {course(log)}"))
         for error in log["errors"]:
-            tell(printable(f"  {error}"))
+            note(printable(f"  {error}"))
 
 
 async def _cancel_interrupted(client: "Client", id: str, *, tenant: str | None) -> None:
     from lanekeeper import LanekeeperError, NoReply
 
-    tell(f"cancelling {id}; Ctrl-C again leaves it running")
+    note(f"cancelling {id}; Ctrl-C again leaves it running")
     try:
-        tell(CANCELLED[await client.cancel(id, tenant=tenant)].format(id=id))
+        note(CANCELLED[await client.cancel(id, tenant=tenant)].format(id=id))
     except NoReply as kept:
-        tell(f"{id}: its cancellation is kept by the broker: {kept}")
+        note(f"{id}: its cancellation is kept by the broker: {kept}")
     except LanekeeperError as error:
-        tell(f"{id} is left running, it could not be cancelled: {error}; to fetch its answer: lanekeeper result {id}")
+        note(f"{id} is left running, it could not be cancelled: {error}; to fetch its answer: lanekeeper result {id}")
 
 
 def _longest_wait_s(settings: "Settings", lane: str, how: "Options") -> float:
@@ -282,7 +282,7 @@ async def _warn_if_no_worker(client: "Client", lane: str) -> None:
     await asyncio.sleep(QUIET_S)
     depth = await client.depth(lane)
     if depth is not None and not depth.consumers:
-        tell(
+        note(
             f"no worker takes the lane {lane}: the request waits; start one with `lanekeeper serve` or "
             "`lanekeeper consume`"
         )
@@ -328,10 +328,10 @@ def _read_stdin() -> str:
     try:
         prompt = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        tell(f"standard input is not UTF-8: {error}")
+        note(f"standard input is not UTF-8: {error}")
         raise typer.Exit(BAD_USE) from None
     if not prompt.strip():
-        tell("standard input is empty: there is nothing to ask")
+        note("standard input is empty: there is nothing to ask")
         raise typer.Exit(BAD_USE)
     return prompt
 
@@ -356,7 +356,7 @@ def _traced(settings: "Settings") -> Iterator["Tracing"]:
         tracing = Tracing(provider)
         with tracing.ask() as span:
             if span.is_recording() and (trace_id := tracing.trace_id()) is not None:
-                tell(_trace_line(settings, trace_id))
+                note(_trace_line(settings, trace_id))
             try:
                 yield tracing
             except typer.Exit as error:  # the command has printed the actual error, which is the context of this one
@@ -371,7 +371,7 @@ def _tell_trace(settings: "Settings", trace_id: str | None) -> None:
     from opentelemetry import trace
 
     if trace_id is not None and not trace.get_current_span().get_span_context().is_valid:
-        tell(_trace_line(settings, trace_id))
+        note(_trace_line(settings, trace_id))
 
 
 def _trace_line(settings: "Settings", trace_id: str) -> str:

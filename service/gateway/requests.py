@@ -205,7 +205,7 @@ class SubmittedRequests:
             if word == "queued" and pause is None:
                 place = await self._positions.of(known.submission.lane)
         row = None if known.found.completion is None else await self._store.webhook(identity_of(id, caller))
-        webhook = None if row is None else webhooks.told(row)
+        webhook = None if row is None else webhooks.describe(row)
         return status_of(known, now_ms=now_ms(), place=place, pause=pause, webhook=webhook)
 
     async def _pause_of(self, lane: str, caller: GatewayKey) -> state.Pause | None:

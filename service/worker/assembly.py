@@ -22,7 +22,6 @@ from consumers.clock import now_ms
 from consumers.control import MESSAGE_BYTES, BrakeCommands, Control, ControlAnswers
 from consumers.decoding import Decoding, Parsing
 from consumers.failures import ProviderError
-from consumers.fallen import Fallen
 from consumers.flows.handlers import Handlers
 from consumers.flows.lines import HELD as POSTS
 from consumers.flows.pipelines import Pipelines
@@ -56,6 +55,7 @@ from consumers.slots.scaling import QueueLoad, ScaledQueue, Scaling
 from consumers.spending import Spending, Spent
 from consumers.state import open_store
 from consumers.state.base import FollowedStore, Store, StoreUnavailable
+from consumers.strays import Strays
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
@@ -440,7 +440,7 @@ class Worker:
         return {f"provider {name}": why for name, why in self.budgeting.breakers.pauses.reasons().items()}
 
 
-FALLEN_SLOTS = 8
+STRAY_SLOTS = 8
 """How many messages of `lane.fallen` (those that the broker dead-lettered or could not route) are worked on at a
 time."""
 
@@ -529,16 +529,16 @@ class Pools:
             scaled(intake, slots, reserved=lane.reserved_slots, max_slots=lane.most_slots, sides=sides),
         )
 
-    def add_fallen(self, lanes: Sequence[LaneSpec]) -> None:
+    def add_strays(self, lanes: Sequence[LaneSpec]) -> None:
         names = self.broker.names
-        fallen = Fallen(lanes, names=names, speakers=self.speakers)
+        strays = Strays(lanes, names=names, speakers=self.speakers)
         self.made.append(
             Pool(
-                self.broker.deliveries(names.fallen, prefetch=FALLEN_SLOTS),
-                job_of=fallen.job_of,
-                handle=fallen.handle,
+                self.broker.deliveries(names.strays, prefetch=STRAY_SLOTS),
+                job_of=strays.job_of,
+                handle=strays.handle,
                 settler=self.settler,
-                activity=LaneActivity("fallen", slots=FALLEN_SLOTS, due_slots=0),
+                activity=LaneActivity("fallen", slots=STRAY_SLOTS, due_slots=0),
                 tracing=self.tracing,
             )
         )
@@ -631,7 +631,7 @@ async def assemble(
         )
         for lane in worked_lanes:
             pools.add_lane(lane, handler)
-        pools.add_fallen(all_lanes)
+        pools.add_strays(all_lanes)
         yield Worker(
             lanes=worked_lanes,
             broker=broker,
@@ -802,7 +802,7 @@ def _handler(
     return Handler(
         gates=(
             Gate(pipelines.arrive),
-            Gate(caps_gate.come_back, caps_gate.end, is_for_models=True),
+            Gate(caps_gate.enter_first, caps_gate.leave_last, is_for_models=True),
             Gate(partial(gates.refuse_if_late, breakers=breakers, now_ms=now_ms)),
             Gate(partial(gates.defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),
             Gate(brake_gate.enter),

@@ -120,7 +120,7 @@ async def _answer_questions(worker: Worker) -> None:
                 ):
                     async for question in inbox:
                         if question.type == STATUS_KEY:
-                            await worker.control.answers.tell(question, status(worker, worker_name), control="accepted")
+                            await worker.control.answers.send(question, status(worker, worker_name), control="accepted")
                         elif question.type == PROBE_KEY:
                             await _probe(worker, question, worker_name, probing)
             await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
@@ -142,7 +142,7 @@ async def _probe(worker: Worker, question: Message, worker_name: str, probing: B
 
     async def tell(state: str, **more: str) -> None:
         told = {"worker": worker_name, "provider": name, "state": state, **more}
-        await answers.tell(question, told, control="accepted")
+        await answers.send(question, told, control="accepted")
 
     async def probe() -> None:
         async with asyncio.timeout(PROBED_WITHIN_S):

@@ -64,9 +64,9 @@ async def test_a_late_request_is_told_of_the_pause_in_its_time_also_when_that_ha
     world.now_ms += 5000
     late = world.brake.during(**WHOSE, from_ms=NOW_MS + 4999, to_ms=NOW_MS + 6000)
     assert late is not None
-    assert late.told.startswith("lane batch was paused by an operator at 20")
-    assert " until 20" in late.told
-    assert late.told.endswith(": too dear")
+    assert late.description.startswith("lane batch was paused by an operator at 20")
+    assert " until 20" in late.description
+    assert late.description.endswith(": too dear")
     assert world.brake.during(**WHOSE, from_ms=NOW_MS + 5000, to_ms=NOW_MS + 6000) is None
     assert world.brake.during(**WHOSE, from_ms=NOW_MS - 9, to_ms=NOW_MS) is None
     assert world.brake.during(**{**WHOSE, "lane": "normal"}, from_ms=NOW_MS, to_ms=NOW_MS + 1) is None

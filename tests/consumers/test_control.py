@@ -244,12 +244,12 @@ async def test_an_answer_is_sent_once_and_not_among_others_if_its_address_may_cl
 ) -> None:
     message, direct = Message(body=b"", reply_to=ASKER), "amq.rabbitmq.reply-to.g1h2"
     bench.notices = Taking([])
-    await answers_of(bench).tell(message, {}, control="accepted")
+    await answers_of(bench).send(message, {}, control="accepted")
     assert (len(bench.notices.bodies), bench.publisher.sent) == (1, [])
     bench.reply_sender = ReplySender(bench.publisher, own=None)
     bench.reply_sender.needs_own_connection = lambda address: address == direct  # type: ignore[method-assign]
     message.reply_to = direct
-    await answers_of(bench).tell(message, {}, control="accepted")
+    await answers_of(bench).send(message, {}, control="accepted")
     assert (len(bench.notices.bodies), len(bench.publisher.sent)) == (1, 1)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from consumers.clock import moment_ms
-from consumers.fallen import Fallen
 from consumers.job import (
     HIGHEST_PRIORITY,
     Attempted,
@@ -21,6 +20,7 @@ from consumers.job import (
 from consumers.outcomes import DeadLettered, Deferred, Refused
 from consumers.settle import set_aside
 from consumers.state.base import Stop
+from consumers.strays import Strays
 from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench, read
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers, read_hop
@@ -208,7 +208,7 @@ def test_a_priority_that_no_worker_sets_counts_as_none() -> None:
     assert original_priority(255) is None
 
 
-FALLEN = Fallen(DEFAULT_LANES, names=NAMES, now_ms=lambda: NOW_MS)
+FALLEN = Strays(DEFAULT_LANES, names=NAMES, now_ms=lambda: NOW_MS)
 
 
 def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:

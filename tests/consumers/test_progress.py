@@ -54,7 +54,7 @@ async def test_the_first_entry_is_written_at_once_and_those_that_follow_together
     store = Store()
     writing = requests(store)
     one, other = progress(writing, "a"), progress(writing, "b")
-    one.tell("started", attempt=1)
+    one.publish_event("started", attempt=1)
     await until(lambda: len(store.calls) == 1)
     for number in range(50):
         one.part("event", b"%d" % number)
@@ -85,7 +85,7 @@ async def test_a_claim_that_was_taken_over_begins_its_events_with_one_restart() 
     store = Store()
     writing = requests(store)
     one, other = (progress(writing, id, is_takeover=True) for id in "ab")
-    one.tell("started")
+    one.publish_event("started")
     one.part("event", b"a")
     one.part("event", b"b")
     await one.flushed()
@@ -130,7 +130,7 @@ async def test_up_to_a_mebibyte_of_events_waits_in_memory(sizes: list[int], kind
     store = Store()
     one = progress(requests(store))
     store.waits.clear()
-    one.tell("started")
+    one.publish_event("started")
     await until(lambda: len(store.calls) == 1)
     for size in sizes:
         one.part("event", bytes(size))
@@ -148,7 +148,7 @@ async def test_up_to_a_mebibyte_of_events_waits_in_memory(sizes: list[int], kind
 async def test_texts_are_written_as_they_are() -> None:
     store = Store()
     one = progress(requests(store))
-    one.tell("step", step="prüfen")
+    one.publish_event("step", step="prüfen")
     await one.flushed()
     assert store.told() == [("step", '{"step": "prüfen"}'.encode())]
 
@@ -158,7 +158,7 @@ async def test_a_hundred_requests_are_written_at_a_time() -> None:
     writing = requests(store)
     many = [progress(writing, f"m-{number}") for number in range(101)]
     for each in many:
-        each.tell("started")
+        each.publish_event("started")
     for each in many:
         await each.flushed()
     assert [len(call) for call in store.calls] == [100, 1]
@@ -177,7 +177,7 @@ def test_a_store_that_is_away_is_asked_twice_a_second_and_waited_for_two_seconds
         store.append = timed  # type: ignore[method-assign]
         one = progress(requests(store))
         store.failing = True
-        one.tell("started")
+        one.publish_event("started")
         await one.flushed()
         assert clock() == pytest.approx(1002)
         assert times_s == pytest.approx([0, 0.5, 1, 1.5])
@@ -194,14 +194,14 @@ def test_entries_are_gathered_for_twenty_milliseconds_unless_somebody_waits_for_
     async def story() -> None:
         store, clock = Store(), asyncio.get_running_loop().time
         one = progress(requests(store))
-        one.tell("started")
+        one.publish_event("started")
         await asyncio.sleep(0.001)
-        one.tell("step")
+        one.publish_event("step")
         await asyncio.sleep(0.018)
         assert len(store.calls) == 1
         await asyncio.sleep(0.002)
         assert len(store.calls) == 2
-        one.tell("step")
+        one.publish_event("step")
         began_s = clock()
         await one.flushed()
         assert (clock(), len(store.calls)) == (began_s, 3)
@@ -217,7 +217,7 @@ async def test_a_claim_that_was_taken_over_writes_nothing_more() -> None:
     await until(lambda: len(store.calls) == 1)
     await one.flushed()
     one.part("event", b"b")
-    one.tell("retrying")
+    one.publish_event("retrying")
     await one.flushed()
 
     assert store.told() == [("event", b"a")]

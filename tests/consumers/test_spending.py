@@ -646,7 +646,7 @@ async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() ->
 
     job = ground.job(exchange="lane.due", headers=headers)
     await ground.through(job, ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.01)
-    await ground.gate.end(job, decoded(job), ANSWERED)
+    await ground.gate.leave_last(job, decoded(job), ANSWERED)
 
     assert ground.store.used["cap lane critical requests"] == 1
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01)
@@ -660,7 +660,7 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
     assert await ground.enter(job) is None
     assert job.batch == BatchHop(ticket="t"), "it is counted once, for this delivery"
     await ground.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
-    await ground.gate.end(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
+    await ground.gate.leave_last(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
     await ground.spending.finish(within_s=30)
 
     assert job.batch is not None
@@ -677,7 +677,7 @@ async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: i
         held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000
     )
     job = ground.job(exchange="lane.due", headers=headers)
-    await ground.gate.end(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
+    await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used["cap lane critical requests"] == used
@@ -695,7 +695,7 @@ async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_
 async def test_a_request_that_was_in_no_batch_has_nothing_to_give_back_when_it_ends() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job()
-    await ground.gate.end(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
+    await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
     assert ground.store.used == {}
 
 
@@ -748,8 +748,8 @@ async def test_what_ends_before_the_gate_gives_back_what_was_counted(outcome: Ou
     ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(exchange="lane.due", headers=await gathered(ground))
 
-    assert await ground.gate.come_back(job, decoded(job)) is None
-    await ground.gate.end(job, decoded(job), outcome)
+    assert await ground.gate.enter_first(job, decoded(job)) is None
+    await ground.gate.leave_last(job, decoded(job), outcome)
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used["cap lane critical requests"] == used

@@ -105,8 +105,8 @@ ROUTES = (
     ("", NAMES.due("batch")),
     ("", NAMES.side("batch", 0)),
     (NAMES.side_exchange(0), KEY),
-    ("", NAMES.fallen),
-    (NAMES.fallen, ""),
+    ("", NAMES.strays),
+    (NAMES.strays, ""),
     (NAMES.control, n.CANCEL_KEY),
     (NAMES.control, n.PAUSE_KEY),
     (NAMES.control, n.STATUS_KEY),
@@ -164,6 +164,6 @@ async def answers(worker: RunningWorker, app: Requester) -> None:
         assert (await app.ask({"prompt": "after"}, key=key)).text == "echo: after"
     assert (await app.control({"result": "unknown"}, key="result")).control == "pending"
     assert (await app.control({}, key="status")).json["worker"]
-    queues = [NAMES.control, NAMES.batches, NAMES.tickets, NAMES.fallen, NAMES.intake("batch"), NAMES.webhooks]
+    queues = [NAMES.control, NAMES.batches, NAMES.tickets, NAMES.strays, NAMES.intake("batch"), NAMES.webhooks]
     await until(lambda: app.holds(0, *queues), within_s=300)
     await until(lambda: worker.is_well)

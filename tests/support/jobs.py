@@ -433,5 +433,5 @@ class Told(Progress):
         self.told: list[tuple[str, dict[str, Any]]] = []
 
     @override
-    def tell(self, kind: str, **detail: Any) -> None:
+    def publish_event(self, kind: str, **detail: Any) -> None:
         self.told.append((kind, detail))

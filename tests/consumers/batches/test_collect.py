@@ -1028,11 +1028,11 @@ async def test_a_ticket_of_another_version_waits_for_a_worker_that_can_read_it(c
     assert sent.exchange == NAMES.delay(9)
     collecting.now_ms += 1001  # a timestamp has whole seconds
     (sent,) = await collecting.take(sent.message)
-    assert (sent.exchange, sent.message.body) == (NAMES.fallen, newer)  # to be seen in lane.dead
+    assert (sent.exchange, sent.message.body) == (NAMES.strays, newer)  # to be seen in lane.dead
 
 
 async def test_what_is_no_ticket_falls(collecting: Collecting) -> None:
     (sent,) = await collecting.take(b"nonsense")
-    assert (sent.exchange, sent.message.body) == (NAMES.fallen, b"nonsense")
+    assert (sent.exchange, sent.message.body) == (NAMES.strays, b"nonsense")
     (sent,) = await collecting.take(Message(body=pack(await collecting.gathered(*items(1))), exchange="someone.elses"))
-    assert sent.exchange == NAMES.fallen
+    assert sent.exchange == NAMES.strays

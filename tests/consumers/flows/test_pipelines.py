@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from consumers.claiming import Claiming
 from consumers.clock import moment_text
-from consumers.fallen import Fallen
 from consumers.flows.pipelines import (
     AT_ONCE,
     BYTES_AT_ONCE,
@@ -33,6 +32,7 @@ from consumers.job import Chain, Decoded, Job, Route, Source, state_identity
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, PipelineAdvanced, Refused
 from consumers.providers.registry import Registry
 from consumers.state.base import UNIT_BYTES, Completion, Ending, Granted, Identity, StoreSpec
+from consumers.strays import Strays
 from lanekeeper import __version__
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -798,7 +798,7 @@ async def test_a_message_that_keeps_a_state_and_fell_out_of_its_lane_is_no_reque
     bench = Bench()
     bench.store.now_ms = 0
     _, keeper, looker = await round_of(bench, pipelines(bench, EACH))
-    fallen = Fallen([], names=NAMES)
+    fallen = Strays([], names=NAMES)
     outcomes = [
         await fallen.handle(
             Job(

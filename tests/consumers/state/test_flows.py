@@ -5,7 +5,7 @@ import asyncio
 import time
 from typing import Any
 
-from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, Store, StoreSpec, ended
+from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, Store, StoreSpec, find_ended
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, answered, failed, fingerprint
 from tests.support.waiting import until
@@ -44,8 +44,8 @@ async def test_endings_tell_how_requests_ended_without_their_bytes(store: Store)
         None,
         None,
     ]
-    assert await ended(store, of.values()) == {of[name] for name in ("ok", "bad", "cancelled", "told")}
-    assert await ended(store, []) == set()
+    assert await find_ended(store, of.values()) == {of[name] for name in ("ok", "bad", "cancelled", "told")}
+    assert await find_ended(store, []) == set()
 
 
 async def test_endings_of_more_requests_than_one_look_reads(store: Store) -> None:

@@ -96,7 +96,7 @@ def test_a_pause_has_the_same_id_in_every_version_and_ends_the_moment_it_says() 
     ],
 )
 def test_a_pause_tells_since_when_until_when_and_why(given: Any, told: str) -> None:
-    assert a_pause(**given).told == told
+    assert a_pause(**given).description == told
 
 
 def test_of_stored_pauses_those_in_another_form_are_left_out_and_one_without_a_start_is_the_oldest() -> None:

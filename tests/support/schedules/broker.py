@@ -138,7 +138,7 @@ class Broker:
         self._time_s = time_s
         self.on_settle = on_settle
         self.intake, self.due, self.fallen = (
-            Queue(name) for name in (NAMES.intake(LANE), NAMES.due(LANE), NAMES.fallen)
+            Queue(name) for name in (NAMES.intake(LANE), NAMES.due(LANE), NAMES.strays)
         )
         self.sides = [Queue(NAMES.side(LANE, number), counts) for number in range(SIDE_QUEUES)]
         self.intake.counts = counts
@@ -175,7 +175,7 @@ class Broker:
         entry.counted += counts
         entry.is_returned = True
         if entry.counted > DELIVERY_LIMIT and queue.counts and queue is not self.fallen:
-            self._fall(queue, entry, "delivery_limit")
+            self._publish_stray(queue, entry, "delivery_limit")
         else:
             queue.ready.append(entry)
 
@@ -194,19 +194,19 @@ class Broker:
         for queue in self._expiring:
             for entry in [each for each in queue.ready if each.expires_s is not None and each.expires_s <= now_s]:
                 queue.ready.remove(entry)
-                self._fall(queue, entry, "expired")
+                self._publish_stray(queue, entry, "expired")
 
     @property
     def _expiring(self) -> tuple[Queue, ...]:
         return (self.intake, *self.sides)
 
-    def _fall(self, queue: Queue, entry: Entry, reason: str) -> None:
+    def _publish_stray(self, queue: Queue, entry: Entry, reason: str) -> None:
         message = entry.message
         death = {"queue": queue.name, "reason": reason, "exchange": message.exchange}
         if reason == "expired":
             death["original-expiration"] = str(message.expiration)
         headers = {**message.headers, n.DEATH: [death]}
-        fallen = replace(message, headers=headers, exchange=NAMES.fallen, expiration=None)
+        fallen = replace(message, headers=headers, exchange=NAMES.strays, expiration=None)
         self.fallen.ready.append(Entry(fallen))
 
 

@@ -22,7 +22,6 @@ from consumers.claiming import Claiming
 from consumers.clock import moment_text
 from consumers.decoding import Parsing
 from consumers.failures import TransientError
-from consumers.fallen import Fallen
 from consumers.flows.webhooks import Webhooks, WebhookSpec
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Job, source_of
@@ -42,6 +41,7 @@ from consumers.state import base
 from consumers.state.base import ClaimAnswer, Fingerprint, Granted, Held, Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import KEEP, Change, Row, Times
 from consumers.state.requests import Decide, Requests
+from consumers.strays import Strays
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -648,7 +648,7 @@ class Worker:
             replies=replies,
             parsing=Parsing(clock=lambda: 0.0),
         )
-        fallen = Fallen((SPEC,), names=NAMES, now_ms=world.now_ms)
+        strays = Strays((SPEC,), names=NAMES, now_ms=world.now_ms)
         sides = SideQueues(SPEC, publisher=publisher, names=NAMES, now_ms=world.now_ms)
         self.lane_slots = LaneSlots(has_aside=sides.has)
         intake, due = self.lane_slots.queue(SPEC.slots), self.lane_slots.queue(SPEC.due_slots)
@@ -664,7 +664,7 @@ class Worker:
             work(world.broker.due.name, SPEC.due_slots, admitter=at_due),
             work(world.broker.intake.name, SCOUT_PREFETCH, admitter=at_intake),
             *(work(queue.name, 1, admitter=at_sides) for queue in world.broker.sides),
-            self._pool(world.broker.fallen.name, 1, job_of=fallen.job_of, handle=fallen.handle),
+            self._pool(world.broker.fallen.name, 1, job_of=strays.job_of, handle=strays.handle),
         )
         self._running = [self.loop.create_task(pool.run()) for pool in self._pools]
         self._running.append(self.loop.create_task(claiming.run()))

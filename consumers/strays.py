@@ -10,7 +10,7 @@ from typing import Any
 
 from consumers.clock import NowMs, now_ms
 from consumers.job import Job, Source, source_of
-from consumers.outcomes import Deferred, Outcome, Refused, ended
+from consumers.outcomes import Deferred, Outcome, Refused, end_with
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -20,7 +20,7 @@ from topology.codec.headers import KEEPS
 from topology.lanes import LaneSpec
 
 
-class Fallen:
+class Strays:
     """Finds the outcome of each message in the queue `lane.fallen`, which the broker has dead-lettered or could not
     route."""
 
@@ -36,7 +36,7 @@ class Fallen:
     def job_of(self, delivery: Delivery) -> Job:
         message = delivery.message
         # the header x-death of a message that was not dead-lettered may be written by its publisher
-        death = _death(message) if message.exchange == self._names.fallen else {}
+        death = _death(message) if message.exchange == self._names.strays else {}
         queue = str(death.get("queue"))
         source = Source.DELAY if self._names.lane_behind(queue) else source_of(message, self._names)
         lane = self._lane_by_intake.get(queue)
@@ -52,27 +52,27 @@ class Fallen:
         if job.hop.flow is not None and job.hop.flow.role == KEEPS:  # the message that looks is the request
             return Refused(RequestProblem("superseded", "it kept the state of a pipeline"), is_repeat=True)
         # back from a delay, and its lane was removed meanwhile
-        is_removed = job.source is Source.DELAY and job.lane is None and message.exchange != self._names.fallen
+        is_removed = job.source is Source.DELAY and job.lane is None and message.exchange != self._names.strays
         if message.exchange == self._names.requests or is_removed:
             known = ", ".join(sorted(self._lanes))
-            return ended(
+            return end_with(
                 "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"
             )
         death = _death(message)
         queue, reason = death.get("queue"), death.get("reason")
-        if message.exchange == self._names.fallen and reason == "expired":
+        if message.exchange == self._names.strays and reason == "expired":
             bound = job.hop.expiration or death.get("original-expiration")
-            return ended(
+            return end_with(
                 "deadline_exceeded", f"expired in {queue}" + (f" after its expiration of {bound} ms" if bound else "")
             )
-        if message.exchange == self._names.fallen and reason == "delivery_limit":
+        if message.exchange == self._names.strays and reason == "delivery_limit":
             if job.lane is not None and not job.deaths:
                 # The broker also counts deliveries that only waited in workers which others killed. Under what kills
                 # them itself they go on dying, and it comes here again.
                 job.died = True
                 return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
-            return ended("poison", f"delivered from {queue} again and again, and never settled")
-        return ended("internal", f"fell out of exchange {message.exchange!r}, queue {queue!r}, reason {reason!r}")
+            return end_with("poison", f"delivered from {queue} again and again, and never settled")
+        return end_with("internal", f"fell out of exchange {message.exchange!r}, queue {queue!r}, reason {reason!r}")
 
 
 def _death(message: Message) -> dict[str, Any]:
