@@ -3,8 +3,8 @@
 Both play the same random story: requests join, leave and end, time passes, providers answer. After each step the
 grants and their order, the levels, what the lanes have saved, and what was learned must be the same.
 
-Limits of concurrency are not played: while a process may begin no call it tells Redis of no waiter, so that it holds up
-no other process, and its lanes save no more than their reserves meanwhile.
+Limits of concurrency and `retry-after` are not played: while a process may begin no call it tells Redis of no waiter,
+so that it holds up no other process, and its lanes save no more than their reserves meanwhile.
 """
 
 import asyncio
