@@ -20,7 +20,7 @@ from typing import Any, assert_never
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
-from consumers.job import SETTLE_WITHIN_S, Job, side_priority, state_identity
+from consumers.job import SETTLE_WITHIN_S, Job, Source, side_priority, source_of, state_identity
 from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import (
@@ -178,14 +178,23 @@ class Settler:
 
     async def publish_stray(self, message: Message) -> None:
         """Publish a message of another queue that is not what belongs there to `lane.fallen`, where it is answered or
-        kept. Raises BrokerError."""
-        stray = replace(message, exchange="", routing_key="", headers=carried(message.headers, of=self.names))
-        stray.user_id = stray.expiration = None
+        kept. Raises BrokerError.
+
+        It goes through the default exchange: workers have no right to the exchange `lane.fallen`. So its routing key is
+        in a header, and so is its user, whom the broker would not accept from a worker."""
+        names = self.names
+        headers = carried(message.headers, of=names)
+        is_a_workers = source_of(message, names) is not Source.REQUESTER
+        user = message.headers.get(n.USER_ID) if is_a_workers else message.user_id
+        if isinstance(user, str):
+            headers[n.USER_ID] = user
         # where it can be published again: `lane.batches` has it in a header
-        key = message.headers.get(n.ROUTING_KEY) if message.routing_key == self.names.batches else message.routing_key
+        key = message.headers.get(n.ROUTING_KEY) if message.routing_key == names.batches else message.routing_key
         if not isinstance(key, str) or len(key.encode()) > KEY_BYTES:  # no worker has written it
             key = ""
-        await self.publisher.publish_surely(stray, exchange=self.names.strays, routing_key=key)
+        headers[n.ROUTING_KEY] = key
+        fallen = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
+        await self.publisher.publish_surely(fallen, exchange="", routing_key=names.strays)
 
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the

@@ -1,5 +1,5 @@
 """Handles the messages in the queue `lane.fallen`: those that the broker dead-lettered from one of Lanekeeper's queues,
-or could not route.
+or could not route, and those that a worker found in a queue where they do not belong (`Settler.publish_stray`).
 
 Such a message is a request that has failed: its requester gets an error and, depending on the error, the request is
 kept in `lane.dead`."""
@@ -35,6 +35,8 @@ class Strays:
 
     def job_of(self, delivery: Delivery) -> Job:
         message = delivery.message
+        if message.exchange == "":
+            _read_stray(message)
         # the header x-death of a message that was not dead-lettered may be written by its publisher
         death = _death(message) if message.exchange == self._names.strays else {}
         queue = str(death.get("queue"))
@@ -58,6 +60,8 @@ class Strays:
             return end_with(
                 "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"
             )
+        if message.exchange == "":
+            return end_with("internal", "a worker found it in a queue where it does not belong, or failed to handle it")
         death = _death(message)
         queue, reason = death.get("queue"), death.get("reason")
         if message.exchange == self._names.strays and reason == "expired":
@@ -73,6 +77,14 @@ class Strays:
                 return Deferred(delay_ms=0, reason="redelivered", redelivered=True)
             return end_with("poison", f"delivered from {queue} again and again, and never settled")
         return end_with("internal", f"fell out of exchange {message.exchange!r}, queue {queue!r}, reason {reason!r}")
+
+
+def _read_stray(message: Message) -> None:
+    """Give a message that a worker moved here its routing key and its user again. Only workers, and the broker, may
+    publish through the default exchange."""
+    key, user = message.headers.get(n.ROUTING_KEY), message.headers.get(n.USER_ID)
+    message.routing_key = key if isinstance(key, str) else ""
+    message.user_id = user if isinstance(user, str) else None
 
 
 def _death(message: Message) -> dict[str, Any]:

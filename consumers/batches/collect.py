@@ -60,6 +60,9 @@ BEGIN_WITHIN_S: Final = FENCE_S - CREATE_WITHIN_S - SURE_AFTER_MS / 1000
 SINCE_MS: Final = 60_000
 """The provider's clock may be behind ours by so much."""
 UNREAD_MS: Final = 60_000
+FAILED_MS: Final = 1_000
+LONGEST_FAILED_MS: Final = 60_000
+"""So long a ticket waits after an error: the store is away, or a fault of ours."""
 KEPT_MS: Final = 2 * 86_400_000
 """For how long the store keeps what it knows of a ticket: a batch lasts a day at most."""
 BACK_AT_ONCE: Final = 64
@@ -158,10 +161,27 @@ class Collector:
         except* (BrokerError, StoreUnavailable) as away:
             is_done = False
             log.error(signals.HANDLER_FAILED, where="ticket", error=str(away.exceptions[0]))
-        except* Exception:  # it is delivered again without end: its requests must not be lost by a fault of ours
+        except* Exception:  # it comes back without end: its requests must not be lost by a fault of ours
             is_done = False
             log.exception(signals.HANDLER_FAILED, where="ticket")
+        is_done = is_done or await self._put_off(delivery)
         await (self.settler.ack(delivery) if is_done else self.settler.nack_later(delivery))
+
+    async def _put_off(self, delivery: Delivery) -> bool:
+        """Bring a ticket back as it is, each time after twice as long: each look at a large one costs a second of CPU.
+        False: the broker does not take it; or no worker published it, and after a delay it would look as if one had."""
+        message, tries = delivery.message, _tries(delivery.message)
+        if not self._is_trusted(message):
+            return False
+        headers = {name: value for name, value in message.headers.items() if name in n.TRACE_CONTEXT}
+        again = replace(message, exchange="", routing_key="", headers={**headers, n.ATTEMPT: tries + 1})
+        delay_ms = min(FAILED_MS << min(tries, 16), LONGEST_FAILED_MS)
+        try:
+            await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.ticket_key)
+        except BrokerError as error:
+            log.error(signals.HANDLER_FAILED, where="ticket", error=str(error))
+            return False
+        return True
 
     async def _handle(self, delivery: Delivery) -> None:
         message, settler = delivery.message, self.settler
@@ -190,7 +210,8 @@ class Collector:
             found: _Next | None = _Next(ticket, SURE_AFTER_MS)
             try:
                 if ticket.id not in self._at_work:  # else it was published again, because of a confirm that was lost
-                    found = await self._work_on(ticket, is_repeated=delivery.redelivered)
+                    is_repeated = delivery.redelivered or _tries(message) > 0
+                    found = await self._work_on(ticket, is_repeated=is_repeated)
             except* (BrokerError, StoreUnavailable):
                 raise
             except* Exception:  # by a fault of ours no request may stay in it beyond its deadline
@@ -583,6 +604,12 @@ class Collector:
         log.info(signals.BATCH_CHANGED, ticket=ticket.id, **told, **fields)
         id = fields.get("batch") or ticket.batch_id or ticket.id
         self.settler.lifecycle.publish_batch(id, ticket.lane, **told)
+
+
+def _tries(message: Message) -> int:
+    """How often in a row a ticket has come to an error. Others may have written the header of a forged one."""
+    tries = message.headers.get(n.ATTEMPT)
+    return tries if isinstance(tries, int) and tries > 0 else 0
 
 
 def _route(ticket: Ticket) -> Route:

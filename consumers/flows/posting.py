@@ -259,17 +259,20 @@ class Posting:
             await self._publish_again(post, delivery, min(delay_ms, left_ms))
 
     async def _publish_again(self, post: Post, delivery: Delivery, delay_ms: int) -> bool:
-        """False: its tenant has too many posts waiting, so that it is a dead letter now."""
+        """False: too many posts wait, so that it is a dead letter now."""
         message = delivery.message
-        if not await self._may_wait(post, delivery, delay_ms):
-            await self._give_up(post, message, "its tenant has too many posts waiting (LANEKEEPER_WAITING__PER_TENANT)")
+        if (limit := await self._reserve(post, delivery, delay_ms)) is not WaitingLimit.WITHIN:
+            why = "its tenant has too many posts waiting (LANEKEEPER_WAITING__PER_TENANT)"
+            if limit is WaitingLimit.TOTAL:
+                why = "too many requests and posts of all tenants wait (LANEKEEPER_WAITING__IN_ALL)"
+            await self._give_up(post, message, why)
             return False
         again = post.message(message.body)
         again.headers = {**_trace_in(message), **again.headers}
         await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.webhook_key(post.lane))
         return True
 
-    async def _may_wait(self, post: Post, delivery: Delivery, delay_ms: int) -> bool:
+    async def _reserve(self, post: Post, delivery: Delivery, delay_ms: int) -> WaitingLimit:
         """Count it like a request that waits in the broker, but apart from the tenant's requests: a tenant's name has
         no space."""
         mark = hashlib.sha256((delivery.message.message_id or "").encode(errors="backslashreplace")).digest()
@@ -278,15 +281,14 @@ class Posting:
         )
         try:
             async with asyncio.timeout(STORED_WITHIN_S):
-                limit = await self.store.reserve(
+                return await self.store.reserve(
                     Identity(f"webhooks of {post.tenant}", post.id),
                     fingerprint,
                     weight=1 + len(delivery.message.body) // UNIT_BYTES,
                     until_ms=self.settler.now_ms() + delay_ms,
                 )
         except (StoreUnavailable, TimeoutError):  # the limit is not worth a post
-            return True
-        return limit is WaitingLimit.WITHIN
+            return WaitingLimit.WITHIN
 
     async def _give_up(self, post: Post, message: Message, why: str) -> None:
         letter = replace(message, headers={**_trace_in(message), **post.headers()})

@@ -625,8 +625,8 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol)
         were published in the same ms, that with the greater id is the later one. Kept until the greatest `until_ms`."""
 
     async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
-        """Keep the log of a request's webhook, in place of an earlier one. Of all, the `WEBHOOKS_KEPT` that are kept
-        longest stay."""
+        """Keep the log of a request's webhook, in place of an earlier one. Of more than `WEBHOOKS_KEPT`, and an
+        eighth, the first to end of the tenants that have most are removed."""
 
     async def webhook(self, identity: Identity) -> bytes | None: ...
 

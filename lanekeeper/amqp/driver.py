@@ -149,7 +149,8 @@ class Outgoing(asyncio.StreamWriter):
 
     def close(self) -> None:
         self._flush()
-        super().close()
+        if not self.is_closing():  # aiormq closes twice, and a closed TLS transport of Python 3.11.2 breaks by that
+            super().close()
 
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, []

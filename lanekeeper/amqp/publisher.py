@@ -63,6 +63,9 @@ FRAME_BYTES = 64
 SMALL_BYTES = 1024 * 1024
 PROBE_BYTES = 16 * 1024 * 1024
 PROBE_WITHIN_S = 20.0
+PROBE_AGAIN_S = 5.0
+"""For so long after a failed probe none is sent, and publishes of large messages fail at once: else each of them would
+wait for those before it, `PROBE_WITHIN_S` each."""
 NO_QUEUE = "lanekeeper.nobody"
 _LIMIT_IN_ERROR = re.compile(r"larger than configured max size (\d+)")
 Confirm = type[BrokerError] | None
@@ -336,6 +339,8 @@ class MessageLimit:
         self._accepted_bytes = SMALL_BYTES
         self._limit: int | None = None
         self._opening = connection.openings
+        self._failed: tuple[float, str] | None = None
+        """Until when (the event loop's time) no other probe is sent, and why the last one failed."""
 
     async def check(self, size: int) -> None:
         if size <= SMALL_BYTES:
@@ -343,12 +348,16 @@ class MessageLimit:
         async with self._probing:
             if self._opening != self._connection.openings:
                 self._accepted_bytes, self._limit, self._opening = SMALL_BYTES, None, self._connection.openings
+                self._failed = None
             if self._limit is None and size > self._accepted_bytes:
                 await self._probe(max(size, PROBE_BYTES))
         if self._limit is not None and size > self._limit:
             raise MessageTooLarge(size, self._limit)
 
     async def _probe(self, size: int) -> None:
+        clock = asyncio.get_running_loop().time
+        if self._failed is not None and clock() < self._failed[0]:
+            raise BrokerUnreachable(self._failed[1])
         try:
             async with asyncio.timeout(PROBE_WITHIN_S), self._connection.another("size") as connection:
                 channel = await connection.channel(confirms=True)
@@ -362,5 +371,7 @@ class MessageLimit:
                 except ChannelAccessRefused:
                     pass  # the size is checked before permissions, so it is within the limit
                 self._accepted_bytes = size
-        except (AMQPError, OSError, RuntimeError, TimeoutError) as error:
-            raise BrokerUnreachable(f"how large a message the broker takes is not known: {error}") from error
+        except (AMQPError, BrokerError, OSError, RuntimeError, TimeoutError) as error:
+            why = f"how large a message the broker takes is not known: {error}"
+            self._failed = clock() + PROBE_AGAIN_S, why
+            raise BrokerUnreachable(why) from error

@@ -3,8 +3,10 @@ at any moment, and nothing is written to a connection that the broker does not r
 
 import asyncio
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.checks import look
 from tests.faults.proxy import FROM, Proxy
 from tests.support.brokers import Vhost, close_connection, memory_alarm
+from tests.support.certificates import certificate
 from tests.support.private_broker import PrivateBroker
 from tests.support.settings import load
 from tests.support.waiting import until
@@ -69,6 +72,38 @@ async def test_a_missing_virtual_host_is_named(vhost: Vhost) -> None:
     with pytest.raises(AccessRefused, match=f"not into virtual host '{vhost.name}-not-there'"):
         async with Connection(vhost.amqp_url + "-not-there", name="test"):
             pass
+
+
+async def test_over_tls_a_connection_publishes_and_is_lost_and_opened_again(vhost: Vhost, tmp_path: Path) -> None:
+    """On every Python that is supported: the TLS of Debian 12's own (3.11.2) has faults of its own."""
+    cert, key = certificate(tmp_path, "localhost")
+    serving, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=cert)
+    serving.load_cert_chain(cert, key)
+    parts, taken = URL(vhost.amqp_url), list[asyncio.StreamWriter]()
+
+    async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while some := await reader.read(65536):
+                writer.write(some)
+                await writer.drain()
+        writer.transport.abort()
+
+    async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        taken.append(writer)
+        to_broker = await asyncio.open_connection(parts.host, parts.port or 5672)
+        await asyncio.gather(pipe(reader, to_broker[1]), pipe(to_broker[0], writer))
+
+    server = await asyncio.start_server(take, "127.0.0.1", 0, ssl=serving)
+    url = parts.with_scheme("amqps").with_host("localhost").with_port(server.sockets[0].getsockname()[1])
+    async with server, Connection(str(url), name=vhost.name, ssl_context=trusting) as connection:
+        publisher = Publisher(connection, tracing=Tracing())
+        large = Message(body=bytes(2**20))
+        await publisher.publish(large, exchange="", routing_key="nobody", mandatory=False)
+        loss = connection.loss
+        taken[0].transport.abort()
+        await asyncio.wait_for(loss, 60)
+        await publisher.publish_surely(large, exchange="", routing_key="nobody", mandatory=False)
+        assert connection.openings == 2
 
 
 async def test_a_lost_connection_is_reported_and_opened_again(vhost: Vhost) -> None:

@@ -1,15 +1,18 @@
 """Publishing to a real broker: a message counts as published only after its confirm."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 from aiormq.channel import Channel
+from yarl import URL
 
 from lanekeeper.amqp.connection import Connection, depths
-from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.amqp.publisher import PROBE_WITHIN_S, Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -23,6 +26,7 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from lanekeeper.telemetry.tracing import Tracing
+from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.brokers import Vhost, close_connection
 from tests.support.waiting import until
 from topology.lanes import MIB
@@ -361,6 +365,33 @@ async def test_a_user_without_any_rights_can_find_out_the_brokers_limit(vhost: V
             assert found == LARGEST[int(connection.version.split(".")[0])]
     finally:
         vhost.api("DELETE", f"users/{name}")
+
+
+async def test_after_a_failed_look_for_the_brokers_limit_large_publishes_do_not_wait_for_one_each(vhost: Vhost) -> None:
+    """The broker takes new connections, and says nothing on them."""
+    parts = URL(vhost.amqp_url)
+    async with (
+        Proxy(str(parts.host), parts.port or 5672) as line,
+        Connection(str(parts.with_host(LOOPBACK).with_port(line.port)), name=vhost.name) as connection,
+    ):
+        publisher = Publisher(connection, tracing=Tracing())
+        before = line.connected
+        line.freeze()
+        large, began_s = Message(body=bytes(2 * MIB)), time.monotonic()
+        publishes = (publisher.publish(large, exchange="", routing_key="nobody") for _ in range(20))
+        ended = await asyncio.gather(*publishes, return_exceptions=True)
+        assert {type(each) for each in ended} == {BrokerUnreachable}
+        assert line.connected - before == 1
+        assert time.monotonic() - began_s < 2 * PROBE_WITHIN_S
+        await line.mend()
+
+        async def is_found() -> bool:
+            with suppress(BrokerUnreachable):
+                await publisher.publish(large, exchange="", routing_key="nobody", mandatory=False)
+                return True
+            return False
+
+        await until(is_found, within_s=60)
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
@@ -29,7 +30,7 @@ from topology.broker.admin import apply, check_write_rights, verify
 from topology.broker.management import Management, discover
 from topology.declaration import declare
 from topology.delays import hop
-from topology.export import User, definitions
+from topology.export import User, definitions, rights
 from topology.plan import compare
 
 
@@ -343,6 +344,21 @@ async def test_an_application_cannot_publish_to_another_lane_by_dead_lettering(
 
         forged = [each for each in admin.dead if each.headers["x-lane-routing-key"] == "critical.finance.report"]
         assert (queue, len(forged), len(worker.api.calls)) == (None, 0, 0)
+
+
+@pytest.mark.oldest_version
+@pytest.mark.parametrize("queue", ["lane.batches", "lane.tickets"])
+async def test_a_worker_has_the_rights_to_keep_what_does_not_belong_into_a_queue(queue: str, vhost: Vhost) -> None:
+    topology = declare(LANES, names=Names(), broker_version=vhost.version)
+    async with serving(vhost), requester(vhost) as admin:
+        await admin.read_dead()
+        vhost.api(
+            "PUT", f"permissions/{vhost.quoted}/{vhost.user}", asdict(rights(User("w", "worker", HASH), topology))
+        )
+        await admin.publish({"prompt": "stray"}, exchange="", key=queue, message_id="stray-1", reply_to=None)
+        letter = await admin.buried("stray-1")
+        assert letter.headers["x-lane-dead-code"] == "internal"
+        await until(lambda: admin.holds(0, queue, "lane.fallen"))
 
 
 @pytest.mark.oldest_version

@@ -260,6 +260,7 @@ def death(queue: str, reason: str, **more: Any) -> dict[str, Any]:
         ),  # forged
         ("lane.fallen", "critical.a.b", death("lane.critical", "rejected"), DeadLettered, "internal", "rejected"),
         ("lane.fallen", "critical.a.b", {}, DeadLettered, "internal", "None"),
+        ("", "lane.fallen", death("lane.critical", "expired"), DeadLettered, "internal", "does not belong"),  # forged
         ("lane.due", "urgent.a.b", {}, DeadLettered, "unroutable", "urgent"),  # of a lane that was removed
         ("lane.delay.03", "urgent.a.b", {}, DeadLettered, "unroutable", "urgent"),
         ("lane.due", "critical.a.b", {}, DeadLettered, "internal", "lane.due"),

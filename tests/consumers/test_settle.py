@@ -28,6 +28,7 @@ from consumers.outcomes import (
 )
 from consumers.settle import Failpoints
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
+from consumers.strays import Strays
 from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
@@ -37,7 +38,7 @@ from lanekeeper.contract.problems import (
     ConfirmUnknown,
     RequestProblem,
 )
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, decoded, read
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, FakeDelivery, decoded, read
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec import decoding
@@ -806,12 +807,29 @@ async def test_what_only_causes_errors_is_kept_with_the_routing_key_under_which_
     delivery.times_delivered = settle.FAULTS_AT_MOST
     await bench.settler.reject_later(delivery)
     (sent,) = bench.publisher.sent
-    assert (sent.exchange, sent.routing_key) == ("lane.fallen", "critical.shop.chat")
+    assert (sent.exchange, sent.routing_key) == ("", "lane.fallen")
+    assert sent.message.headers[n.ROUTING_KEY] == "critical.shop.chat"
     assert bench.log[-1] == "ack"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "user_id", "stated", "tenant"),
+    [("", "shop", "bank", "shop"), ("", None, "bank", ""), ("lane.due", None, "bank", "bank")],
+)
+async def test_what_is_moved_to_lane_fallen_keeps_its_user_and_nobody_names_another_one(
+    bench: Bench, exchange: str, user_id: str | None, stated: str, tenant: str
+) -> None:
+    headers = {n.USER_ID: stated, n.ROUTING_KEY: "normal.shop.chat", "x-death": [{"reason": "expired"}]}
+    delivery = bench.delivery(exchange=exchange, routing_key="lane.batches", headers=headers, user_id=user_id)
+    await bench.settler.publish_stray(delivery.message)
+    (sent,) = bench.publisher.sent
+    moved = replace(sent.message, exchange=sent.exchange, routing_key=sent.routing_key)
+    job = Strays([CRITICAL], names=NAMES).job_of(FakeDelivery(moved, [], queue="lane.fallen"))
+    assert (job.identity.tenant, job.routing_key) == (tenant, "normal.shop.chat")
 
 
 async def test_a_routing_key_in_a_header_that_is_none_is_not_published(bench: Bench) -> None:
     headers = {n.ROUTING_KEY: "7" * 300}
     await bench.settler.publish_stray(bench.delivery(exchange="", routing_key="lane.batches", headers=headers).message)
     (sent,) = bench.publisher.sent
-    assert sent.routing_key == ""
+    assert sent.message.headers[n.ROUTING_KEY] == ""

@@ -214,11 +214,18 @@ def to_redis(ground: Ground) -> Proxy:
     return ground.store.line
 
 
+async def redis_killed(ground: Ground, rng: random.Random, lasts_s: float) -> str:
+    assert isinstance(ground.store, RedisStore)
+    await ground.store.kill(lasts_s)
+    return "Redis"
+
+
 async def many_of_one(ground: Ground, rng: random.Random, _: float) -> str:
     return await ground.load.burst(50)
 
 
 BOTH = ("single", "cluster")
+MOMENT = (0.1, 5.0)
 LONGER = (4.0, 8.0)
 """Seconds: long enough to affect several requests, too short for any of them to fail."""
 
@@ -269,8 +276,10 @@ FAULTS = (
     Fault("C8", "answers cut", failing(cut=0.1, truncated=0.1, reset=0.1, error_mid_stream=0.1), LONGER),
     Fault("C9", "answers broken", failing(html=0.1, broken_json=0.1, not_a_message=0.1, unfinished=0.1), LONGER),
     Fault("D1", "store locked", store_locked, (4, 10), needs="file"),
+    Fault("D1", "store locked for a moment", store_locked, MOMENT, needs="file"),
     Fault("D3", "store's disk full", store_full, LONGER, needs="mount"),
     Fault("D4", "Redis cannot be reached", line_to("Redis", to_redis, is_gone=True), LONGER, needs="redis"),
+    Fault("D4", "Redis killed, and back with its data", redis_killed, MOMENT, needs="redis"),
     Fault("D4", "line to Redis frozen", line_to("Redis", to_redis, is_gone=False), LONGER, needs="redis"),
     Fault("D5", "worker dies between any two steps", dying_between_steps, (10, 15)),
     Fault("E3", "50 of one id at once", many_of_one),
@@ -322,7 +331,7 @@ ANSWERED_WITHIN_S = 90.0
 """Time after the last fault, before a request without an answer counts as lost."""
 AROUND_S = 3.0
 """Before and after each fault."""
-FETCHED_WITHIN_S = 10.0
+FETCHED_WITHIN_S = 30.0
 POSTED_WITHIN_S = 60.0
 HELD_S = 3.0
 """How long each request takes that shows whether all slots work; less than `CALL_TIMEOUT_S` in `ground.PATIENT`."""
@@ -368,6 +377,8 @@ async def judged(
 ) -> Verdict:
     """After the last request: wait for answers, fetch the results that could not be sent, and judge."""
     await ground.load.answered(within_s=answered_within_s)
+    if not store_was_lost:  # and the results with it
+        ground.load.expect_scheduled(ground.crew.scheduled())
     await ground.load.fetched(within_s=FETCHED_WITHIN_S)
     await ground.posted(within_s=POSTED_WITHIN_S)
     return ground.verdict(store_was_lost=store_was_lost)

@@ -28,17 +28,21 @@ from aiohttp import web
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
 from tests.faults.checker import NOT_POSTED, OK, Called, Disturbed, History, Posted, Verdict, as_line, check
-from tests.faults.load import EVERYTHING, PIPELINE, STEPS, Load, Mix
+from tests.faults.load import EVERYTHING, PIPELINE, SCHEDULE, SCHEDULE_S, STEPS, Load, Mix
 from tests.faults.nodes import Cluster, Node, cluster, single
 from tests.faults.proxy import LOOPBACK, Proxy
 from tests.support.defaults import stores
 from tests.support.endpoint import Posted as Post
 from tests.support.endpoint import endpoint, secret_of
 from tests.support.faulty_api import FaultyAPI
+from tests.support.limited import cgroup
 from tests.support.processes import Running, environment, interpreter
 from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
 
+MIB = 1024 * 1024
+LIMIT_BYTES = 512 * MIB
+"""The memory of a worker, where this user may make a cgroup: as in deploy/kubernetes."""
 SIZE_MB = 64
 """The size of the separate file system for the store's file, if one can be mounted (as root)."""
 
@@ -121,10 +125,16 @@ class RedisStore:
     def url(self) -> str:
         return f"redis://{LOOPBACK}:{self.line.port}/0"
 
+    async def kill(self, lasts_s: float) -> None:
+        """SIGKILL, and start it again with what it had written."""
+        await asyncio.to_thread(self.server.kill)
+        await asyncio.sleep(lasts_s)
+        await asyncio.to_thread(self.server.start)
+
 
 @asynccontextmanager
 async def redis_store() -> AsyncIterator[RedisStore]:
-    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as server:
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), "--appendonly", "yes") as server:
         async with Proxy(LOOPBACK, server.port) as line:
             yield RedisStore(server, line)
 
@@ -215,6 +225,7 @@ class Crew:
         self._folder = folder
         self._module = module
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended: list[Running] = []
 
     @property
     def crashes(self) -> list[Ending]:
@@ -233,9 +244,15 @@ class Crew:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def ready(self, *, within_s: float = 150) -> None:
-        """Wait until all workers take requests."""
-        await until(lambda: all(each.is_ready for each in self.workers), within_s=within_s)
+    async def ready(self, *, within_s: float = 600) -> None:
+        """Wait until all workers take requests; not for one that ends by itself, which would never be ready. On a busy
+        machine a start takes minutes."""
+        await until(lambda: bool(self.crashes) or all(each.is_ready for each in self.workers), within_s=within_s)
+
+    def scheduled(self) -> set[str]:
+        """The ids of the requests that a schedule has published, as the workers say."""
+        lives = [*self._ended, *(each.running for each in self.workers if each.running is not None)]
+        return {event["id"] for life in lives for event in life.events if event.get("event") == "schedule.fired"}
 
     async def _keep(self, worker: Worker) -> None:
         life = 0
@@ -250,6 +267,7 @@ class Crew:
                     code = await running.process.wait()
                     self.endings.append(Ending(time.monotonic(), worker.number, code, frozenset(worker.told)))
                 finally:
+                    self._ended.append(running)
                     self._write_down(worker, life, running)
             await asyncio.sleep(PAUSE_S)
 
@@ -286,6 +304,10 @@ SETTINGS = {
     **{f"LANEKEEPER_LANES__{lane.upper()}__SLOTS": str(slots) for lane, slots in SLOTS.items()},
     f"LANEKEEPER_PIPELINES__{PIPELINE.upper()}__STEPS": json.dumps(STEPS),
     "LANEKEEPER_SPEAKERS": "guest,lanekeeper",
+    "LANEKEEPER_HELD_BYTES": str(16 * MIB),
+    f"LANEKEEPER_SCHEDULES__{SCHEDULE.upper()}__CRON": f"*/{SCHEDULE_S} * * * * *",
+    f"LANEKEEPER_SCHEDULES__{SCHEDULE.upper()}__KEY": "normal.tests.schedules",
+    f"LANEKEEPER_SCHEDULES__{SCHEDULE.upper()}__BODY": json.dumps({"prompt": SCHEDULE}),
     "LANEKEEPER_RETRY__BASE_S": "0.2",
     "LANEKEEPER_RETRY__CAP_S": "2",
     "LANEKEEPER_GRACE_S": "10",
@@ -355,7 +377,8 @@ class Ground:
         return in_batches + [
             _called(call.prompt, at_s=call.started_s, ended_s=call.ended_s, outcome=call.outcome)
             for call in self.api.calls
-            if call.prompt != "1"  # a worker's own call, which finds out whether the provider answers at all
+            # "1": a worker's own call, which finds out whether the provider answers at all
+            if call.prompt not in ("1", SCHEDULE)
         ]
 
     async def posted(self, *, within_s: float) -> None:
@@ -417,8 +440,11 @@ async def ground(
                 "ANTHROPIC_BASE_URL": f"http://{LOOPBACK}:{provider_line.port}",
                 "LANEKEEPER_STORE_URL": store.url,
             }
+            if module == "service.cli.main":
+                found["CGROUP"] = str(stack.enter_context(cgroup(LIMIT_BYTES)) or "")
             environs.append(environment(",".join(urls), **{**found, **SETTINGS, **hooks, **settings}))
-        crew = await stack.enter_async_context(Crew(environs, folder=folder, module=module))
+        limited = "tests.support.limited" if module == "service.cli.main" else module
+        crew = await stack.enter_async_context(Crew(environs, folder=folder, module=limited))
         await crew.ready()
         hook.answer = partial(_answered, random.Random(seed), written, late_s=(0, 1))
         slow.answer = partial(_answered, random.Random(seed), written, late_s=(2, 4))

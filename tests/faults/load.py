@@ -7,7 +7,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -35,7 +35,14 @@ STEPS = (
     {"name": "three", "prompt": "{{ input.id }}/3 {{ one }} {{ two|join(' ') }}"},
 )
 """The pipeline's steps. A prompt's first word is the request's id and the number of the step and the item."""
+SCHEDULE, SCHEDULE_S = "scheduled", 3
+"""A schedule's name, its prompt, and how often it fires."""
 ITEMS = (1, 2, 3)
+MODELS = ("claude-haiku-5-5", "claude-sonnet-5-5")
+BETAS = ("", "one-2026-01-01", "two-2026-01-01")
+"""Requests for the provider's batches differ in these, so that several batches are gathered at a time."""
+LARGE_BYTES, OVERSIZED_BYTES = 700_000, 1_200_000
+"""Below and above the limit of a request's body."""
 PADDING_BYTES = 40_000
 CANCEL_WITHIN_S = 20.0
 
@@ -65,6 +72,8 @@ class Mix:
     """Of the pipelines: those that are cancelled, at any moment."""
     batched: float = 0.5
     """Of the requests of the lane `batch`: those that may be put into a provider's batch."""
+    large: float = 0.02
+    oversized: float = 0.01
     tenants: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
     """Their shares of the requests; without a name, the connection's user."""
 
@@ -112,6 +121,7 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhooks: Sequence[str]
     if delay_ms:
         headers["x-lane-delay-ms"] = delay_ms
     is_unheard = rng.random() < mix.unheard and not headers
+    is_oversized = is_large = False
     tenant = rng.choices(list(mix.tenants), weights=list(mix.tenants.values()))[0]
     if tenant:
         headers["x-lane-tenant"] = tenant
@@ -129,8 +139,17 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhooks: Sequence[str]
         if not is_unheard and not is_refused and rng.random() < mix.cancelled:
             cancelled_after_s = rng.uniform(0.01, 3)
     lane = rng.choices(list(mix.lanes), weights=list(mix.lanes.values()))[0]
+    is_plain = "x-lane-pipeline" not in headers and not is_refused
     if lane == "batch" and rng.random() >= mix.batched:
         headers["x-lane-no-batch"] = True
+    elif lane == "batch" and is_plain:
+        body["model"] = rng.choice(MODELS)
+        if beta := rng.choice(BETAS):
+            headers["anthropic-beta"] = beta
+    if is_plain and not is_unheard:
+        is_oversized, is_large = rng.random() < mix.oversized, rng.random() < mix.large
+    if is_oversized or is_large:
+        body["system"] = "x" * (OVERSIZED_BYTES if is_oversized else LARGE_BYTES)
     return Wish(
         identity=identity,
         tenant=tenant,
@@ -138,15 +157,22 @@ def draw(rng: random.Random, mix: Mix, *, identity: str, webhooks: Sequence[str]
         body=body,
         words=words,
         headers=headers,
-        expects=("provider_rejected",) if is_refused else (OK, CANCELLED) if cancelled_after_s else (OK,),
+        expects=("provider_rejected",)
+        if is_refused
+        else ("too_large",)
+        if is_oversized
+        else (OK, CANCELLED)
+        if cancelled_after_s
+        else (OK,),
         cancelled_after_s=cancelled_after_s,
         reply_to=rng.choice(NOBODY) if is_unheard else REPLY_QUEUE,
         delay_s=delay_ms / 1000,
         is_sent_twice=rng.random() < mix.twice,
-        is_contradicted=rng.random() < mix.conflicting and not is_unheard and not cancelled_after_s,
+        is_contradicted=rng.random() < mix.conflicting and not (is_unheard or cancelled_after_s or is_oversized),
     )
 
 
+LOST = (AMQPError, OSError, TimeoutError, RuntimeError, asyncio.CancelledError)
 CONFIRM_S = 10.0
 HEARTBEAT_S = 3
 PREFETCH = 200
@@ -179,8 +205,9 @@ class Publisher:
             return "returned"
         except DeliveryError:
             return "refused"
-        except (AMQPError, OSError, TimeoutError, RuntimeError, asyncio.CancelledError) as error:
-            if asks_to_stop(error):
+        except (Exception, asyncio.CancelledError) as error:
+            # aiormq raises a bare Exception if the connection is lost while it drains
+            if asks_to_stop(error) or not (type(error) is Exception or isinstance(error, LOST)):
                 raise
             # A new channel each time, because aiormq matches returned messages by message id only.
             if channel is self._channel:
@@ -323,6 +350,15 @@ class Load:
             yield
         finally:
             task.cancel()
+
+    def expect_scheduled(self, identities: Iterable[str]) -> None:
+        """Requests that the schedule has published: they are fetched like those without a reply."""
+        for identity in identities:
+            wish = Wish(identity=identity, lane="normal", body={}, reply_to=None, words=SCHEDULE)
+            self._ask_for(wish, question=identity)
+            now_s = time.monotonic()
+            self._history.add(Published(at_s=now_s, question=identity, sent_s=now_s, told="confirmed"))
+            self._unheard.append(wish)
 
     async def answered(self, *, within_s: float) -> bool:
         """Wait until every request sent so far is answered. Returns whether all are."""

@@ -36,7 +36,8 @@ def environment(broker: str | At | None, provider: Provider | None = None, /, **
     """Our environment with only these settings: a broker, with its management API unless it is given by its URL; a
     provider and a key for it; and any free port."""
     amqp_url = None if broker is None else url_of(broker)
-    foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_")
+    # Python's last: without its compiled files, a process compiles all modules at each start, for ten seconds of CPU
+    foreign = ("LANEKEEPER_", "ANTHROPIC_", "OTEL_", "PYTHONDONTWRITEBYTECODE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     places = {
         "LANEKEEPER_AMQP_URL": amqp_url,

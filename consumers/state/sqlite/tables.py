@@ -80,8 +80,10 @@ _EXPIRED_KEPT: Final = (
     f"(SELECT kind, tenant, key FROM kept WHERE until_ms <= ? LIMIT {STEP_ROWS})"
 )
 _SURPLUS_WEBHOOKS: Final = (
-    "DELETE FROM kept WHERE (kind, tenant, key) IN (SELECT kind, tenant, key FROM kept WHERE kind = 'webhook' "
-    f"ORDER BY until_ms DESC LIMIT {STEP_ROWS} OFFSET ?)"
+    "DELETE FROM kept WHERE kind = 'webhook' AND (tenant, key) IN (SELECT tenant, key FROM ("
+    "SELECT tenant, key, until_ms, row_number() OVER (PARTITION BY tenant ORDER BY until_ms DESC) AS nth "
+    "FROM kept WHERE kind = 'webhook') "
+    f"ORDER BY nth, until_ms DESC LIMIT {STEP_ROWS} OFFSET ?)"
 )
 _WEBHOOKS: Final = "FROM kept WHERE kind = 'webhook' AND until_ms > ?"
 _DEBOUNCE: Final = (

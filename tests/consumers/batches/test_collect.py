@@ -844,22 +844,61 @@ async def test_a_result_that_the_broker_does_not_take_is_told_to_be_too_large(co
     assert results(await collecting.take(ticket)) == {"id-0": TOO_LARGE}
 
 
-@pytest.mark.parametrize("error", [BrokerUnreachable("away"), StoreUnavailable("away"), ZeroDivisionError("ours")])
-async def test_a_ticket_that_cannot_be_settled_returns_to_its_queue(
-    collecting: Collecting, error: Exception, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [StoreUnavailable("away"), ZeroDivisionError("ours")])
+async def test_after_an_error_a_ticket_comes_back_each_time_after_twice_as_long(
+    collecting: Collecting, error: Exception
+) -> None:
+    ticket = await submitted(collecting, 2)
+    collecting.provider.end(ticket.batch_id)
+    collecting.bench.store.failing = error  # type: ignore[assignment]
+    message, delays_ms = Message(body=pack(ticket), message_id=ticket.id, timestamp_s=7), []
+    for _ in range(8):
+        (sent,) = await collecting.take(message)
+        assert collecting.bench.log[-1] == "ack"
+        assert (sent.message.body, sent.message.message_id, sent.message.timestamp_s) == (pack(ticket), ticket.id, 7)
+        message = replace(sent.message, exchange=NAMES.due_exchange, routing_key=sent.routing_key)
+        delays_ms.append(delay_ms(sent))
+    assert delays_ms == [1000, 2000, 4000, 8000, 16_000, 32_000, 60_000, 60_000]
+    collecting.bench.store.failing = None
+    assert len(results(await collecting.take(message))) == 2
+
+
+async def test_a_ticket_returns_to_its_queue_if_the_broker_takes_nothing(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
     ticket = await submitted(collecting, 2)
     collecting.provider.end(ticket.batch_id)
-    if isinstance(error, BrokerUnreachable):
-        collecting.bench.publisher.failing = {NAMES.delay(0): error}
-    else:
-        collecting.bench.store.failing = error  # type: ignore[assignment]
+    away = BrokerUnreachable("away")
+    collecting.bench.publisher.failing = {NAMES.delay(level): away for level in range(8)}
     await collecting.take(ticket)
     assert collecting.bench.log[-1] == "nack"
-    collecting.bench.store.failing = None
     collecting.bench.publisher.failing = {}
     assert len(results(await collecting.take(ticket, redelivered=True))) == 2
+
+
+async def test_a_ticket_whose_batch_was_created_as_the_broker_failed_comes_back_and_creates_no_other(
+    collecting: Collecting,
+) -> None:
+    ticket = await collecting.gathered(*items(2))
+    collecting.bench.publisher.failing = {NAMES.delay(8): BrokerUnreachable("away")}  # as it is published again
+    (sent,) = await collecting.take(ticket)
+    collecting.bench.publisher.failing = {}
+    assert len(collecting.submitted()) == 1
+    for _ in range(4):
+        message = replace(sent.message, exchange=NAMES.due_exchange, routing_key=sent.routing_key)
+        (sent,) = await collecting.take(message)
+    assert len(collecting.submitted()) == 1
+
+
+async def test_a_forged_ticket_does_not_come_back_as_if_a_worker_had_published_it(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+    forged = Message(body=pack(await submitted(collecting, 2)), exchange=NAMES.requests, headers={n.ATTEMPT: 3})
+    collecting.bench.publisher.failing = {"": BrokerUnreachable("away")}
+    assert await collecting.take(forged) == []
+    assert collecting.bench.log[-1] == "nack"
 
 
 # ---- requests that leave their batch --------------------------------------------------------------------------------
@@ -1028,11 +1067,11 @@ async def test_a_ticket_of_another_version_waits_for_a_worker_that_can_read_it(c
     assert sent.exchange == NAMES.delay(9)
     collecting.now_ms += 1001  # a timestamp has whole seconds
     (sent,) = await collecting.take(sent.message)
-    assert (sent.exchange, sent.message.body) == (NAMES.strays, newer)  # to be seen in lane.dead
+    assert (sent.routing_key, sent.message.body) == (NAMES.strays, newer)  # to be seen in lane.dead
 
 
 async def test_what_is_no_ticket_falls(collecting: Collecting) -> None:
     (sent,) = await collecting.take(b"nonsense")
-    assert (sent.exchange, sent.message.body) == (NAMES.strays, b"nonsense")
+    assert (sent.routing_key, sent.message.body) == (NAMES.strays, b"nonsense")
     (sent,) = await collecting.take(Message(body=pack(await collecting.gathered(*items(1))), exchange="someone.elses"))
-    assert sent.exchange == NAMES.strays
+    assert sent.routing_key == NAMES.strays

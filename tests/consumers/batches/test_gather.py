@@ -283,7 +283,7 @@ async def test_what_causes_a_fault_when_it_is_read_ends_nothing_and_is_parked_in
     assert gathering.items == [["r-2"]]
     is_parked = times in (5, None)
     assert sorted(gathering.settled) == (["ack", "ack"] if is_parked else ["ack", "reject"])
-    assert [each.exchange for each in bench.publisher.sent if each.message.message_id == "r-1"] == (
+    assert [each.routing_key for each in bench.publisher.sent if each.message.message_id == "r-1"] == (
         [NAMES.strays] if is_parked else []
     )
 
@@ -486,7 +486,7 @@ async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.
 
     bench.log.clear()
     found[1].times_delivered = 5
-    bench.publisher.failing[NAMES.delay(0)] = bench.publisher.failing[NAMES.strays] = BrokerUnreachable("gone")
+    bench.publisher.failing[NAMES.delay(0)] = bench.publisher.failing[""] = BrokerUnreachable("gone")
     away = Gathering(*found, bench=bench)
     await away.run(settled=3)
     assert sorted(away.settled) == ["nack", "nack", "reject"], "what was not sent back is not acknowledged"
@@ -497,7 +497,7 @@ async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.
     await last.run(settled=3)
     assert last.settled == ["ack"] * 3
     assert [batch_of(each).live for each in last.back] == [True] * 2
-    assert [each.message.message_id for each in bench.publisher.sent if each.exchange == NAMES.strays] == ["r-2"]
+    assert [each.message.message_id for each in bench.publisher.sent if each.routing_key == NAMES.strays] == ["r-2"]
 
 
 async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
@@ -530,7 +530,8 @@ async def test_what_no_worker_has_published_falls(headers: dict[str, Any]) -> No
     gathering = Gathering(FakeDelivery(message, bench.log, queue=NAMES.batches), bench=bench)
     await gathering.run(settled=1)
     (fallen,) = bench.publisher.sent
-    assert (fallen.exchange, fallen.message.body, fallen.message.user_id) == (NAMES.strays, b"x", None)
+    assert (fallen.exchange, fallen.routing_key, fallen.message.body) == ("", NAMES.strays, b"x")
+    assert (fallen.message.user_id, fallen.message.headers[n.USER_ID]) == (None, "app")
     assert gathering.settled == ["ack"]
 
 

@@ -476,20 +476,31 @@ async def test_what_goes_back_to_the_broker_until_its_turn_makes_no_attempt() ->
     assert "other posts to answer" in bench.to("lane.dead").headers[n.DEAD_DETAIL], "it does not go round for ever"
 
 
-async def test_a_tenant_has_a_limit_of_posts_that_wait_and_more_are_dead_letters() -> None:
+@pytest.mark.parametrize(
+    ("spec", "limit"),
+    [
+        (StoreSpec(waiting_per_tenant=2), "LANEKEEPER_WAITING__PER_TENANT"),
+        (StoreSpec(waiting_in_all=3), "LANEKEEPER_WAITING__IN_ALL"),
+    ],
+)
+async def test_posts_that_wait_are_limited_by_tenant_and_in_all_and_more_are_dead_letters(
+    spec: StoreSpec, limit: str
+) -> None:
     bench = Bench(spec=SPEC)
     posting = posting_of(Answering, bench)
-    posting.store = store = MemoryStore(bench.log, spec=StoreSpec(waiting_per_tenant=2))
+    posting.store = store = MemoryStore(bench.log, spec=spec)
     store.now_ms = 0
     posting.statuses = [500] * 4
-    for number, tenant in enumerate(("crm", "crm", "crm", "")):
+    tenants = ("crm", "crm", "crm", "") if spec.waiting_per_tenant == 2 else ("crm", "", "crm", "")
+    for number, tenant in enumerate(tenants):
         delivery = delivered(bench, replace(POST, id=f"m-{number}", tenant=tenant))
         delivery.message.message_id = f"copy-{number}"
         await posting._take(delivery)
     assert posting.posted == {"retrying": 3, "undelivered": 1}
     letter = bench.to("lane.dead")
-    assert (letter.message_id, letter.headers[n.DEAD_CODE]) == ("m-2", "webhook_undelivered")
-    assert "LANEKEEPER_WAITING__PER_TENANT" in letter.headers[n.DEAD_DETAIL]
+    assert letter.message_id == ("m-2" if spec.waiting_per_tenant == 2 else "m-3")
+    assert letter.headers[n.DEAD_CODE] == "webhook_undelivered"
+    assert limit in letter.headers[n.DEAD_DETAIL]
     assert bench.log[-1] == "ack"
 
 

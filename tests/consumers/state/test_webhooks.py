@@ -41,3 +41,15 @@ async def test_above_the_limit_those_that_end_first_are_removed(store: Store, mo
         await store.note_webhook(Identity("t", str(at)), b"{}", until_ms=until_ms + at)
     await store.sweep()
     assert [identity.id for identity, _ in await store.webhooks(most=9)] == ["4", "3"]
+
+
+async def test_one_tenant_s_logs_push_out_none_of_a_tenant_that_has_fewer(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "WEBHOOKS_KEPT", 6)
+    until_ms = in_ms(60_000)
+    for at, tenant in enumerate(("few", "few", "", *["many"] * 40)):
+        await store.note_webhook(Identity(tenant, str(at)), b"{}", until_ms=until_ms + at)
+        await store.sweep()
+    found = [(identity.tenant, identity.id) for identity, _ in await store.webhooks(most=99)]
+    assert found == [("many", "42"), ("many", "41"), ("many", "40"), ("", "2"), ("few", "1"), ("few", "0")]
