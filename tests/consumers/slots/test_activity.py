@@ -31,18 +31,6 @@ STEPPED = PipelineAdvanced(flow=FlowHop(step="s", deadline_ms=0), state=b"", lan
 FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_per_min")
 
 
-def test_at_first_a_lane_has_its_slots_and_has_done_nothing() -> None:
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    assert activity.snapshot() == {
-        "slots": 16, "due_slots": 4, "extra_slots": 0, "slots_limit": None, "running": 0, "answered": 0, "failed": 0,
-        "retried": 0, "dropped": 0, "replayed": 0, "deferred": 0, "deferred_for": {}, "delayed_for": {},
-        "throughput_per_min": 0, "waits_since_delivery": 0,
-    }  # fmt: skip
-    assert (activity.ended, activity.attempts, activity.slots) == (0, 0, 20)
-    activity.extra_slots = 5
-    assert activity.slots == 25
-
-
 @pytest.mark.parametrize(
     ("outcome", "figures"),
     [
@@ -116,18 +104,6 @@ def test_the_throughput_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPat
     assert activity.snapshot()["throughput_per_min"] == told
 
 
-def test_waits_of_unknown_start_are_counted_as_long_as_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 6000.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    for _ in range(3):
-        activity.record(ANSWERED, wait_ms=5, run_ms=300, since_delivery=True)
-    assert activity.snapshot()["waits_since_delivery"] == 3
-    now_s += 3600
-    activity.record(ANSWERED, wait_ms=5, run_ms=300)
-    assert activity.snapshot()["waits_since_delivery"] == 0
-
-
 def test_what_waits_in_delays_is_told_by_reason_until_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
@@ -149,17 +125,6 @@ def test_a_pipeline_is_delayed_only_while_it_waits_for_its_items(items: int, cou
     lane = activity()
     lane.record(replace(STEPPED, of=items, delay_ms=2000), wait_ms=0, run_ms=None)
     assert {reason: told["count"] for reason, told in lane.still_delayed().items()} == counts
-
-
-@pytest.mark.parametrize(("delay_s", "told_s"), [(31, 31), (32, 33), (63, 63), (64, 67), (500, 503), (1000, 1015)])
-def test_a_delay_is_told_as_longer_by_at_most_a_sixteenth(
-    delay_s: int, told_s: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.monotonic", lambda: 9.0)
-    lane = activity()
-    for delay_ms in (1000 * delay_s, 1000):
-        lane.record(Deferred(delay_ms=delay_ms, reason="x"), wait_ms=0, run_ms=None)
-    assert lane.snapshot()["delayed_for"] == {"x": {"count": 2, "last_in_s": told_s}}
 
 
 def test_what_waits_in_delays_takes_little_memory_although_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,13 +177,6 @@ def test_a_result_that_is_sent_again_is_counted_unless_its_reply_alone_was_missi
     lane = activity()
     lane.record(Replayed(completion=answered(), is_reply_only=is_reply_only), wait_ms=0, run_ms=None)
     assert (lane.snapshot()["replayed"], lane.ended_by["replayed"], lane.ended) == (counted, counted, counted)
-
-
-def test_a_request_that_ends_no_longer_runs() -> None:
-    lane = activity()
-    lane.running = 3
-    lane.end("lane.batch", took_s=0.5)
-    assert (lane.snapshot()["running"], lane.worked["lane.batch"].sum) == (2, 0.5)
 
 
 def test_what_ends_in_all_workers_is_noted_every_five_seconds_and_is_the_pace() -> None:

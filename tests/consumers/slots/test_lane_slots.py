@@ -186,36 +186,6 @@ def test_a_request_that_has_waited_too_long_is_given_no_slot_that_becomes_free_a
     assert virtually(story()) == (Admission.ASIDE, 0, 0)
 
 
-def test_a_tenants_last_request_is_remembered_for_ten_minutes() -> None:
-    async def story() -> list[bool]:
-        slots, found = LaneSlots().queue(4), []
-        slots.begin("a")
-        await asyncio.sleep(599)
-        slots.begin("b")
-        found.append(slots.lane.is_shared)
-        await asyncio.sleep(2)
-        found.append(slots.lane.is_shared)
-        slots.begin("a")
-        found.append(slots.lane.is_shared)
-        return found
-
-    assert virtually(story()) == [True, False, True]
-
-
-@pytest.mark.parametrize("movable", [False, True])
-def test_a_request_waits_for_a_slot_for_a_minute(movable: bool) -> None:
-    async def story() -> None:
-        slots = full(aside(), flood=1)
-        waiting = asyncio.create_task(slots.wait("small", movable=movable))
-        await asyncio.sleep(59)
-        assert not waiting.done()
-        await asyncio.sleep(2)
-        assert waiting.result() is Admission.ASIDE
-        assert slots.waiting == 0
-
-    virtually(story())
-
-
 async def test_a_tenants_share_of_the_slots_is_by_its_weight_and_at_least_one(ended: Tasks) -> None:
     shares = {"heavy": TenantShare(weight=3.0)}
     slots = LaneSlots(shares, aside()).queue(4)

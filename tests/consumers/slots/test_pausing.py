@@ -276,23 +276,3 @@ def test_a_lane_that_has_lost_slots_ends_the_process() -> None:
     assert bench.errors(LATE_S) == ["lane batch has lost slots"]
     assert bench.has_ended
     assert bench.watchdog.trouble == "lane batch has lost slots"
-
-
-def test_the_broker_is_asked_about_an_empty_queue_every_ten_seconds() -> None:
-    bench = Bench()
-    bench.ready = 0
-    bench.errors(61)
-    assert bench.asked == 6
-
-
-@pytest.mark.parametrize(("after_s", "told"), [(0.22, []), (0.27, ["paused by an operator"])])
-def test_whether_an_operator_has_paused_a_lane_is_asked_four_times_a_second(after_s: float, told: list[str]) -> None:
-    async def story() -> list[str]:
-        world = World()
-        async with world.watched():
-            await asyncio.sleep(0.01)
-            world.taker.brake = "paused by an operator"
-            await asyncio.sleep(after_s - 0.01)
-            return list(world.taker.told)
-
-    assert virtually(story()) == told
