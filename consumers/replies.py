@@ -238,7 +238,7 @@ class Replies:
     rule: ReplyRule
     loses_large_parts: bool = False
     here: DirectReplies | None = None
-    _outboxes: "dict[str, Outbox]" = field(default_factory=dict)
+    _outboxes: "dict[str, Outbox]" = field(init=False, default_factory=dict)
 
     def refusal(self, job: Job) -> RequestProblem | None:
         address = job.message.reply_to
