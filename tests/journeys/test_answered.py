@@ -58,6 +58,7 @@ async def test_the_answer_is_the_providers_message_with_every_documented_header(
             "x-lane-name": "critical",
             "x-lane-model": "claude-sonnet-5-5",
             "x-lane-provider": "anthropic",
+            "x-lane-stop-reason": "end_turn",
             "x-lane-attempt": 1,
             "x-lane-wait-from": "delivery",
         }
