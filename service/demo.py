@@ -461,7 +461,7 @@ async def in_the_right_order(stage: Stage, settings: Settings) -> None:
 
 
 async def _spend(asking: Callable[[str, str], Awaitable[object]], api: SimulatedAPI) -> Spending:
-    found, clock = Spending(), asyncio.get_running_loop().time
+    found, clock, urgent = Spending(), asyncio.get_running_loop().time, CRITICAL.name
 
     async def ask(lane: str, number: int) -> None:
         asked_s = clock()
@@ -470,7 +470,7 @@ async def _spend(asking: Callable[[str, str], Awaitable[object]], api: Simulated
         except Exception as error:
             found.wrong.append(f"{lane} {number}: {error}")
         finally:
-            if lane == CRITICAL.name:
+            if lane == urgent:
                 found.waits_ms.append(max(0, round(1000 * (clock() - asked_s)) - LATENCY_MS))
 
     await asyncio.gather(ask(CRITICAL.name, 0), ask(BATCH.name, 0))  # the budget learns limits and sizes from these

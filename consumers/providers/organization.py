@@ -37,10 +37,11 @@ async def read_limits(client: Any, *, name: str, admin_key: str) -> Organization
         admin = client.with_options(api_key=admin_key, timeout=WITHIN_S, max_retries=0)
         async for entry in admin.organization.rate_limits.list():
             limits = {each.type: float(each.value) for each in entry.limits}
-            if entry.group.type == "batch" and BATCH_REQUESTS in limits:
-                batch_requests = max(1, int(limits[BATCH_REQUESTS]))
-            elif entry.group.type == "model_group":
-                models |= dict.fromkeys(entry.models or (), _rate(limits))
+            match entry.group.type:
+                case "model_group":
+                    models |= dict.fromkeys(entry.models or (), _rate(limits))
+                case "batch" if BATCH_REQUESTS in limits:
+                    batch_requests = max(1, int(limits[BATCH_REQUESTS]))
     except (anthropic.AnthropicError, OSError, ValueError, TypeError, AttributeError) as error:
         log.warning(signals.LIMITS_UNREAD, provider=name, error=_brief(error))
         return OrganizationLimits()

@@ -194,6 +194,7 @@ async def test_requests_wait_with_their_attempts_unchanged_and_are_answered_when
     assert len(errors) <= 2
 
 
+@pytest.mark.timing
 async def test_requests_with_ten_seconds_are_answered_by_a_key_that_is_mended_after_three(vhost: Vhost) -> None:
     async with serving(vhost, simulated=OTHER_KEY) as worker, requester(vhost) as app:
         asked = [await app.publish({"prompt": f"p {n}"}, headers={"x-lane-deadline-ms": 10_000}) for n in range(20)]
