@@ -13,6 +13,8 @@ from lanekeeper.telemetry import logs, signals
 WITHIN_S: Final = 5.0
 TYPES: Final = ("requests_per_minute", "input_tokens_per_minute", "output_tokens_per_minute")
 BATCH_REQUESTS: Final = "enqueued_batch_requests"
+MODELS, BATCHES = "model_group", "batch"
+"""The groups of limits, as the Admin API names them."""
 CACHE_AWARE: Final = "_cache_aware"
 """The end of the name of a limit that does not count what is read from the cache, as the budget does not."""
 log = logs.logger()
@@ -37,11 +39,10 @@ async def read_limits(client: Any, *, name: str, admin_key: str) -> Organization
         admin = client.with_options(api_key=admin_key, timeout=WITHIN_S, max_retries=0)
         async for entry in admin.organization.rate_limits.list():
             limits = {each.type: float(each.value) for each in entry.limits}
-            match entry.group.type:
-                case "model_group":
-                    models |= dict.fromkeys(entry.models or (), _rate(limits))
-                case "batch" if BATCH_REQUESTS in limits:
-                    batch_requests = max(1, int(limits[BATCH_REQUESTS]))
+            if entry.group.type == BATCHES and BATCH_REQUESTS in limits:
+                batch_requests = max(1, int(limits[BATCH_REQUESTS]))
+            elif entry.group.type == MODELS:
+                models |= dict.fromkeys(entry.models or (), _rate(limits))
     except (anthropic.AnthropicError, OSError, ValueError, TypeError, AttributeError) as error:
         log.warning(signals.LIMITS_UNREAD, provider=name, error=_brief(error))
         return OrganizationLimits()
