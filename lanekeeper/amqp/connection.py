@@ -112,8 +112,9 @@ class Connection:
         if self._supervisor is not None:
             supervisor, self._supervisor = self._supervisor, None
             self._opened.set()  # so that those who wait in `underlying` get ClientMisused
-            supervisor.cancel()
-            await asyncio.wait([supervisor])
+            while not supervisor.done():  # a cancellation that arrives while aiormq waits can be lost
+                supervisor.cancel()
+                await asyncio.wait([supervisor], timeout=CLOSE_TIMEOUT_S)
         if self._current is not None:
             with suppress(BrokerUnreachable), translate_errors("closing"):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
