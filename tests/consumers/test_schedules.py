@@ -223,8 +223,8 @@ def unfenced(
 def last_one_stays(
     row: Row | None, at: Times, message: Fingerprint, completion: Completion, token: int | None, spec: StoreSpec
 ) -> Change[Completion | None]:
-    """Keeps the last completion instead of the first."""
-    if row is None or not row.ended:
+    """Keeps the last completion of a claim instead of the first."""
+    if row is None or not row.ended or token != row.token:
         return complete(row, at, message, completion, token, spec)
     return Change(completion, row.ended_by(completion))
 

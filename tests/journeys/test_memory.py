@@ -74,6 +74,7 @@ async def limited(vhost: Vhost, folder: Path, hook: Endpoint) -> AsyncIterator[L
                 assert await running.ended() == 0
 
 
+@pytest.mark.timeout(900)  # of more than two minutes on a busy machine
 async def test_a_worker_with_512_mebibytes_is_not_killed_and_answers_all(vhost: Vhost, tmp_path: Path) -> None:
     async with endpoint() as hook, limited(vhost, tmp_path, hook) as worker:
         worker.report("started")
