@@ -129,8 +129,8 @@ class Wire:
             self.wrong.append(f"{exchange}: {name}")
             return
         described = self.messages[name]
-        payload = json.loads(delivered.body)
-        for what, value in (("headers", headers), ("payload", payload)):
+        lines = delivered.body.splitlines() if described["contentType"] == "application/jsonl" else [delivered.body]
+        for what, value in (("headers", headers), *(("payload", json.loads(line)) for line in lines)):
             if what in described:
                 for error in Draft202012Validator(described[what]).iter_errors(value):
                     self.wrong.append(f"{name}: {what}: {error.message[:300]}")
@@ -150,6 +150,8 @@ class Wire:
             case "":
                 if (control := headers.get("x-lane-control")) is not None:
                     return "refused" if control == "error" else str(control)
+                if headers.get("x-lane-part") == "several":
+                    return "parts"
                 return {"ok": "answer", "error": "error", None: "part"}[headers.get("x-lane-status")]
         return None  # inside
 
