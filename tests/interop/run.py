@@ -130,6 +130,8 @@ class Wire:
             return
         described = self.messages[name]
         lines = delivered.body.splitlines() if described["contentType"] == "application/jsonl" else [delivered.body]
+        if name == "parts":
+            self.seen["part"] += len(lines)
         for what, value in (("headers", headers), *(("payload", json.loads(line)) for line in lines)):
             if what in described:
                 for error in Draft202012Validator(described[what]).iter_errors(value):
