@@ -49,8 +49,8 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 """Each with its pattern, and the places that may contain it."""
 TESTS = (
-    ("tests/consumers", "--ignore=tests/consumers/state", "--ignore=tests/consumers/flows"),
-    ("tests/consumers/state", "tests/consumers/flows", "tests/lanekeeper"),
+    ("tests/consumers", *(f"--ignore=tests/consumers/{each}" for each in ("flows", "limits", "state"))),
+    ("tests/consumers/flows", "tests/consumers/limits", "tests/consumers/state", "tests/lanekeeper"),
     ("tests/topology", "tests/service", "tests/fuzz"),
 )
 """Three runs beside each other. With pytest-xdist each process would collect all tests, and send a report of each,
@@ -59,7 +59,7 @@ which costs half as much again as the tests."""
 
 def begin(*command: str | Path) -> tuple["subprocess.Popen[bytes]", IO[bytes]]:
     output = tempfile.TemporaryFile()  # noqa: SIM115  closed with this process
-    environment = {**os.environ, "LANEKEEPER_TESTS_QUICK": "1"}
+    environment = {**os.environ, "TESTS_QUICK": "1"}
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
     )
@@ -92,7 +92,7 @@ def signs() -> bool:
 
 
 def fast_tests() -> bool:
-    options = ("-q", "-p", "no:xdist", "-m", "not slow and not timing", "--schedules", "20")
+    options = ("-q", "-p", "no:xdist", "-m", "not slow and not timing", "--schedules", "10")
     runs = [begin(sys.executable, "-m", "pytest", *options, *files) for files in TESTS]
     codes = [child.wait() for child, _ in runs]
     for _, output in runs:

@@ -239,6 +239,7 @@ async def test_a_stream_without_a_token_is_cut_by_its_deadline(providers: Open) 
     assert "in attempt 1" in outcome.problem.detail
 
 
+@pytest.mark.slow
 async def test_the_call_after_a_broken_stream_is_cut_by_the_deadline_again(providers: Open) -> None:
     two = await providers(failing("cut"), failing("hang"))
 
@@ -249,6 +250,7 @@ async def test_the_call_after_a_broken_stream_is_cut_by_the_deadline_again(provi
     assert two.calls == (1, 1)
 
 
+@pytest.mark.slow
 async def test_a_stream_that_flows_too_long_for_one_delivery_ends_and_is_not_paid_for_again(
     providers: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +474,7 @@ async def test_an_attempt_whose_part_may_not_be_sent_has_its_run_time(
     assert 0 <= two.job.run_ms < 60_000
 
 
+@pytest.mark.slow
 async def test_the_second_call_of_an_attempt_has_the_lanes_time_limit_too(providers: Open) -> None:
     two = await providers(failing("overloaded"), failing("hang"))
 

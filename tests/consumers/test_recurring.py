@@ -116,7 +116,7 @@ def test_six_fields_fire_at_the_times_of_five(cron: str, zone: str, day: str) ->
     five = replace(NIGHTLY, cron=cron, timezone=zone)
     begin = ms(f"{day}T00:00Z")
 
-    for since_ms in range(begin, begin + 72 * 3_600_000, 1_500_000):
+    for since_ms in range(begin, begin + 72 * 3_600_000, 85 * 60_000):
         expected = list(islice(five.after(since_ms), 5))
         assert list(islice(replace(five, cron=f"0 {cron}").after(since_ms), 5)) == expected
 

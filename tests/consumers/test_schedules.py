@@ -229,6 +229,7 @@ def last_one_stays(
     return Change(completion, row.ended_by(completion))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "told"),
     [

@@ -306,7 +306,7 @@ async def test_if_the_store_is_unavailable_at_the_end_the_estimate_stays_counted
 
     assert isinstance(hold, Hold)
     spending.correct(hold, Spent())
-    await spending.finish(within_s=30)
+    await spending.finish(within_s=0.05)
 
     assert store.used == {"cap lane batch requests": 1}
 

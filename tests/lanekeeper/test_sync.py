@@ -141,6 +141,7 @@ async def test_a_client_that_is_closed_or_in_an_event_loop_is_misused(
         await asyncio.to_thread(use, client)
 
 
+@pytest.mark.slow
 def test_wrong_parameters_are_refused_before_the_first_use() -> None:
     with pytest.raises(InvalidUrl):
         Client("ftp://broker")

@@ -38,6 +38,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return house
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["demo", "test", "interop", "upgrade-test"])
 def test_without_a_broker_it_says_so_before_the_set_up(bare: Path, command: str) -> None:
     run = subprocess.run([bare / "dev", command], capture_output=True, text=True, check=False)

@@ -87,7 +87,7 @@ def test_keys_are_read_again_when_their_file_has_changed_and_not_before(
     file = tmp_path / "lanekeeper.toml"
     head, entry = 'speakers = ["guest"]\n', '[gateway.keys.%s]\ntenant = "crm"\nexpires = 2027-01-31T18:00:00Z\n'
     file.write_text(head + entry % HASH)
-    changed = Changed(lambda settings: settings.gateway.keys, environ={})
+    changed = Changed(lambda settings: settings.gateway.keys)
     assert changed() is None
 
     file.write_text(head + entry % hash_of("lane-bb"))

@@ -2,7 +2,7 @@
 
 import os
 
-QUICK = "LANEKEEPER_TESTS_QUICK"
+QUICK = "TESTS_QUICK"
 SHARE = 5
 
 

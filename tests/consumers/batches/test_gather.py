@@ -461,6 +461,7 @@ async def test_a_batch_that_does_not_fit_into_one_ticket_is_several(monkeypatch:
         assert await bench.store.submit(ticket.id, [item.identity], until_ms=2**45) == {item.identity: False}
 
 
+@pytest.mark.slow
 async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     found = several(bench, 3)

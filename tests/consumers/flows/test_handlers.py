@@ -24,6 +24,7 @@ from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow  # processes of their own
 FUNCTIONS = "tests.support.functions"
 
 

@@ -16,6 +16,7 @@ from lanekeeper.contract.problems import RequestProblem
 from tests.support.malicious import Stalls
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow  # processes, and seconds of CPU time
 SLOW = Order(prompt="{% for a in input %}{% for b in input %}{% endfor %}{% endfor %}")
 NUMBERS = json.dumps({"input": list(range(90_000)), "outputs": {}}).encode()
 

@@ -105,6 +105,7 @@ def test_what_a_template_becomes_is_bounded() -> None:
 FINDS: dict[str, Any] = {"prompt": "", "value": "input", "each": "", "numbers": ()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -186,6 +186,7 @@ class World:
         self.after(0.005 if is_refused else call_s, ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.parametrize("weather", [0.05, 1 / 8, 0.3, 0.6])
 def test_refusals_at_random_hold_up_no_request(weather: float, processes: int) -> None:

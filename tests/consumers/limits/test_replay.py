@@ -89,6 +89,7 @@ def test_no_request_is_later_than_with_an_account_of_its_own_lane(name: str) -> 
     assert found.refused == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), [("weather-5", 0.99), ("weather-12", 0.99), ("weather-30", 0.97)])
 def test_refusals_at_random_take_no_throughput(name: str, part: float) -> None:
     found = run(SCENARIOS[name])

@@ -158,6 +158,7 @@ async def test_a_ticket_that_is_larger_than_the_limit_gets_room_when_it_is_alone
     assert await enqueued(store, "large", 500)
 
 
+@pytest.mark.slow
 async def test_what_was_not_given_back_counts_until_its_time(store: Store) -> None:
     assert await enqueued(store, "lost", 100, until_ms=in_ms(3000))
     assert not await enqueued(store, "b", 1)

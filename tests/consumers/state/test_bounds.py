@@ -152,6 +152,7 @@ async def test_what_worked_on_and_counted_is_stays_in_a_full_store(opened: Opene
     assert await reserved(store, "flood", "x", redelivered=True) == WaitingLimit.WITHIN
 
 
+@pytest.mark.slow
 async def test_a_row_that_has_changed_since_it_was_chosen_is_not_removed(opened: Opened) -> None:
     store = await opened(max_bytes=FULL_BYTES)
     for begin in range(0, COUNT, TOGETHER):

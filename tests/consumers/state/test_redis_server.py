@@ -18,7 +18,7 @@ from service.config.settings import TlsSettings
 from tests.support.certificates import certificate
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.memory_store import current
-from tests.support.private_broker import LOOPBACK
+from tests.support.private_broker import LOOPBACK, free_ports
 from tests.support.redis import RedisServer, redis_server
 from tests.support.waiting import until
 
@@ -164,8 +164,9 @@ async def test_the_authority_of_the_settings_signs_for_redis_too(tmp_path: Path,
             assert isinstance(await store.claim(ME, fingerprint()), Granted)
 
 
+@pytest.mark.slow
 async def test_a_redis_in_cluster_mode_is_refused(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "--cluster-enabled", "yes") as server:
+    with redis_server(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_ports(1)[0])) as server:
         async with Redis.from_url(server.url) as admin:
             await admin.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")  # type: ignore[no-untyped-call]
             await until(lambda: is_up(admin))

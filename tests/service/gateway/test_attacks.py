@@ -91,7 +91,10 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut short"])
 @pytest.mark.parametrize("path", PATHS)
-async def test_nothing_of_a_strangers_body_is_unpacked(path: str, whole: bool, unpacked: Callable[[], int]) -> None:
+async def test_nothing_of_a_strangers_body_is_unpacked(
+    path: str, whole: bool, unpacked: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "LINGER_S", 0.05)
     method = "GET" if path in PATHS[3:6] else "POST"
     length = None if whole else 10 * len(BOMB)
     call = post(path, BOMB, "Content-Encoding: gzip", "Connection: close", method=method, length=length)
