@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lanekeeper.contract.names import Names
-from topology.declaration import Binding, Broker, Exchange, Queue, Topology, declare
+from topology.declaration import Broker, Exchange, Queue, Topology, declare
 from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES
 
 VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
@@ -97,17 +97,6 @@ def test_delays_survive_a_restart_of_the_broker(version: str) -> None:
     assert all(each.type == "quorum" for each in queues)
     assert all(each.arguments["x-dead-letter-strategy"] == "at-least-once" for each in queues)
     assert all(each.arguments["x-overflow"] == "reject-publish" for each in queues)
-
-
-@pytest.mark.parametrize(("level", "lower"), [(0, "lane.due"), (7, "lane.delay.06")])
-def test_at_each_level_a_message_waits_if_its_bit_is_true_and_goes_on_if_it_is_false(level: int, lower: str) -> None:
-    topology, name, bit = declared("4.3.6"), f"lane.delay.{level:02d}", f"lane-d{level:02d}"
-
-    assert topology.queue(name).arguments["x-dead-letter-exchange"] == lower
-    assert [each for each in topology.bindings if each.source == name] == [
-        Binding(name, name, arguments={"x-match": "all", bit: True}),
-        Binding(name, lower, destination_kind="exchange", arguments={"x-match": "all", bit: False}),
-    ]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

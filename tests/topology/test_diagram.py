@@ -1,7 +1,6 @@
 """`topology diagram` and `topology show` contain everything, and stay readable."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from lanekeeper.contract.names import Names
@@ -32,20 +31,3 @@ def test_the_list_has_one_line_for_each_object_and_explains_the_version() -> Non
     internal = {each.name for each in TOPOLOGY.exchanges if each.internal and each.name in shown}
     assert internal == {line.split(":")[0].strip() for line in lines if ", internal" in line} != set()
     assert len(lines) < 50
-
-
-def test_without_side_queues_neither_picture_has_them() -> None:
-    plain = declare([replace(lane, side_queues=0) for lane in DEFAULT_LANES], names=Names(), broker_version="4.3.6")
-
-    assert "side" not in mermaid(plain)
-    assert ".side" not in render(plain)
-    assert 'side[("lane.&lt;lane&gt;.side.00 … lane.&lt;lane&gt;.side.07")]' in mermaid(TOPOLOGY)
-
-
-def test_the_levels_of_the_cascade_share_a_line() -> None:
-    text = render(TOPOLOGY)
-
-    assert "  lane.side.00 … lane.side.07: topic\n  lane.delay.00 … lane.delay.28: headers\n\nqueues\n" in text
-    assert "message-ttl 100 … 26843545600, dead-letter-exchange the next lower, at last lane.due, " in text
-    assert "  lane.due: topic, internal, alternate-exchange lane.fallen\n" in text
-    assert "  lane.dead: topic\n" in text

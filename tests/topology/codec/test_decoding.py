@@ -10,7 +10,7 @@ import pytest
 from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.pictures import picture, png
-from topology.codec import bounds, decoding
+from topology.codec import decoding
 from topology.codec.decoding import Request, app_of
 from topology.codec.headers import FlowHop, HopHeaders
 from topology.lanes import CRITICAL, LaneSpec
@@ -187,22 +187,6 @@ def decode_named(found: Message, *, hop: HopHeaders | None = None) -> Request:
     )
 
 
-def test_the_body_for_a_handler_or_a_pipeline_is_any_json_and_is_not_changed() -> None:
-    handled = decode_named(message(b"[1, 2]", type="resize"))
-    assert (handled.handler, handled.pipeline, handled.body, handled.model) == ("resize", "", b"[1, 2]", "resize")
-    piped = decode_named(message(b"[1, 2]", headers=PIPED))
-    assert (piped.handler, piped.pipeline, piped.body, piped.model) == ("", "digest", b"[1, 2]", CRITICAL.model)
-    for said in ("", "messages", None):
-        assert decode_named(message(WHOLE, type=said)).handler == ""
-    with pytest.raises(RequestProblem, match="not JSON"):
-        decode_named(message(b"[1, 2", type="resize"))
-    flow = FlowHop(step="sum", deadline_ms=NOW_MS + 77, input_bytes=6)
-    state = decoding.state_of(b"[1, 2]")
-    later = decode_named(message(state, headers=PIPED), hop=HopHeaders(flow=flow))
-    assert (later.body, later.deadline_ms) == (state, NOW_MS + 77)
-    assert decoding.input_of(later.body, 6) == b"[1, 2]"
-
-
 @pytest.mark.parametrize(
     ("properties", "named"),
     [
@@ -230,21 +214,6 @@ def test_a_handler_or_pipeline_is_refused_if_it_is_unknown_or_cannot_do_what_is_
 AWAY = {"x-lane-body": "s3://a/b", "x-lane-body-sha256": "0" * 64}
 
 
-@pytest.mark.parametrize("encoding", [None, "", "identity", "Identity"])
-def test_a_body_that_lies_elsewhere_is_not_read_yet(encoding: str | None) -> None:
-    request = decode(message(b"", headers=AWAY, content_encoding=encoding))
-    assert (request.body, request.model, request.max_tokens) == (b"", CRITICAL.model, 1024)
-    assert request.kept is not None
-    assert request.no_batch
-    assert decode_named(message(b"", headers=AWAY, type="resize")).model == "resize"
-
-
-def test_a_body_that_was_fetched_is_read_and_is_in_no_batch() -> None:
-    found = message(b"", headers=AWAY)
-    request = decoding.decode(found, lane=CRITICAL, request_id="r-1", hop=None, now_ms=NOW_MS, raw=WHOLE)
-    assert (request.body, request.kept, request.no_batch) == (WHOLE, None, True)
-
-
 @pytest.mark.parametrize(
     ("body", "encoding", "code", "named"),
     [(b"{}", None, "invalid_request", "2 bytes"), (b"", "GZIP", "unsupported_media", "'GZIP'")],
@@ -254,11 +223,6 @@ def test_a_body_that_lies_elsewhere_is_neither_here_too_nor_packed(
 ) -> None:
     problem = refused(message(body, headers=AWAY, content_encoding=encoding))
     assert (problem.code, named in problem.detail) == (code, True)
-
-
-@pytest.mark.parametrize("size", [2, 3, 200])
-def test_a_routing_key_has_its_application_as_second_word(size: int) -> None:
-    assert app_of(".".join(["critical", "shop", *["x"] * size])) == "shop"
 
 
 def test_a_long_call_may_take_the_time_to_its_deadline() -> None:
@@ -342,34 +306,6 @@ def test_due_time_and_deadline_are_computed_from_the_headers(
     assert (request.due_ms, request.deadline_ms) == (due_ms, deadline_ms)
 
 
-@pytest.mark.parametrize(
-    ("headers", "hop", "deadline_ms"),
-    [
-        ({}, None, NOW_MS + 120_000),
-        ({"x-lane-deadline-ms": 5000, "x-lane-sent-ms": NOW_MS - 700}, None, NOW_MS + 4300),
-        ({"x-lane-delay-ms": 3000}, None, NOW_MS + 123_000),
-        ({}, HopHeaders(first_seen_ms=NOW_MS - 9000), NOW_MS + 111_000),
-        ({}, HopHeaders(first_seen_ms=NOW_MS - 9000, due_ms=NOW_MS + 5), NOW_MS + 120_005),
-        ({}, HopHeaders(flow=FlowHop(step="sum", deadline_ms=NOW_MS + 77)), NOW_MS + 77),
-    ],
-)
-def test_the_deadline_is_known_without_the_body(
-    headers: dict[str, Any], hop: HopHeaders | None, deadline_ms: int
-) -> None:
-    found = message(b"not read", headers=headers)
-    assert decoding.deadline_of(found, lane=CRITICAL, hop=hop, now_ms=NOW_MS) == deadline_ms
-
-
-def test_a_direct_call_has_no_times() -> None:
-    request = decoding.unpublished("Hi", model="m", max_tokens=5)
-    assert json.loads(request.body) == {
-        "model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]
-    }  # fmt: skip
-    assert (request.start_ms, request.deadline_ms, request.call_s, request.rank) == (0, 0, 0, 0)
-    assert request.states_stream, "unless it certainly does not"
-    assert (request.stream, request.no_batch) == (False, False)
-
-
 def test_the_deadline_is_the_same_after_each_hop() -> None:
     first = decode(message())
     later = decoding.decode(
@@ -432,34 +368,6 @@ def test_a_request_may_have_what_the_contract_states_and_no_more(
     decode(message(**{"body": padded(0), **allowed}))
     problem = refused(message(**{"body": padded(0), **above}))
     assert (problem.code, text in problem.detail) == (code, True)
-
-
-def test_a_body_may_have_100_000_keys_and_values_and_an_answer_16_mib() -> None:
-    assert bounds.excess(b"[" + b"0," * 99_999 + b"0]", max_values=bounds.VALUES) is None
-    assert bounds.excess(b"[" + b"0," * 100_000 + b"0]", max_values=bounds.VALUES) is not None
-    assert bounds.ANSWER_BYTES == 16_777_216
-
-
-def test_a_text_of_32_kib_is_not_measured() -> None:
-    assert bounds.excess(b"9" * 32_768, max_values=40_000) is None
-    assert bounds.excess(b"9" * 32_769, max_values=40_000) == "a number of more than 128 digits"
-
-
-def problem_of(found: object) -> str:
-    with pytest.raises(RequestProblem) as refused:
-        decoding.check(found)
-    return refused.value.detail
-
-
-def test_the_short_form_names_its_four_fields_and_up_to_five_others() -> None:
-    problem = problem_of({"prompt": "x", **{f"f{number}": 1 for number in range(8)}})
-
-    assert "four fields (prompt, system, model, max_tokens), found also f0, f1, f2, f3, f4; " in problem
-
-
-def test_an_error_quotes_at_most_40_characters_of_a_name_or_a_number() -> None:
-    assert f" {'k' * 40};" in problem_of({"prompt": "x", "k" * 41: 1})
-    assert problem_of({"prompt": "x", "max_tokens": 10**60}).endswith(f"(found 1{'0' * 39})")
 
 
 def test_a_charset_as_the_encoding_and_no_tokens_at_all_are_accepted() -> None:

@@ -1,6 +1,6 @@
 """Headers: what a requester may send, what is refused by name, and what is passed on at a hop."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from topology.codec.headers import (
     ms_or_none,
     read,
     read_hop,
-    split_tail,
     with_batch,
 )
 from topology.delays import MAX_DELAY_MS
@@ -163,34 +162,11 @@ def test_times_have_their_bounds(header: str, low: int, high: int) -> None:
             read({header: outside})
 
 
-def test_of_earlier_errors_a_hop_carries_the_first_five() -> None:
-    assert read_hop({n.ERRORS: list("abcdefg")}).errors == tuple("abcde")
-
-
 def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
     hop = HopHeaders(attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000")
     assert read_hop(hop_headers(hop)) == hop
     assert read_hop(hop_headers(HopHeaders())) == HopHeaders()
     assert hop_headers(HopHeaders()) == {n.ATTEMPT: 0, n.RAN_MS: 0}
-
-
-def test_what_the_headers_of_a_hop_leave_out_is_zero_to_the_next_worker() -> None:
-    """An empty value is not written, so no default may be anything else."""
-    flow = FlowHop(
-        step="s", deadline_ms=9, item_of="", body_hash="", digest="", input_bytes=0, routing_key="", items=0, done=0,
-        since_ms=0,
-    )  # fmt: skip
-    batch = BatchHop(
-        account="", provider="", model="", headers="", tokens=0, deadline_ms=0, tenant="", params_bytes=0, ticket="",
-        batch="", result_bytes=0, live=False, tries=0, held=(), held_until_ms=0,
-    )  # fmt: skip
-    hop = HopHeaders(
-        attempts=0, errors=(), first_seen_ms=None, due_ms=None, user_id=None, expiration=None, dead_at=None, replays=0,
-        replayed_at=None, redelivered=False, hop_ms=None, back_ms=None, is_fresh=False, ran_ms=0, deaths=0,
-        reply_try=0, reply_error=None, flow=flow, flow_unread="", batch=batch, batch_unread="",
-    )  # fmt: skip
-    assert read_hop(hop_headers(hop)) == hop
-    assert not any(getattr(read_hop({}), field.name) for field in fields(HopHeaders))
 
 
 def test_with_another_batch_the_headers_of_a_hop_stay_what_they_were() -> None:
@@ -244,16 +220,3 @@ def test_a_hop_passes_on_the_requesters_headers_and_none_of_the_brokers_or_ours(
 
 def test_delay_headers_of_another_namespace_are_passed_on() -> None:
     assert carried({"lane-d00": 1, "mine-d00": 1}, of=Names("mine")) == {"lane-d00": 1}
-
-
-@pytest.mark.parametrize(
-    ("size", "parts"), [(0, (b"abcd", b"")), (1, (b"abc", b"d")), (4, (b"", b"abcd")), (5, (b"", b"abcd"))]
-)
-def test_what_a_worker_added_is_the_end_of_a_body(size: int, parts: tuple[bytes, bytes]) -> None:
-    assert split_tail(b"abcd", size) == parts
-
-
-def test_an_error_quotes_at_most_60_characters_of_a_wrong_header() -> None:
-    with pytest.raises(RequestProblem) as refused:
-        read({"x-lane-at": "x" * 59 + "secret"})
-    assert "found '" + "x" * 59 + ", allowed" in str(refused.value)

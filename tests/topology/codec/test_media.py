@@ -21,7 +21,6 @@ from topology.codec.media import (
     MOST_PAGES,
     NO_MEDIA,
     PAGE_TOKENS,
-    REFERENCED_PAGES,
     STANDARD,
     STEPS,
     Media,
@@ -128,77 +127,6 @@ def test_the_pages_are_those_of_the_page_tree_wherever_it_stands(raw: bytes, pag
 def test_a_pdf_that_does_not_tell_its_pages_counts_by_its_size() -> None:
     assert tokens(pdf(0, filling=350_000)) == 4 * PAGE_TOKENS
     assert tokens(pdf(999_999)) == MOST_PAGES * PAGE_TOKENS
-
-
-def test_what_is_read_of_one_body_has_its_documented_limits() -> None:
-    """A page has 3,068 tokens. A PDF that is not read has a page for each 100,000 bytes."""
-    image, small = picture(png(28, 28)), pdf(17)
-    assert tokens(small, *[image] * 3999) == 3999 + 17 * 3068
-    assert tokens(small, *[image] * 4000) == 4000 + 3068
-    assert tokens(*[image] * 4001) == 4000 + 4784
-    assert tokens(*[small] * 201) == (200 * 17 + 1) * 3068
-    assert tokens(pdf(0, raw=bytes(300_000))) == 4 * 3068
-    assert tokens(pdf(0, raw=bytes(299_997))) == 3 * 3068
-    assert tokens(pdf(601)) == 600 * 3068
-    assert tokens({"type": "document", "source": {"type": "url", "url": "https://x.test"}}) == 10 * 3068
-
-
-@pytest.mark.parametrize(("at", "pages"), [(524_288, 3), (524_289, 31)])
-def test_half_a_mib_at_each_end_of_a_pdf_is_searched(at: int, pages: int) -> None:
-    tree = b"<</Type/Pages /Count 3 >>"
-    before = bytes(at - len(tree) + 3)  # `<<` and ` >>` need not be read
-    assert tokens(pdf(0, raw=(before + tree).ljust(3_000_000, b"\0"))) == pages * 3068
-    after = (tree + bytes(at - len(tree) + 2)).rjust(3_000_000, b"\0")
-    assert tokens(pdf(0, raw=after)) == pages * 3068
-
-
-@pytest.mark.parametrize(
-    ("size", "tokens_seen"),
-    [((1, 1), 1), ((28, 29), 2), ((4000, 1), 56), ((1568, 784), 1568), ((3136, 28), 56), ((100_000, 28), 56)],
-)
-def test_a_larger_image_is_scaled_down_to_1568_pixels(size: tuple[int, int], tokens_seen: int) -> None:
-    """Each 28 pixels a side are a token, and no side has less than a pixel."""
-    assert tokens(picture(png(*size)), model=OLD) == tokens_seen
-    assert tokens(picture(png(*reversed(size))), model=OLD) == tokens_seen
-
-
-@pytest.mark.parametrize(
-    ("raw", "pages"),
-    [
-        (b"/Type/Pages /Count 7", 7),  # cut: neither beginning nor end
-        (b"/Type/Pages /Other 7 >>", 1),
-        (b"/Count 7 << /Type/Pages >> /Count 8", 1),
-        (b"<< /Type/Pages /Count 2 >> << /Type/Pages /Count 5 >> << /Type/Pages /Count 3 >>", 5),
-        (b"<< /Type/Pages >>" * 63 + b"<< /Type/Pages /Count 5 >>", 5),
-        (b"<< /Type/Pages >>" * 64 + b"<< /Type/Pages /Count 5 >>", 1),
-        (b"/Count 9 << /Count 5" + b" " * 16_373 + b"/Type/Pages >>", 5),
-        (b"/Count 9 << /Count 5" + b" " * 16_374 + b"/Type/Pages >>", 9),
-        (b"<< /Type/Pages" + b" " * (16_384 - 8) + b"/Count 5", 5),
-        (b"<< /Type/Pages" + b" " * (16_384 - 7) + b"/Count 5", 1),
-    ],
-)
-def test_the_number_of_pages_stands_in_the_page_tree(raw: bytes, pages: int) -> None:
-    assert tokens(pdf(0, raw=raw)) == pages * 3068
-
-
-@pytest.mark.parametrize(("fill", "is_read"), [(0, True), (1, True), (3, True), (3998, True), (3999, False)])
-def test_a_jpeg_is_read_in_as_many_steps_as_are_allowed(fill: int, is_read: bool) -> None:
-    raw = jpeg(280, 280, exif=0)
-    assert tokens(picture(raw[:2] + b"\xff" * fill + raw[6:])) == (100 if is_read else HIGH.tokens)
-
-
-@pytest.mark.parametrize(("size", "pages"), [(60_000, 7), (70_000, 1)])
-def test_of_a_packed_object_64_kib_are_unpacked(size: int, pages: int) -> None:
-    packer = zlib.compressobj()
-    filling = packer.compress(random.Random(1).randbytes(size)) + packer.flush(zlib.Z_FULL_FLUSH)
-    packed = filling + packer.compress(b"/Type/Pages /Count 7 ") + packer.flush()
-    assert tokens(pdf(0, raw=b"/ObjStm stream\r\n" + packed)) == pages * 3068
-
-
-def test_a_document_by_its_address_counts_by_the_same_pages_for_every_model() -> None:
-    by_id = {"type": "document", "source": {"type": "file", "file_id": "x"}}
-
-    assert count(body(by_id)) == Media(0, REFERENCED_PAGES * PAGE_TOKENS, REFERENCED_PAGES * PAGE_TOKENS)
 
 
 def test_a_document_of_text_is_text() -> None:
