@@ -2,17 +2,14 @@
 
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lanekeeper import requests
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.over_amqp import cancellation, outcome_of, question, result_of
-from lanekeeper.replies import ControlRefused, Final, NotEnded, Part, Problem, final_of, part_of
-from lanekeeper.requests import until_ended
+from lanekeeper.replies import ControlRefused, NotEnded, Part, Problem, final_of, part_of
 
 
 def answered(document: object, **headers: str) -> Message:
@@ -113,41 +110,3 @@ def test_a_problem_has_what_its_document_says_and_nothing_made_up() -> None:
 )
 def test_a_result_that_is_not_there_says_where_the_request_is(status: str, more: Any, says: str) -> None:
     assert says in str(NotEnded("id-1", status, **more))
-
-
-@pytest.mark.parametrize(
-    ("end", "asked_s", "left_s"),
-    [
-        (
-            None,
-            [0, 0.1, 0.25, 0.475, 0.8125, 1.31875, 2.078125, 3.2171875, 4.92578125, 7.488671875, 11.3330078125,
-             16.3330078125, 21.3330078125],
-            [None] * 13,
-        ),
-        (100.2, [0, 0.1, 0.2], [0.2, 0.1, 0]),
-        (100.0, [0], [0]),
-        (99.0, [0], [0]),
-    ],
-)  # fmt: skip
-async def test_a_result_is_asked_for_ever_more_rarely_but_every_5_s_and_for_the_last_time_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, end: float | None, asked_s: list[float], left_s: list[float | None]
-) -> None:
-    now_s = 100.0
-    asked: list[tuple[float, float | None]] = []
-
-    async def sleep(pause_s: float) -> None:
-        nonlocal now_s
-        now_s += pause_s
-
-    async def ask(left_s: float | None) -> Final:
-        asked.append((now_s - 100, left_s))
-        if end is None and len(asked) == 13:
-            raise ControlRefused({"code": "forbidden_model", "status": 403})
-        raise NotEnded("id-1", "running")
-
-    loop = SimpleNamespace(time=lambda: now_s)
-    monkeypatch.setattr(requests, "asyncio", SimpleNamespace(sleep=sleep, get_running_loop=lambda: loop))
-    with pytest.raises(ControlRefused if end is None else NotEnded):
-        await until_ended(ask, end=end)
-    assert [when for when, _ in asked] == pytest.approx(asked_s)
-    assert [left for _, left in asked] == [left if left is None else pytest.approx(left) for left in left_s]

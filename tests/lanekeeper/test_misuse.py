@@ -103,30 +103,6 @@ async def test_an_identified_client_names_its_user_in_each_message(settings: Any
 
 
 @pytest.mark.parametrize(
-    ("options", "publish_s", "full_s"),
-    [
-        ({}, 30, 2),
-        ({"full_within_s": 0}, 30, 0),
-        ({"full_within_s": 60}, 60, 60),
-        ({"full_within_s": 60, "deadline_s": 5}, 5, 5),
-        ({"deadline_s": 1}, 1, 1),
-        ({"deadline_s": 100}, 30, 2),
-        ({"message_id": "id-1"}, 30, 2),
-    ],
-)
-async def test_a_request_is_published_for_as_long_as_it_may_wait_and_no_longer_than_its_deadline(
-    options: Options, publish_s: float, full_s: float
-) -> None:
-    client = Client(AMQP)
-    client._loop = asyncio.get_running_loop()
-    outgoing = client._outgoing({}, "normal.a.b", options, stream=False)
-    assert (outgoing.publish_within_s, outgoing.full_within_s) == (publish_s, full_s)
-    assert outgoing.timeout_s == bound_s(outgoing.message)
-    assert (outgoing.chose_id, outgoing.may_be_published) == ("message_id" in options, False)
-    assert client._outgoing({}, "normal.a.b", options, stream=False, timeout_s=7).timeout_s == 7
-
-
-@pytest.mark.parametrize(
     ("error", "told", "sent"),
     [(AccessRefused("no"), "no", 1), (ClientMisused("closed"), "closed", 2), (TimeoutError(), "not within 3 s", 2)],
 )
@@ -184,12 +160,6 @@ async def test_a_list_or_a_text_is_a_body_for_a_handler_or_a_pipeline_alone(
     client._loop = asyncio.get_running_loop()
     with nullcontext() if is_taken else pytest.raises(InvalidArgument, match=f"body: found {type(body).__name__}"):
         client._outgoing(body, "normal.a.b", options, stream=False)
-
-
-@pytest.mark.parametrize(("length", "is_taken"), [(255, True), (256, False)])
-def test_a_headers_name_has_at_most_255_bytes(length: int, is_taken: bool) -> None:
-    with nullcontext() if is_taken else pytest.raises(InvalidArgument):
-        request_message({}, {"headers": {"x" * length: 1}}, stream=False, user="")
 
 
 def test_a_client_whose_event_loop_was_closed_says_so() -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import Mock, patch
 
-import aiohttp
 import pytest
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
@@ -173,27 +172,6 @@ async def test_a_cancellation_does_not_wait_for_the_answers_of_other_calls(
         assert await client.cancel("id-1") == "told"
     answers.set()
     await waiting
-
-
-async def test_a_large_body_has_more_time_and_a_stream_may_be_silent_for_a_minute(
-    gateway: FakeGateway, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[aiohttp.ClientTimeout] = []
-    send = aiohttp.ClientSession.request
-
-    def request(session: aiohttp.ClientSession, *given: Any, timeout: aiohttp.ClientTimeout, **more: Any) -> Any:
-        limits.append(timeout)
-        return send(session, *given, timeout=timeout, **more)
-
-    monkeypatch.setattr(aiohttp.ClientSession, "request", request)
-    async for _ in client.stream(b"x" * 1024 * 1024, key=LANE):
-        pass
-    await client.cancel(next(iter(gateway.posted)))
-    assert [(each.total, each.sock_connect, each.sock_read) for each in limits] == [
-        (pytest.approx(14), None, None),
-        (None, 10, 60),
-        (None, pytest.approx(5, abs=0.5), pytest.approx(5, abs=0.5)),
-    ]
 
 
 async def test_over_http_no_other_tenant_can_be_named(client: Client) -> None:

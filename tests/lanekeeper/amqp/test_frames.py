@@ -194,11 +194,6 @@ def test_a_returned_message_keeps_its_id_for_aiormq(id: str) -> None:
     assert not read(readable_header(payload, of_return=False), kind=2).properties.message_id
 
 
-def test_a_header_of_another_class_is_left_to_aiormq() -> None:
-    payload = struct.pack(">HHQH", 61, 0, 0, 0)
-    assert readable_header(payload, of_return=True) == payload
-
-
 def test_a_property_that_could_not_be_read_is_not_published() -> None:
     assert round_trip(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
 

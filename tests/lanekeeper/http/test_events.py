@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -14,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanekeeper import http
-from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, ReplyLost
-from lanekeeper.http import Event, Events, EventTooLarge, HttpAnswer, OverHttp, seconds_of
+from lanekeeper.contract.problems import BrokerUnreachable, ReplyLost
+from lanekeeper.http import Event, Events, EventTooLarge, OverHttp
 
 STREAM = (
     b": a comment\r\nretry: 10\r\n\r\nid: 1\r\nevent: queued\r\ndata: {}\r\n\r\n"
     b"data:two\ndata: lines\n\nid\nevent: \xc3\xb4\rdata:  x\r\rdata: after the last blank line"
 )
-AWAY = HttpAnswer(503, b"")
 FOUND = [Event("queued", b"{}", "1"), Event("message", b"two\nlines", "1"), Event("ô", b" x", "")]
 
 
@@ -43,15 +41,6 @@ def test_an_event_has_a_largest_size(monkeypatch: pytest.MonkeyPatch, line: byte
     reading = Events()
     with pytest.raises(EventTooLarge):
         _ = [event for at in range(0, len(line), 10) for event in reading.read(line[at : at + 10])]
-
-
-def test_an_event_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "LARGEST_BYTES", 40)
-    reading = Events()
-    for _ in range(2):
-        assert list(reading.read(b"data: " + b"x" * 32 + b"\n\n")) == [Event("message", b"x" * 32, "")]
-    assert not [event for _ in range(30) for event in reading.read(b"data:\n")]
-    assert list(reading.read(b"\n")) == [Event("message", b"\n" * 29, "")]
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, waits: Callable[[float], None]) -> Callable[[], float]:
@@ -99,61 +88,6 @@ async def test_a_lost_stream_is_tried_again_for_30_s_or_as_long_as_its_caller_wa
     assert clock() == 100 + lasts_s
     assert [each.args for each in pauses.call_args_list][:3] == [(0,), (1,), (2,)]
     assert pauses.call_args.kwargs == {"first_s": 0.2, "cap_s": 5.0}
-
-
-@pytest.mark.parametrize(
-    ("limits", "answer", "tries_s"),
-    [
-        ({"within_s": 0}, AWAY, [1]),
-        ({"within_s": 0, "waits_s": 20}, AWAY, [21]),
-        ({"within_s": 12}, AWAY, [10, 10, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 1]),
-        ({"within_s": 12, "absent_within_s": 2}, AWAY, [10, 10, 10]),
-        ({"within_s": 12}, HttpAnswer(503, b"", retry_after_s=5), [10, 7, 2]),
-        ({"within_s": 12}, HttpAnswer(529, b"", retry_after_s=0), [10]),
-        ({"within_s": 12, "full_within_s": 3}, HttpAnswer(529, b"", retry_after_s=0), [10, 10, 10, 9]),
-        ({"within_s": 12, "full_within_s": 3}, HttpAnswer(529, b""), [10, 10]),
-    ],
-)
-async def test_each_try_of_a_call_has_10_s_or_what_is_left_but_at_least_1(
-    monkeypatch: pytest.MonkeyPatch, limits: Any, answer: HttpAnswer, tries_s: list[int]
-) -> None:
-    tried: list[float] = []
-
-    async def call_once(method: str, path: str, timeout_s: float, *_: object) -> HttpAnswer:
-        tried.append(timeout_s)
-        return answer
-
-    pauses = Mock(return_value=1.0)
-    monkeypatch.setattr(http, "pause_s", pauses)
-    clocked(monkeypatch, lambda now_s: None)
-    gateway = OverHttp("http://host", api_key=None, ssl_context=None, tracing=None)
-    monkeypatch.setattr(gateway, "_call_once", call_once)
-    with pytest.raises(PublishRefused if answer.status == 529 else BrokerUnreachable):
-        await gateway._call("POST", "/", **limits)
-    assert tried == tries_s
-    assert pauses.call_args.args == (len(tries_s) - 1,)
-    assert pauses.call_args.kwargs == {"first_s": 0.2, "cap_s": 5.0}
-
-
-@pytest.mark.parametrize(
-    ("left_s", "wait", "within_s", "waits_s"),
-    [(None, "?wait=20.000s", 30, 20), (600, "?wait=20.000s", 5, 20), (0.5, "?wait=0.500s", 0.5, 0.5), (0, "", 0, 0)],
-)
-async def test_a_result_is_asked_for_with_a_wait_of_20_s_at_most(
-    monkeypatch: pytest.MonkeyPatch, left_s: float | None, wait: str, within_s: float, waits_s: float
-) -> None:
-    gateway = OverHttp("http://host", api_key=None, ssl_context=None, tracing=None)
-    call = AsyncMock(return_value=HttpAnswer(200, b'{"result": {}}'))
-    monkeypatch.setattr(gateway, "_call", call)
-    await gateway._fetch_result("id-1", left_s)
-    call.assert_awaited_once_with("GET", f"/v1/requests/id-1{wait}", within_s=within_s, waits_s=waits_s)
-
-
-@pytest.mark.parametrize(
-    ("told", "seconds"), [("7", 7), ("0", 0), ("-1", 0), ("3600", 3600), ("3601", 3600), ("soon", None), (None, None)]
-)
-def test_a_gateway_may_ask_for_a_pause_of_an_hour_at_most(told: str | None, seconds: float | None) -> None:
-    assert seconds_of(told) == seconds
 
 
 @pytest.mark.slow

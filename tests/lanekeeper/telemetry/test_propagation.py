@@ -79,23 +79,6 @@ def test_a_malformed_baggage_is_dropped(value: object) -> None:
     assert tracing.headers_with({"baggage": value}, INVALID_SPAN_CONTEXT) == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("traceparent", f"01-{TRACE}-{SPAN}-01-" + "x" * 72),
-        ("tracestate", "a=" + "x" * 253 + ",b=" + "x" * 254),
-        ("tracestate", ",".join(f"k{i}=1" for i in range(32))),
-        ("baggage", "a=" + "x" * 8190),
-        ("baggage", ",".join(["a=1"] * 180)),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-@pytest.mark.parametrize("kind", [str, str.encode])
-def test_the_longest_trace_headers_are_passed_on(name: str, value: str, kind: Any) -> None:
-    passed = carried({"traceparent": VALID, name: kind(value)})
-    assert passed[name] == (VALID if name == "traceparent" else value)
-
-
 def test_a_messages_trace_headers_are_replaced_and_its_other_headers_are_kept() -> None:
     headers = {"traceparent": "junk", "tracestate": 5, "baggage": [1], "x-lane-sent-ms": 1}
     span = tracing.context_in({"traceparent": VALID})

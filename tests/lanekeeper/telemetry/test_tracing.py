@@ -1,7 +1,6 @@
 import logging
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,13 +15,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, LanekeeperError, RequestProblem
 from lanekeeper.telemetry import logs, signals
-from lanekeeper.telemetry.figures import SECONDS, TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import (
     Tracing,
     record_answer,
     record_outcome,
     record_request,
-    record_status,
     trace_url,
     traceparent_of,
 )
@@ -187,14 +184,6 @@ def test_an_outcome_is_told_with_its_delay_and_its_error(
     assert told.kind is SpanKind.INTERNAL
 
 
-def test_of_a_large_batch_the_first_100_are_linked_and_a_models_name_is_cut(recorded: Recorded) -> None:
-    with recorded.tracing.batch("create", [request({"traceparent": VALID})] * 101, model="m" * 129, provider="p"):
-        pass
-    span = recorded.span("batch create")
-    assert (len(span.links), (span.attributes or {})["gen_ai.request.model"]) == (100, "m" * 128)
-    assert span.kind is SpanKind.CLIENT
-
-
 def test_a_batch_is_a_trace_of_its_own_with_links_to_its_requests(recorded: Recorded) -> None:
     requests = [request({"traceparent": VALID}), request()]
     with recorded.tracing.batch("create", requests, model="claude-x", provider="anthropic"):
@@ -210,33 +199,6 @@ def test_a_batch_is_a_trace_of_its_own_with_links_to_its_requests(recorded: Reco
 )
 def test_a_trace_has_a_page_where_there_is_a_jaeger(jaeger: str | None, trace: str | None, url: str | None) -> None:
     assert trace_url(jaeger, trace) == url
-
-
-def test_a_quantile_is_known_to_a_factor_of_three() -> None:
-    assert all(low < high <= 3 * low for low, high in pairwise(SECONDS))
-    assert (SECONDS[0], SECONDS[9], SECONDS[-1]) == (0.005, 5, 3600)
-
-
-def test_a_value_counts_in_the_first_bucket_whose_bound_it_does_not_exceed() -> None:
-    histogram = Histogram((1, 2))
-    for value in (0.5, 1, 1.5, 4):
-        histogram.add(value)
-    assert (histogram.counts, histogram.sum, timings()["a"].bounds) == ([2, 1, 1], 7, SECONDS)
-
-
-def test_tokens_are_counted_from_one_to_those_of_the_largest_context() -> None:
-    assert (TOKENS[:3], TOKENS[-1], len(TOKENS)) == ((1, 4, 16), 67_108_864, 14)
-
-
-@pytest.mark.parametrize(("status", "kind"), [(299, None), (300, "300"), (503, "503")])
-def test_an_http_call_has_failed_from_status_300_on(recorded: Recorded, status: int, kind: str | None) -> None:
-    with recorded.tracing.process(request(), queue="lane.critical") as span:
-        record_status(span, status)
-
-    told = recorded.span("process lane.critical")
-    attributes = told.attributes or {}
-    assert (attributes["http.response.status_code"], attributes.get("error.type")) == (status, kind)
-    assert told.status.status_code is (StatusCode.UNSET if kind is None else StatusCode.ERROR)
 
 
 def test_without_structlog_an_event_goes_to_the_standard_logger(
