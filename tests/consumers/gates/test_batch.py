@@ -83,15 +83,6 @@ async def test_a_body_that_lies_elsewhere_runs_live() -> None:
     assert await enter(job) is None
 
 
-@pytest.mark.parametrize(("more_bytes", "is_gathered"), [(0, True), (-32, False)])
-async def test_a_request_of_more_than_a_32nd_of_a_batch_runs_live(more_bytes: int, is_gathered: bool) -> None:
-    outcome = await enter(a_job())
-    assert isinstance(outcome, Batched)
-    size = len(json.dumps(BODY)) + len(outcome.params)
-    lane = replace(BATCH, batches=BatchSpec(enabled=True, bytes=32 * size + more_bytes))
-    assert isinstance(await enter(a_job(lane)), Batched) is is_gathered
-
-
 async def test_a_request_that_was_cancelled_is_not_gathered() -> None:
     job = a_job()
     job.stop(Stop.CANCELLED)

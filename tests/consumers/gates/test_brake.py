@@ -89,13 +89,6 @@ async def test_it_comes_back_at_its_deadline_and_soon_after_the_pause_ends() -> 
     assert await world.delay_ms() == 2000
 
 
-async def test_at_its_deadline_it_comes_back_at_once() -> None:
-    world = World(PAUSE)
-    job = world.job(deadline_ms=300)
-    world.now_ms += 300
-    assert await world.delay_ms(job) == 1
-
-
 async def test_what_comes_back_with_the_result_of_its_batch_passes() -> None:
     world = World(PAUSE)
     job = world.job()

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from consumers.budget_gate import WaitingRoom
 from consumers.job import Attempted, Route
-from consumers.limits.base import Amounts, CallInProgress, Reservation, Wait, WaitTooLong
+from consumers.limits.base import Amounts, CallInProgress
 from consumers.outcomes import Answered, Deferred, Refused, Superseded
 from consumers.state.base import Stop
 from tests.support.budget_gate import BODY, DONE, ONE, TWO, Ground, story
@@ -172,32 +171,6 @@ def test_waiting_for_one_account_does_not_delay_a_lanes_requests_for_another() -
     story(tell)
 
 
-async def seconds_until_deferred(on: Ground, lane: LaneSpec) -> float:
-    began_s = on.loop.time()
-    assert isinstance(await on.enter(on.job(lane)), Deferred)
-    return on.loop.time() - began_s
-
-
-def test_a_request_for_another_account_that_is_granted_makes_the_next_pause_short_again() -> None:
-    async def tell(on: Ground) -> None:
-        lane = replace(BATCH, slots=2)
-        await on.spend("one/m", requests=10_000)
-        waiting = asyncio.ensure_future(on.enter(on.job(lane)))
-        await asyncio.sleep(0)
-        took_s = []
-        for granted_elsewhere in (False, False, True):
-            if granted_elsewhere:
-                on.routes = (TWO,)
-                assert await on.enter(on.job(lane)) is None
-                on.routes = (ONE,)
-            took_s.append(await seconds_until_deferred(on, lane))
-
-        assert took_s == [pytest.approx(each) for each in (0.25, 0.5, 0.25)]
-        waiting.cancel()
-
-    story(tell)
-
-
 def test_a_deferred_request_goes_before_later_ones() -> None:
     async def tell(on: Ground) -> None:
         await on.spend("one/m")
@@ -212,25 +185,6 @@ def test_a_deferred_request_goes_before_later_ones() -> None:
         assert [each.done() for each in (first, *others)] == [True, False, False]
         for each in others:
             each.cancel()
-
-    story(tell)
-
-
-@pytest.mark.parametrize(
-    ("predicted_s", "waited_s", "delay_ms"),
-    [(0.2, 0.0, 1000), (7.25, 0.0, 7250), (100.0, 0.0, 15_000), (7.25, 1000.0, 1000)],
-)
-def test_a_request_that_lets_others_pass_is_deferred_for_its_predicted_wait_of_one_to_fifteen_seconds(
-    monkeypatch: pytest.MonkeyPatch, predicted_s: float, waited_s: float, delay_ms: int
-) -> None:
-    async def tell(on: Ground) -> None:
-        async def predicted(*_: object) -> Wait:
-            return Wait(predicted_s, "rpm")
-
-        monkeypatch.setattr(type(on.gate), "_wait", predicted)
-        job = on.job(BATCH)
-        outcome = await on.gate._interrupted(job, job.decoded.request, ONE, waited_s)  # type: ignore[union-attr]
-        assert outcome == Deferred(delay_ms=delay_ms, reason="rpm")
 
     story(tell)
 
@@ -315,168 +269,6 @@ def test_requests_for_one_account_may_wait_in_all_slots_but_one() -> None:
     assert enter(room, "a", "a", "a") == [None, None, 0.25]
     assert enter(room, "b") == [None]
     assert enter(room, "a", lane="batch") == [None]
-
-
-@pytest.mark.parametrize(("slots", "first"), [(1, [None, 0.25]), (2, [None, 0.25]), (4, [None, None, None, 0.25])])
-def test_of_any_number_of_slots_one_stays_free_but_one_request_may_always_wait(
-    slots: int, first: list[float | None]
-) -> None:
-    assert enter(WaitingRoom(), *"a" * len(first), slots=slots) == first
-
-
-def test_while_only_requests_for_one_account_follow_the_moments_double_up_to_fifteen_seconds() -> None:
-    room = WaitingRoom()
-    enter(room, "a", "a")
-    found = []
-    for _ in range(9):
-        found += enter(room, "a")
-        room.leave("normal", "a")
-    assert found == [0.25, 0.5, 1, 2, 4, 8, 15, 15, 15]
-
-
-def test_a_request_that_is_granted_at_once_makes_them_short_again_if_others_wait_for_another_account() -> None:
-    room = WaitingRoom()
-    enter(room, "a", "a", "a")
-    for lane, account in (("normal", "a"), ("batch", "b")):
-        room.passed(lane, account)
-    assert enter(room, "a") == [0.5]
-    room.passed("normal", "b")
-    assert enter(room, "a") == [0.25]
-
-
-def test_a_short_wait_limit_at_one_account_does_not_apply_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def tell(on: Ground) -> None:
-        lane, reserve = replace(BATCH, slots=2, target_wait_s=3.0), on.budgets.reserve
-        await on.spend("one/m", requests=1)
-        on.routes = (ONE,)
-        standing = asyncio.ensure_future(on.enter(on.job(lane)))
-        await asyncio.sleep(0)
-        on.routes = (ONE, TWO)
-
-        async def fails_at_first(account: str, **asked: Any) -> Reservation:
-            if account == "one/m":
-                asked["on_wait"](Wait(0.1, "rpm"))
-                raise WaitTooLong(Wait(9.0, "rpm"))
-            await asyncio.sleep(1)
-            return await reserve(account, **asked)
-
-        async def soon(*_: object, **__: object) -> Wait:
-            return Wait(0.1, "rpm")
-
-        monkeypatch.setattr(on.budgets, "reserve", fails_at_first)
-        monkeypatch.setattr(on.budgets, "predicted_wait", soon)
-        job = on.job(lane)
-
-        assert await on.enter(job) is None
-        assert job.reserved is not None
-        assert job.reserved.route == TWO
-        standing.cancel()
-
-    story(tell)
-
-
-@pytest.mark.parametrize(("wait_s", "is_told"), [(0.99, False), (1.0, True)])
-def test_a_wait_of_at_least_a_second_is_told(monkeypatch: pytest.MonkeyPatch, wait_s: float, is_told: bool) -> None:
-    async def tell(on: Ground) -> None:
-        reserve = on.budgets.reserve
-
-        async def waits(account: str, **asked: Any) -> Reservation:
-            asked["on_wait"](Wait(wait_s, "rpm"))
-            return await reserve(account, **asked)
-
-        monkeypatch.setattr(on.budgets, "reserve", waits)
-        job = on.job()
-        assert await on.enter(job) is None
-        assert on.told == ([(job.id, Wait(wait_s, "rpm"))] if is_told else [])
-
-    story(tell)
-
-
-def test_with_a_single_provider_no_wait_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def tell(on: Ground) -> None:
-        asked: list[object] = []
-        monkeypatch.setattr(on.budgets, "predicted_wait", asked.append)
-        assert await on.enter(on.job()) is None
-        assert asked == []
-
-    story(tell)
-
-
-@dataclass
-class Asked:
-    """A budget that notes what it is asked, and grants nothing."""
-
-    asked: list[dict[str, Any]] = field(default_factory=list)
-
-    async def reserve(self, account: str, **asked: Any) -> Reservation:
-        self.asked.append(asked)
-        raise WaitTooLong(Wait(6.5, "rpm"))
-
-
-@pytest.mark.parametrize(
-    ("left_ms", "run_ms", "by_s"),
-    [
-        (20_000, 4000, 14.0),  # half as much again as the last call took
-        (6200, 4000, 0.25),  # what can begin at once is tried
-        (100, 4000, 0.1),
-        (20_000, 0, 20.0),
-    ],
-)
-def test_a_call_may_begin_until_it_could_no_longer_end_before_the_deadline(
-    monkeypatch: pytest.MonkeyPatch, left_ms: int, run_ms: int, by_s: float
-) -> None:
-    async def tell(on: Ground) -> None:
-        known, budget = on.job(), Asked()
-        assert await on.enter(known) is None
-        if run_ms:
-            known.attempted = Attempted(started_ms=on.now_ms(), run_ms=run_ms, usage=Amounts(1, 10, 10))
-            await on.gate.leave(known, decoded(known), DONE)
-        monkeypatch.setattr(on.budgets, "reserve", budget.reserve)
-        refused = await on.enter(on.job(deadline_ms=left_ms))
-        assert isinstance(refused, Refused)
-        assert refused.problem.detail == (
-            f"not answered within {left_ms} ms: it could start in 6500 ms at the earliest (waiting for rpm of one/m), "
-            f"its call may take {run_ms * 3 // 2} ms, and {left_ms} ms are left"
-        )
-        assert budget.asked[0]["until"] - on.loop.time() == pytest.approx(by_s)
-
-    story(tell)
-
-
-@pytest.mark.parametrize(("came_before", "since_s"), [(True, 1.5), (False, None)])
-def test_only_a_request_that_comes_back_stands_where_it_stood(
-    monkeypatch: pytest.MonkeyPatch, came_before: bool, since_s: float | None
-) -> None:
-    async def tell(on: Ground) -> None:
-        job, budget = on.job(), Asked()
-        job.hop = replace(job.hop, redelivered=came_before)
-        monkeypatch.setattr(on.budgets, "reserve", budget.reserve)
-        await asyncio.sleep(1.5)
-        await on.enter(job)
-        arrived = budget.asked[0]["arrived"]
-        assert (None if arrived is None else on.loop.time() - arrived) == pytest.approx(since_s)
-
-    story(tell)
-
-
-@pytest.mark.parametrize(
-    ("overflow_s", "wait_s", "taken"), [(None, 1.0, ONE), (None, 1.01, TWO), (5.0, 5.0, ONE), (5.0, 5.01, TWO)]
-)
-def test_a_request_stays_with_its_provider_for_the_lanes_target_or_as_the_operator_says(
-    monkeypatch: pytest.MonkeyPatch, overflow_s: float | None, wait_s: float, taken: Route
-) -> None:
-    async def tell(on: Ground) -> None:
-        async def predicted(account: str, **_: Any) -> Wait:
-            return Wait(wait_s if account == "one/m" else 0.0, "rpm")
-
-        monkeypatch.setattr(on.budgets, "predicted_wait", predicted)
-        on.gate.spec = replace(on.spec, overflow_s=overflow_s)
-        job = on.job()
-        assert await on.enter(job) is None
-        assert job.reserved is not None
-        assert job.reserved.route == taken
-
-    story(tell, ONE, TWO)
 
 
 def test_what_was_reserved_is_given_back_if_no_call_was_made_and_nothing_is_reserved_for_a_batchs_result() -> None:

@@ -72,16 +72,6 @@ def dead(times: int) -> Granted:
     return Granted(token=1, deaths=times)
 
 
-@pytest.mark.parametrize(
-    ("for_ms", "wait_ms"), [(0, 200), (199, 200), (201, 201), (3_000, 3_000), (5_000, 5_000), (9_000, 5_000)]
-)
-async def test_a_request_that_runs_elsewhere_is_asked_about_after_as_long_as_it_has_run(
-    for_ms: int, wait_ms: int
-) -> None:
-    found = await Ground().enter(Running(for_ms=for_ms))
-    assert found == Deferred(delay_ms=wait_ms, reason="running elsewhere", due_ms=None)
-
-
 async def test_of_requests_with_two_deaths_one_runs_at_a_time_and_others_beside_it() -> None:
     ground, suspect = Ground(), Ground().job(message_id="one")
     assert await ground.enter(dead(2), suspect) is None
@@ -119,14 +109,6 @@ async def test_the_progress_of_a_pipeline_is_told_and_its_claim_kept_until_its_s
     step = PipelineAdvanced(flow=flow, state=b"", lane="critical", step="a", answer=answer, delay_ms=7, done=1, of=3)
     assert await ground.leave(some, step) == released
     assert progress.told == [("step", {"step": "b", "done": 1, "of": 3})]
-
-
-async def test_the_claim_of_a_pipeline_that_nobody_follows_is_released_after_a_step() -> None:
-    ground = Ground()
-    step = PipelineAdvanced(
-        flow=FlowHop(step="b", deadline_ms=NOW_MS), state=b"", lane="critical", step="a", delay_ms=7
-    )
-    assert await ground.leave(ground.job(), step) == [NOW_MS + 7]
 
 
 @pytest.mark.parametrize(("step", "told"), [("", "waiting for a batch"), ("draft", "draft, waiting for a batch")])

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.refusals import later
 from consumers.state.base import Stop
-from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
-from topology.lanes import CRITICAL
 
 MODEL = "claude-sonnet-5-5"
 
@@ -98,72 +95,6 @@ def test_a_request_is_delayed_with_the_reason_if_the_breaker_stays_open_long() -
     virtually(story())
 
 
-MINUTE_MS = 60_000
-
-
-@pytest.mark.parametrize(
-    ("wait_s", "down_s", "target_s", "left_ms", "delays_ms"),
-    [
-        (1.0, (8, 40), 10, 10 * MINUTE_MS, [2000, 3000]),  # a quarter of the shorter outage
-        (1.0, (90, 90), 4, 10 * MINUTE_MS, [20_000, 30_000]),  # at most five times the lane's target
-        (3.0, (0, 0), 10, 10 * MINUTE_MS, [3000, 4500]),
-        (0.1, (0, 0), 10, 10 * MINUTE_MS, [200, 300]),
-        (1.0, (600, 600), 60, 8000, [4000, 4000]),  # at most half of the time until the deadline
-        (3.0, (0, 0), 10, 4000, [3000, 3000]),
-        (3.0, (0, 0), 10, 3001, [3000, 3000]),
-        (3.0, (0, 0), 10, 3000, []),
-    ],
-)
-async def test_the_delay_grows_with_the_outage_within_the_lanes_limits_and_half_of_the_time_left(
-    monkeypatch: pytest.MonkeyPatch,
-    wait_s: float,
-    down_s: tuple[float, float],
-    target_s: float,
-    left_ms: int,
-    delays_ms: list[int],
-) -> None:
-    ground = Ground()
-    times_s = dict(zip(("one", "two"), down_s, strict=True))
-    monkeypatch.setattr(Breakers, "down_s", lambda _, route, __: times_s[route.provider])
-    job = ground.job(**{n.SENT_MS: NOW_MS, n.DEADLINE_MS: left_ms})
-    of, found = replace(decoded(job), lane=replace(CRITICAL, target_wait_s=target_s)), list[Outcome]()
-    for ground.rng.share in (0.0, 1.0):
-        found.append(ground.later(job, of, wait_s))
-    if delays_ms:
-        assert found == [Deferred(delay_ms=each, reason="breaker") for each in delays_ms]
-    else:
-        assert "no provider may be called for 3000 ms, and 3000 ms are left" in str(found[0])
-
-
-@pytest.mark.parametrize(
-    ("share", "waits_s", "left_ms", "took_s", "passes"),
-    [
-        (0.0, [2.0, 0.0], MINUTE_MS, 2.0, True),
-        (1.0, [2.0, 0.0], MINUTE_MS, 2.2, True),  # so that not all make the first call
-        (1.0, [0.9, 0.0], MINUTE_MS, 1.1, True),
-        (1.0, [0.0], MINUTE_MS, 0.0, True),
-        (0.0, [2.9, 0.0], MINUTE_MS, 2.9, True),
-        (0.0, [3.0], MINUTE_MS, 0.0, False),
-        (0.0, [2.0, 1.5], MINUTE_MS, 2.0, False),
-        (0.0, [2.4, 0.0], 2500, 2.4, True),
-    ],
-)
-def test_a_request_waits_up_to_three_seconds_for_a_provider(
-    monkeypatch: pytest.MonkeyPatch, share: float, waits_s: list[float], left_ms: int, took_s: float, passes: bool
-) -> None:
-    async def story() -> None:
-        ground = Ground()
-        ground.rng.share = share
-        clock, left = asyncio.get_running_loop().time, iter(waits_s)
-        monkeypatch.setattr(Breakers, "least_wait_s", lambda *_: next(left))
-        began_s, job = clock(), ground.job(**{n.SENT_MS: NOW_MS, n.DEADLINE_MS: left_ms})
-        outcome = await ground.enter(job)
-        assert (outcome is None) is passes
-        assert clock() - began_s == pytest.approx(took_s)
-
-    virtually(story())
-
-
 def test_a_cancellation_ends_the_wait_for_a_provider() -> None:
     async def story() -> None:
         ground = Ground("one")
@@ -205,17 +136,6 @@ def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once()
         assert asyncio.get_running_loop().time() == began_s
 
     virtually(story())
-
-
-async def test_the_delay_tells_whether_a_provider_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ground = Ground()
-    monkeypatch.setattr(
-        type(ground.breakers.pauses), "since_s", lambda _, route: 5.0 if route.provider == "two" else None
-    )
-    job = ground.job()
-    outcome = ground.later(job, decoded(job), 1.0)
-    assert isinstance(outcome, Deferred)
-    assert outcome.reason == "paused"
 
 
 @pytest.mark.parametrize(("well_after_s", "is_let_through"), [(0.5, True), (10.0, False)])

@@ -158,24 +158,9 @@ async def test_a_wait_that_a_worker_has_counted_before_is_not_refused() -> None:
     assert (claiming.noted, claiming.weights) == (["short"], [])
 
 
-@pytest.mark.parametrize(("took_ms", "left_ms"), [(0, 500), (200, 300), (500, 0), (700, 0)])
-async def test_a_wait_is_shorter_by_the_time_that_the_store_took(took_ms: int, left_ms: int) -> None:
-    job, times_ms = read(Bench().job(headers={n.DELAY_MS: 500})), iter((NOW_MS, NOW_MS + took_ms))
-    claiming, bodies = FakeClaiming(), Fetching(None, most_bytes=0)
-    found = await defer_until_due(job, decoded(job), claiming=claiming, bodies=bodies, now_ms=lambda: next(times_ms))
-    assert found == Deferred(delay_ms=left_ms, reason="scheduled", due_ms=NOW_MS + 500)
-
-
 async def test_a_request_waits_until_it_is_due_to_the_millisecond() -> None:
     assert isinstance(await entered(FakeClaiming(), 500, late_ms=499), Deferred)
     assert await entered(FakeClaiming(), 500, late_ms=500) is None
-
-
-async def test_each_16_kib_of_a_body_count_as_a_request() -> None:
-    claiming = FakeClaiming()
-    body = b'{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"%s"}]}' % (b"a" * 40_000)
-    await entered(claiming, 2 * MINUTE_MS, body=body)
-    assert claiming.weights == [3]
 
 
 async def test_a_body_in_a_store_weighs_as_much_as_one_in_the_message(tmp_path: Path) -> None:
@@ -190,16 +175,6 @@ async def test_a_body_in_a_store_weighs_as_much_as_one_in_the_message(tmp_path: 
     await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=elsewhere.headers)
     await bodies.aclose(within_s=1)
     assert claiming.weights == [3, 3, 1, 1]
-
-
-async def test_a_body_whose_store_cannot_be_asked_weighs_as_much_as_the_largest(tmp_path: Path) -> None:
-    (tmp_path / "own").write_text("no folder")
-    store = BodyStore(f"file://{tmp_path}/own")
-    claiming, bodies = FakeClaiming(), Fetching(store, most_bytes=40_000)
-    kept = BodyAddress(f"{store.url}/1790000000-{'0' * 32}", "0" * 64)
-    await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=kept.headers)
-    store.close()
-    assert claiming.weights == [3]
 
 
 async def test_a_request_that_has_ended_does_not_wait() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from consumers.limits.account import LEAST_FACTOR, NO_LIMIT, Account, Lines, Waiter
+from consumers.limits.account import NO_LIMIT, Account, Waiter
 from consumers.limits.base import (
     DEFAULT_SHARES,
     AccountCaps,
@@ -18,7 +18,6 @@ from consumers.limits.base import (
     Kind,
     RateHeaders,
     Reservation,
-    Wait,
 )
 from consumers.providers.errors import read_rate
 from tests.support.budget import with_buckets_of
@@ -63,23 +62,6 @@ def test_lower_remaining_amounts_correct_our_level_and_higher_ones_do_not() -> N
     assert levels(account) == [3, 1000, 100]  # almost three are announced as two
     account.learn(heard(requests=BucketHeaders(limit=60, remaining=8)), 100)
     assert levels(account) == [3, 1000, 100]
-
-
-def test_an_amount_rounded_to_thousands_is_read_as_its_highest_possible_value() -> None:
-    account = new_account()
-    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=10_000)), 100)
-    account.refill(200)
-    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=1000)), 200)
-    assert levels(account)[1] == 1500
-    account.learn(heard(input_tokens=BucketHeaders(limit=60_000, remaining=0)), 200)
-    assert levels(account)[1] == 500
-
-
-def test_what_was_refilled_since_the_answer_is_added() -> None:
-    account = new_account()
-    told = RateHeaders(BucketHeaders(limit=60, remaining=2), NOTHING_SAID, NOTHING_SAID)
-    account.learn(Feedback(kind=Kind.ANSWERED, rate=told, counted=Amounts(1, 0, 0), took_s=3.0), 100)
-    assert levels(account)[0] == 6  # two, almost one more, and three seconds' worth
 
 
 def proven() -> Account:
@@ -128,45 +110,12 @@ def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict
     assert account.per_minute().input_tokens == 6000
 
 
-def test_nothing_is_before_a_request_whose_line_was_empty() -> None:
-    lines = Lines(1)
-    for at_s in range(2):
-        waiter = Waiter(0, Amounts(1, 10, 20), arrived_s=at_s)
-        lines.join(waiter)
-        assert lines.before(waiter) == ([0, 0, 0], 0)
-        lines.leave(waiter)
-
-
-def test_a_request_that_leaves_takes_what_it_needs_out_of_the_sum() -> None:
-    lines = Lines(1)
-    waiters = [Waiter(0, Amounts(1, 10 * each, 20 * each), arrived_s=each) for each in range(3)]
-    for waiter in waiters:
-        lines.join(waiter)
-    lines.leave(waiters[1])
-
-    assert lines.sums(0) == [2, 20, 40]
-
-
 @pytest.mark.parametrize("retry_after_s", [None, 0.0, 3.0])
 def test_only_a_refusal_that_says_how_long_to_wait_stops_all_calls(retry_after_s: float | None) -> None:
     account = new_account()
 
     account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=retry_after_s), 100)
     assert account.stopped_s(100) == (retry_after_s or 0)
-
-
-def test_a_refusal_that_announces_a_new_limit_lowers_it_no_further() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(heard(Kind.RATE_LIMITED, requests=BucketHeaders(limit=60)), 0)
-
-    assert account.per_minute().requests == 60
-
-
-@pytest.mark.parametrize(("most", "calls"), [(None, {"used": 0}), (2, {"used": 0, "limit": 2, "left": 2})])
-def test_a_limit_of_calls_is_told_where_there_is_one(most: int | None, calls: dict[str, float]) -> None:
-    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(concurrency=most)}), now_s=0)
-
-    assert dict(account.figures(0.0))["concurrency"] == calls
 
 
 REFUSED, ANSWERED = Feedback(kind=Kind.RATE_LIMITED), Feedback(kind=Kind.ANSWERED)
@@ -191,14 +140,6 @@ def test_refusals_within_five_seconds_count_once(after_s: float, requests: float
         account.learn(REFUSED, at_s)
 
     assert account.per_minute().requests == requests
-
-
-def test_however_many_calls_are_refused_a_limit_is_left() -> None:
-    account = new_account()
-    for number in range(20):
-        account.learn(REFUSED, 100 + 6.0 * number)
-
-    assert account.per_minute().requests == 60 * LEAST_FACTOR
 
 
 @pytest.mark.parametrize("kind", [Kind.OVERLOADED, Kind.FAILED])
@@ -242,28 +183,6 @@ def test_a_provider_that_announces_no_limits_has_none_until_it_refuses_a_call() 
     account.learn(ANSWERED, 2)
     account.learn(REFUSED, 7)
     assert account.per_minute() == pytest.approx((25, 15_000, 4_000))
-
-
-def test_a_refused_call_leaves_less_for_the_next_one_because_the_provider_counts_more_for_it() -> None:
-    account = proven()
-    account.join(waiter := Waiter(0, Amounts(1, 400_000, 1), arrived_s=100, request="large"))
-    assert account.grant_next(100)[0] is waiter
-    assert waiter.reservation is not None
-    left = BucketHeaders(limit=600_000, remaining=500_000)
-    account.learn(Feedback(kind=Kind.RATE_LIMITED, request="large", rate=heard(input_tokens=left).rate), 100)
-    account.settle(waiter.reservation, Amounts(1, 0, 0), 100)
-
-    assert levels(account)[1] == pytest.approx(400_000, abs=500)
-
-
-def test_using_more_than_reserved_makes_a_debt_and_using_less_is_given_back() -> None:
-    account = new_account()
-    for used, left in ((Amounts(1, 500, 10), 500), (Amounts(1, 0, 10), 500)):
-        account.join(waiter := Waiter(0, Amounts(1, 90, 10), arrived_s=100))
-        assert account.grant_next(100)[0] is waiter
-        assert waiter.reservation is not None
-        account.settle(waiter.reservation, used, 100)
-        assert levels(account)[1] == pytest.approx(left)
 
 
 def test_a_request_larger_than_the_bucket_leaves_a_debt_that_delays_all() -> None:
@@ -450,16 +369,6 @@ def test_available_budget_is_used_while_any_request_waits(flood: list[tuple[int,
 
 
 REQUESTS, INPUT, OUTPUT = range(3)
-ALL = (0, 1)
-
-
-def test_what_a_request_needs_nothing_of_is_no_reason_for_its_wait() -> None:
-    account = new_account()
-    for done in in_progress(account, 5, input_tokens=1):
-        account.settle(done, Amounts(1, 1, 200), 100)
-
-    assert account.reason(Waiter(0, Amounts(9, 1, 1), arrived_s=100), 100) == "otpm"
-    assert account.reason(Waiter(0, Amounts(9, 1, 0), arrived_s=100), 100) == "rpm"
 
 
 NOW_S = 1_790_000_000.0
@@ -505,25 +414,3 @@ def test_impossible_values_are_ignored(told: dict[str, str], found: tuple[float,
     header = None if heard is None else next(each for each in heard if each.limit is not None)
 
     assert (None if header is None else (header.limit, header.remaining)) == found
-
-
-def test_the_figures_count_what_has_flowed_in_until_now() -> None:
-    account = new_account()
-    account.buckets[0].lower(0)
-
-    assert dict(account.figures(105.0))["rpm"] == {"limit": 60, "left": 5, "used": 5}
-
-
-def test_a_provider_that_tells_no_limits_has_no_figures_of_them() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    account.learn(Feedback(kind=Kind.ANSWERED), 0)
-
-    assert dict(account.figures(0.0)) == {"concurrency": {"used": 0}}
-
-
-def test_a_request_whose_task_does_not_wait_yet_cannot_be_refused() -> None:
-    waiter = Waiter(0, Amounts(1, 1, 1), arrived_s=0)
-    waiter.refuse(Wait(1.0, "rpm"))
-
-    assert waiter.future is None
-    assert not waiter.is_gone

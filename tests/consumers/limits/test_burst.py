@@ -88,23 +88,6 @@ def test_a_bucket_is_no_larger_than_the_providers_but_five_seconds_worth(
 # ---- what is learned -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setting", "size_s"), [(60, 5), (8, 5), (1, 1)])
-def test_until_a_response_has_shown_more_five_seconds_worth_may_be_used_at_once(setting: float, size_s: float) -> None:
-    account = Account("a", BudgetSpec(burst_s=setting), now_s=0)
-
-    sizes = [max(1.0, size_s * limit / 60) for limit in account.per_minute()]
-    assert [bucket.burst for bucket in account.buckets] == pytest.approx(sizes)
-
-
-def test_what_was_left_and_what_the_call_took_was_there_before() -> None:
-    account = Account("a", BudgetSpec(), now_s=0)
-    for remaining, size in ((19, 20), (29, 30), (5, 30)):
-        account.learn(Feedback(kind=Kind.ANSWERED, rate=told(remaining), counted=Amounts(1, 0, 0)), 0)
-        assert account.buckets[0].burst == size
-    account.learn(Feedback(kind=Kind.RATE_LIMITED, rate=told(50)), 0)
-    assert account.buckets[0].burst == 25, "a refusal that nothing explains halves it"
-
-
 @given(
     figures=st.lists(
         st.tuples(st.floats(0, 1e12), st.floats(1, 1e12), st.sampled_from(list(Kind)), st.floats(0, 100)),

@@ -8,18 +8,10 @@ from itertools import count
 
 import pytest
 
-from consumers.limits.account import Account, Calls, Waiter
-from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind, Reservation
+from consumers.limits.account import Account, Waiter
+from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
 
-SHARES = (0.5, 0.25, 0.125)
 CRITICAL, NORMAL, BATCH = 0, 1, 2
-ALL = [Waiter(lane, Amounts(1, 1, 1), arrived_s=0.0) for lane in range(3)]
-
-
-def begin(calls: Calls, lane: int, heads: list[Waiter | None]) -> Reservation:
-    made = Reservation(account="a", lane="normal", amounts=Amounts(1, 1, 1))
-    calls.begin(made, lane, heads)
-    return made
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -34,36 +26,6 @@ def test_the_configured_number_of_calls_is_not_exceeded_and_no_overload_lowers_i
         assert granted.reservation is not None
 
     assert account.calls.running == most
-
-
-def due(calls: Calls) -> list[bool]:
-    return [calls.is_due(lane) for lane in range(3)]
-
-
-def test_a_lane_is_due_after_as_many_calls_as_follow_from_its_share() -> None:
-    calls = Calls(1, SHARES)
-    seen = [due(calls)]
-    for _ in range(8):
-        begin(calls, CRITICAL, [None, *ALL[1:]])
-        seen.append(due(calls))
-
-    assert [each[NORMAL] for each in seen] == [False] * 4 + [True] * 5
-    assert [each[BATCH] for each in seen] == [False] * 8 + [True]
-    assert not any(each[CRITICAL] for each in seen)  # it does not wait
-
-
-def test_a_lane_saves_credit_for_at_most_one_call_which_its_call_uses_up() -> None:
-    calls = Calls(1, SHARES)
-    for _ in range(40):
-        begin(calls, CRITICAL, [None, *ALL[1:]])
-    begin(calls, NORMAL, [None, None, ALL[BATCH]])
-
-    assert due(calls) == [False, False, True]
-    for _ in range(3):
-        begin(calls, CRITICAL, [None, ALL[NORMAL], None])
-    assert not calls.is_due(NORMAL)
-    begin(calls, CRITICAL, [None, ALL[NORMAL], None])
-    assert calls.is_due(NORMAL)
 
 
 @pytest.mark.parametrize("concurrency", [1, None])
@@ -104,16 +66,6 @@ def test_a_due_lane_is_granted_before_more_urgent_ones() -> None:
         account.settle(waiter.reservation, waiter.amounts, 0.0)
 
     assert granted == [*[CRITICAL] * 5, NORMAL, *[CRITICAL] * 2]  # normal's share of the calls is a fifth
-
-
-def test_a_call_that_may_begin_now_waits_for_none() -> None:
-    assert Calls(3, SHARES).wait_s(BATCH, 2, 2) == 0
-
-
-def test_without_a_limit_of_calls_none_waits() -> None:
-    calls = Calls(None, SHARES)
-    begin(calls, CRITICAL, [None])
-    assert calls.wait_s(BATCH, 1000, 1000) == 0
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from consumers.limits.base import (
 )
 from consumers.limits.bucket import ROUNDING
 from consumers.limits.budgets import OwnBudgetQueue, own_budgets
-from tests.support.budget import ACCOUNT, Traffic, spec, with_buckets_of
+from tests.support.budget import ACCOUNT, spec, with_buckets_of
 from tests.support.virtual_time import virtually
 
 ONE = Amounts(1, 1, 1)
@@ -242,20 +242,6 @@ def test_a_request_that_was_cancelled_is_not_granted_what_redis_has_granted_mean
     story(tell)
 
 
-def test_the_wake_up_moves_when_the_request_may_go_later() -> None:
-    async def tell(on: Bench) -> None:
-        asked = await on.line_up()
-        on.turns.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=30.0))
-        await asyncio.sleep(29)
-        assert on.turns.wake_ups == 0
-        await asked
-
-        assert on.turns.wake_ups == 1
-        assert on.passed_s == pytest.approx(30.0, abs=0.01)
-
-    story(tell)
-
-
 @pytest.mark.slow
 def test_a_turn_less_than_a_millisecond_away_is_granted_on_uvloop_too() -> None:
     """What is to happen within half a millisecond is no timer there, and cannot tell when it will."""
@@ -288,32 +274,5 @@ def test_a_request_leaves_the_line_if_on_wait_raises() -> None:
     story(tell)
 
 
-FIVE_MINUTES_S = 300
-
-
 def small(rng: random.Random) -> int:
     return rng.randint(100, 500)
-
-
-def test_a_waiting_request_is_woken_once_and_does_not_poll() -> None:
-    async def story() -> None:
-        bench = Bench()
-        on = Traffic(bench.budgets)
-        on.slots("batch", 100, small)
-        await on.run(FIVE_MINUTES_S)
-
-        assert len(on.waits_s["batch"]) >= 290
-        assert bench.turns.wake_ups <= 2 * len(on.waits_s["batch"])
-
-    virtually(story())
-
-
-def test_an_account_without_waiting_requests_is_not_looked_at() -> None:
-    async def story() -> None:
-        bench = Bench()
-        await bench.ask("batch")
-        await asyncio.sleep(3600)
-
-        assert bench.turns.wake_ups == 0
-
-    virtually(story())

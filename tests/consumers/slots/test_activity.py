@@ -55,17 +55,6 @@ def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]
     assert told["deferred_for"] == {Deferred: {"x": 1}, Batched: {"batch": 1}}.get(type(outcome), {})
 
 
-def test_waits_and_run_times_are_recorded_for_attempts_only() -> None:
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    activity.record(ANSWERED, wait_ms=5, run_ms=300)
-    activity.record(Retried(delay_ms=0, error="x"), wait_ms=6, run_ms=0)
-    activity.record(Deferred(delay_ms=0, reason="x"), wait_ms=7, run_ms=None)
-    waits, runs = activity.recent.over(5)
-    assert (waits.count, waits.sum, runs.count, runs.sum) == (2, 11, 2, 300)
-    assert (activity.attempts, activity.waits.sum, activity.runs.sum) == (2, 0.011, 0.3)
-    assert sum(activity.totals.counts) == 1, "only what has ended"
-
-
 def test_waits_and_run_times_are_kept_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 6000.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
@@ -89,19 +78,6 @@ def test_ends_are_counted_by_code_and_retries_by_cause() -> None:
     assert activity.ended_by == {"ok": 1, "internal": 4}
     assert (activity.buried_by, activity.retried_for) == ({"internal": 1}, {"overloaded": 1})
     assert activity.totals.sum == 10
-
-
-@pytest.mark.parametrize(("later_s", "told"), [(59, 105), (60, 5), (61, 0)])
-def test_the_throughput_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch, later_s: float, told: int) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    for second, ends in ((1000.5, 100), (1001.5, 5)):
-        now_s = second
-        for _ in range(ends):
-            activity.record(ANSWERED, wait_ms=5, run_ms=1)
-    now_s = 1000.0 + later_s
-    assert activity.snapshot()["throughput_per_min"] == told
 
 
 def test_what_waits_in_delays_is_told_by_reason_until_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

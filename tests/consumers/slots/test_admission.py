@@ -95,10 +95,3 @@ async def test_a_request_without_a_slot_for_long_is_moved_or_deferred_unless_a_c
     if admission is Admission.ASIDE:
         outcome = await admitter.set_aside(job)
         assert outcome is None if has_side_queues else isinstance(outcome, Deferred)
-
-
-async def test_without_side_queues_a_request_comes_back_after_a_second() -> None:
-    world = World()
-    admitter = QueueAdmitter(world.slots)
-
-    assert await admitter.set_aside(world.job()) == Deferred(delay_ms=1000, reason="slots")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from consumers.slots import admission
-from consumers.slots.admission import TENANTS_COUNTED, Admission, LaneSlots, QueueSlots, TenantShare
+from consumers.slots.admission import Admission, LaneSlots, QueueSlots, TenantShare
 from tests.support.virtual_time import virtually
 
 Tasks = list[asyncio.Task[Any]]
@@ -207,14 +207,3 @@ async def test_who_comes_late_does_not_make_up_for_turns_it_did_not_ask_for(ende
     await worked.run(9)
     ended += await worked.fill({"late": 20})
     assert await worked.run(10) == {"early": 5, "late": 5}
-
-
-async def test_figures_are_kept_only_for_the_latest_tenants() -> None:
-    lane_slots = LaneSlots()
-    slots = lane_slots.queue(1)
-    for at in range(TENANTS_COUNTED + 10):
-        assert slots.begin(f"t-{at}")
-        slots.end(f"t-{at}")
-    told = lane_slots.snapshot()
-    assert list(told) == [f"t-{at}" for at in range(10, TENANTS_COUNTED + 10)]
-    assert told[f"t-{TENANTS_COUNTED + 9}"] == {"running": 0, "in_hand": 0, "begun": 1, "set_aside": 0}
