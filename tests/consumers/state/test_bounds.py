@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from consumers.state import base
 from consumers.state.base import (
     Cancelling,
     Completion,
@@ -15,7 +14,6 @@ from consumers.state.base import (
     Identity,
     Running,
     Store,
-    StoreSpec,
     WaitingLimit,
 )
 from tests.consumers.state.conftest import Opened
@@ -36,14 +34,6 @@ async def cancelled(store: Store, *ids: str, tenant: str = ME.tenant) -> list[Ca
 async def is_cancelled(store: Store, id: str, tenant: str = ME.tenant) -> bool:
     found = await store.claim(Identity(tenant, id), fingerprint())
     return isinstance(found, Ended) and found.completion == CANCELLED
-
-
-def test_a_store_keeps_by_default_what_the_documents_state() -> None:
-    spec = StoreSpec()
-    assert (spec.keep_s, spec.cancelled_s, spec.lease_s) == (86_400, 86_700, 10)
-    assert (spec.unseen_per_tenant, spec.waiting_per_tenant, spec.waiting_in_all) == (10_000, 10_000, 100_000)
-    assert (spec.max_bytes, spec.events_per_request, spec.event_bytes_per_request) == (2**30, 50_000, 2**23)
-    assert (base.PAUSES_AT_MOST, base.WEBHOOKS_KEPT, base.LEFT_MS) == (200, 10_000, 3_600_000)
 
 
 async def test_beyond_the_limit_a_tenants_oldest_unseen_cancellation_is_forgotten_and_no_other_tenants(

@@ -85,20 +85,6 @@ def test_a_pause_has_the_same_id_in_every_version_and_ends_the_moment_it_says() 
     assert not a_pause().has_ended(7)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, "lane batch was paused by an operator at 2026-09-21T14:13:20.000Z: too dear"),
-        (
-            {"until_ms": 1_790_000_060_000, "why": ""},
-            "lane batch was paused by an operator at 2026-09-21T14:13:20.000Z until 2026-09-21T14:14:20.000Z",
-        ),
-    ],
-)
-def test_a_pause_tells_since_when_until_when_and_why(given: Any, told: str) -> None:
-    assert a_pause(**given).description == told
-
-
 def test_of_stored_pauses_those_in_another_form_are_left_out_and_one_without_a_start_is_the_oldest() -> None:
     row = a_pause().as_json()
     found = base.pauses_in([json.dumps(each) for each in (row, {**row, "since": "?", "name": "x"}, {"id": "y"}, 7)])

@@ -6,7 +6,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from consumers.state.base import QUEUED, Granted, Held, Identity, NewEntry, StoreSpec, StoreUnavailable, Submission
 from consumers.state.redis.store import RedisStore
-from consumers.state.shedding import Kind, Share, Surplus, cuts, next_step, oldest
+from consumers.state.shedding import Kind, Share, cuts
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.tables import Tables
 from tests.support.completions import CANCELLED, answered, failed, fingerprint, untried
 from tests.support.examples import examples
-from tests.support.memory_store import MemoryStore
 from tests.support.redis import RedisServer
 
 MAX_BYTES = 400_000
@@ -52,41 +51,6 @@ def test_cuts_reach_the_aim_and_spare_who_is_below_an_equal_share(used: dict[Sha
     losers = {tenant for tenant, _ in cut}
     for tenant in losers:  # who lost something still has no less than who lost nothing
         assert all(left[tenant] >= left[other] - 0.001 for other in set(left) - losers if not kept[other])
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "taken"),
-    [(1, 0, 0), (1, 200, 200), (1, 201, 200), (16_777_216, 4, 2), (33_554_432, 2, 1), (33_554_431, 3, 2)],
-)
-def test_a_step_ends_after_so_many_rows_or_bytes(size: int, count: int, taken: int) -> None:
-    rows = deque(Surplus("a", str(at), size, 0) for at in range(count))
-    assert [row.id for row in next_step(rows)] == [str(at) for at in range(taken)]
-    assert len(rows) == count - taken
-
-
-@pytest.mark.parametrize(
-    ("used", "at_most", "cut"),
-    [
-        ({("a", Kind.PAID): 10, ("b", Kind.PAID): 90}, 40, [(("b", Kind.PAID), 60)]),
-        ({("a", Kind.PAID): 50, ("b", Kind.PAID): 90}, 40, [(("b", Kind.PAID), 70), (("a", Kind.PAID), 30)]),
-        ({("a", Kind.PAID): 50, ("a", Kind.FREE): 30, ("a", Kind.LIVE): 5}, 25, [
-            (("a", Kind.PAID), 40), (("a", Kind.FREE), 20)
-        ]),
-        ({("a", Kind.KEPT): 100, ("a", Kind.PAID): 10, ("b", Kind.PAID): 10}, 20, [(("a", Kind.PAID), 10)]),
-        ({("a", Kind.KEPT): 15, ("a", Kind.PAID): 10}, 20, [(("a", Kind.PAID), 5)]),
-        ({("a", Kind.PAID): 10, ("b", Kind.PAID): 10}, 20, []),
-    ],
-)  # fmt: skip
-def test_the_largest_are_cut_to_the_same_size_and_the_largest_cut_is_first(
-    used: dict[Share, int], at_most: int, cut: list[tuple[Share, float]]
-) -> None:
-    assert cuts(used, at_most) == cut
-
-
-@pytest.mark.parametrize(("cut", "count"), [(0, 0), (1, 1), (10, 1), (11, 2), (20, 2), (99, 3)])
-def test_as_many_of_the_oldest_are_chosen_as_have_the_size_of_the_cut(cut: int, count: int) -> None:
-    rows = [Surplus("a", str(at), 10, 0) for at in range(3)]
-    assert oldest(rows, cut) == rows[:count]
 
 
 class Storing:
@@ -204,26 +168,6 @@ def test_a_full_sqlite_file_comes_below_its_limit_and_no_tenant_below_its_share_
     asyncio.run(run())
 
 
-async def test_each_row_counts_for_its_tenant_with_what_it_takes() -> None:
-    store = MemoryStore()
-    storing, held = Storing(store), Identity("claimed", "1")
-    for tenant, size in (("small", 10), ("large", 1000)):
-        await storing.some(tenant, "submitted", 1, size)
-    await store.complete(Identity("ended", "1"), fingerprint(), failed(), token=None)
-    await storing.some("waits", "counted", 2, 0)
-    assert isinstance(await store.claim(held, fingerprint()), Granted)
-    await store.note_webhook(Identity("posts", "1"), b"x" * 50, until_ms=2**45)
-    used = await store.transact("look", lambda tables, at: tables.used_by_share(at.now))
-    assert used == {
-        ("small", Kind.LIVE): 400 + 300 + 10 + 30,
-        ("large", Kind.LIVE): 400 + 300 + 1000 + 30 + 4096,  # an entry of over 900 bytes has a page of its own
-        ("ended", Kind.PAID): 400 + len("{}") + len(b'{"code": "x"}..'),
-        ("waits", Kind.KEPT): 2 * 400,
-        ("claimed", Kind.KEPT): 400,
-        ("posts", Kind.KEPT): 400 + 50,
-    }
-
-
 async def full_file(path: Path, spare: int = -1) -> SqliteStore:
     """With 32 results of the same size, by so much above its limit."""
     async with SqliteStore(path, namespace="lane") as store:
@@ -232,18 +176,6 @@ async def full_file(path: Path, spare: int = -1) -> SqliteStore:
             await store.complete(id, fingerprint(), answered("x" * 8000, ended_ms=number), token=None)
         used = await store.transact("look", lambda tables, _: tables.used_bytes())
     return SqliteStore(path, namespace="lane", spec=StoreSpec(max_bytes=used + spare))
-
-
-async def test_a_full_file_is_emptied_to_seven_eighths_of_its_limit(tmp_path: Path) -> None:
-    async with await full_file(tmp_path / "lane.sqlite", spare=0) as store:
-        assert await store.sweep() == 0, "it may have as much as its limit"
-    async with await full_file(tmp_path / "full.sqlite") as store:
-        before = await store.transact("look", lambda tables, _: tables.used_bytes())
-        assert await store.sweep() == 5, "an eighth of 32, and what it is above its limit"
-        assert await store.transact("look", lambda tables, _: tables.used_bytes()) < before
-        assert await store.sweep() == 0
-        assert await store.find(Identity("flood", "04")) is None
-        assert await store.find(Identity("flood", "05")) is not None
 
 
 async def test_what_a_full_file_loses_is_chosen_at_one_moment_and_in_bounded_steps(

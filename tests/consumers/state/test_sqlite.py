@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from functools import partial
@@ -19,30 +18,25 @@ from consumers.state.base import (
     Cancelling,
     Completion,
     Ended,
-    Firing,
     Found,
     Granted,
     Held,
     Identity,
     NewEntry,
-    Part,
     Running,
     Stop,
     StoreSpec,
     StoreUnavailable,
     Submission,
-    Taken,
     WaitingLimit,
     period_of,
 )
 from consumers.state.decisions import Times
 from consumers.state.sqlite.file import Clock
-from consumers.state.sqlite.store import Reader, SqliteStore, Writer
+from consumers.state.sqlite.store import SqliteStore, Writer
 from consumers.state.sqlite.tables import Tables
 from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
-
-WAITED = Identity("", "waited")
 
 
 class StandingClock(Clock):
@@ -184,39 +178,6 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
         assert await store.hold("sweep", "b", for_s=60)
 
 
-@pytest.mark.parametrize(("earlier_ms", "is_free"), [(0, False), (1, True)])
-async def test_without_a_boot_id_a_lease_of_more_than_an_hour_is_from_before_the_start(
-    tmp_path: Path, earlier_ms: int, is_free: bool
-) -> None:
-    clock = Calendar()
-    clock.booted = ""
-    async with a_store(tmp_path, clock) as store:
-        assert await store.hold("sweep", "a", for_s=3600)
-    clock.uptime_ms -= earlier_ms
-    async with a_store(tmp_path, clock) as store:
-        assert await store.hold("sweep", "b", for_s=60) is is_free
-
-
-@pytest.mark.parametrize("with_boottime", [True, False])
-def test_the_clocks_tell_ms(monkeypatch: pytest.MonkeyPatch, with_boottime: bool) -> None:
-    clock = time.CLOCK_BOOTTIME if with_boottime else time.CLOCK_MONOTONIC
-    if not with_boottime:
-        monkeypatch.delattr(time, "CLOCK_BOOTTIME")
-    before_s = (time.clock_gettime(clock), time.time())
-    now_s = (Clock().since_boot_ms() / 1000, Clock().since_1970_ms() / 1000)
-    after_s = (time.clock_gettime(clock), time.time())
-    assert all(
-        before - 0.002 <= now <= after + 0.002 for before, now, after in zip(before_s, now_s, after_s, strict=True)
-    )
-
-
-def test_a_system_without_a_boot_id_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.state.sqlite.file.BOOT_ID", tmp_path / "boot_id")
-    assert Clock().boot() == ""
-    (tmp_path / "boot_id").write_text("f00\n")
-    assert Clock().boot() == "f00"
-
-
 @pytest.mark.parametrize("boot", ["1", ""])
 async def test_a_file_that_is_opened_again_keeps_its_leases(tmp_path: Path, boot: str) -> None:
     clock = Calendar()
@@ -239,24 +200,6 @@ async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
         assert await store.sweep() == 20
         assert await store.sweep() == 0
         assert not await store.hold("sweep", "b", for_s=60), "it has not ended"
-
-
-async def test_a_row_is_gone_the_moment_it_is_neither_kept_nor_leased(tmp_path: Path) -> None:
-    clock = StandingClock()
-    spec = StoreSpec(keep_s=10, lease_s=20)
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=clock, spec=spec) as store:
-        assert isinstance(await store.claim(ME, fingerprint()), Granted)
-        assert await store.hold("sweep", "a", for_s=30)
-        await store.defer(WAITED, due_ms=clock.ms, keep_until_ms=clock.ms + 30_000)
-        await store.cancel(WAITED, CANCELLED)
-        clock.ms += 29_999
-        assert await store.find(ME) is not None
-        assert await store.find(WAITED) is not None
-        assert not await store.hold("sweep", "b", for_s=1)
-        clock.ms += 1
-        assert await store.find(ME) is None
-        assert await store.find(WAITED) is None
-        assert await store.hold("sweep", "b", for_s=1)
 
 
 def waits_for_the_disk(tables: Tables, _: Times) -> bool:
@@ -287,23 +230,6 @@ async def test_an_operation_waits_for_the_disk_only_if_a_power_cut_may_not_lose_
     assert found is waits
 
 
-@pytest.mark.parametrize(("spare", "is_full"), [(0, False), (-1, True)])
-async def test_a_file_is_full_above_its_limit(tmp_path: Path, spare: int, is_full: bool) -> None:
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        used = await store.transact("look", lambda tables, _: tables.used_bytes())
-    spec = StoreSpec(max_bytes=used + spare)
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", spec=spec) as store:
-        assert store.is_full is is_full
-
-
-async def test_the_log_shrinks_to_its_limit(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        limit = await store.transact(
-            "look", lambda tables, _: tables.connection.execute("PRAGMA journal_size_limit").fetchone()
-        )
-    assert limit == (67_108_864,)
-
-
 async def test_what_is_written_when_the_store_is_closed_is_in_the_file_alone(tmp_path: Path) -> None:
     async with a_store(tmp_path, Calendar()) as store:
         assert await asyncio.gather(*(store.look([(ME, 0)]) for _ in range(9)))
@@ -314,30 +240,6 @@ async def test_what_is_written_when_the_store_is_closed_is_in_the_file_alone(tmp
     assert sum(store.times["claim"].counts) == 1100
     assert store.times["claim"].sum < 1100 * 60
     await until(lambda: [each.name for each in tmp_path.iterdir()] == ["lane.sqlite"])
-
-
-async def test_an_allowance_counts_for_one_period_of_the_calendar(tmp_path: Path) -> None:
-    clock = StandingClock()
-    async with a_store(tmp_path, clock) as store:
-        first, second = period_of(3600, 3_599_999), period_of(3600, 3_600_000)
-        assert await store.take("tokens", 3, limit=5, period=first) == Taken(granted=True, used=3)
-        assert await store.take("tokens", 3, limit=5, period=first) == Taken(granted=False, used=3)
-        assert await store.take("tokens", 5, limit=5, period=second) == Taken(granted=True, used=5)
-        clock.ms = 3_600_000
-        clock.ms += 86_400_000
-        assert await store.sweep() == 0, "the calendar may be set back by a day"
-        clock.ms += 1
-        assert await store.sweep() == 1
-
-
-async def test_when_a_schedule_fired_is_known_for_ten_years(tmp_path: Path) -> None:
-    clock = StandingClock()
-    async with a_store(tmp_path, clock) as store:
-        await store.fired("nightly", Firing(7, "x"))
-        clock.ms = 7 + 3650 * 86_400_000 - 1
-        assert await store.sweep() == 0
-        clock.ms += 1
-        assert await store.sweep() == 1
 
 
 async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) -> None:
@@ -394,28 +296,6 @@ async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -
     assert sums == [("waiting", None, 0)]
 
 
-async def test_one_sweep_removes_and_counts_all_that_has_ended(tmp_path: Path) -> None:
-    clock = StandingClock()
-    async with a_store(tmp_path, clock) as store:
-        await store.defer(WAITED, due_ms=1, keep_until_ms=clock.ms + 1)
-        await store.hold("sweep", "a", for_s=0.001)
-        await store.reserve(ME, fingerprint(), weight=5, until_ms=clock.ms + 1)
-        await store.note_webhook(ME, b"{}", until_ms=clock.ms + 1)
-        clock.ms += 1
-        assert [await store.sweep() for _ in range(2)] == [4, 0]
-
-
-async def test_one_cancellation_displaces_at_most_ten_others(tmp_path: Path) -> None:
-    async with a_store(tmp_path, StandingClock()) as store:
-        for number in range(20):
-            await store.cancel(Identity("t", f"{number:02}"), CANCELLED)
-    spec = StoreSpec(unseen_per_tenant=5)
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane", clock=StandingClock(), spec=spec) as store:
-        assert await store.cancel(Identity("t", "20"), CANCELLED) is Cancelling.DISPLACED
-        left = [await store.find(Identity("t", f"{number:02}")) is not None for number in range(21)]
-    assert left.count(True) == 11
-
-
 async def test_the_cancellation_of_what_was_only_submitted_counts_as_unseen(tmp_path: Path) -> None:
     submission = Submission(body_hash=b"h", lane="batch", submitted_ms=1, due_ms=None, deadline_ms=2)
     spec = StoreSpec(unseen_per_tenant=2)
@@ -424,18 +304,6 @@ async def test_the_cancellation_of_what_was_only_submitted_counts_as_unseen(tmp_
             await store.follow(each, submission, first_entry=NewEntry("queued", b""), keep_until_ms=2**45)
             assert await store.cancel(each, CANCELLED) is Cancelling.RECORDED
         assert [await store.find(Identity("t", each)) is not None for each in "abc"].count(True) == 2
-
-
-async def test_one_look_returns_at_most_5000_entries(tmp_path: Path) -> None:
-    submission = Submission(body_hash=b"h", lane="batch", submitted_ms=1, due_ms=None, deadline_ms=2)
-    async with SqliteStore(tmp_path / "lane.sqlite", namespace="lane") as store:
-        many = [Identity("", str(number)) for number in range(27)]
-        for each in many:
-            claim = await store.claim(each, fingerprint())
-            assert isinstance(claim, Granted)
-            await store.append([Part(Held(each, claim.token), submission, [NewEntry("step", b"")] * 200)])
-        found = await store.look([(each, 0) for each in many])
-    assert [each and len(each.entries) for each in found] == [200] * 25 + [0, 0]
 
 
 def an_error(code: int) -> sqlite3.OperationalError:
@@ -506,11 +374,3 @@ async def test_who_follows_is_served_again_after_an_error(tmp_path: Path) -> Non
                 await store.look([(ME, 0)])
             other.execute("ALTER TABLE away RENAME TO followed")
         await store.look([(ME, 0)])
-
-
-async def test_who_reads_cannot_write(tmp_path: Path) -> None:
-    async with a_store(tmp_path, Calendar()):
-        reader = Reader(tmp_path / "lane.sqlite", StoreSpec())
-        with pytest.raises(StoreUnavailable, match="read-only"):
-            await reader.do(lambda tables: tables.connection.execute("DELETE FROM request"))
-        reader.close()

@@ -271,13 +271,6 @@ def test_of_a_replaced_file_its_own_log_is_dropped_and_no_other(tmp_path: Path, 
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-async def test_a_file_says_whose_and_of_which_version_it_is(path: Path) -> None:
-    async with a_store(path):
-        pass
-    header = path.read_bytes()[:100]
-    assert (header[68:72], header[60:64]) == (b"Lane", bytes([0, 0, 0, 8]))
-
-
 async def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     async with a_store(path):
         pass
