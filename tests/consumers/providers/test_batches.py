@@ -264,23 +264,6 @@ async def test_results_in_any_pieces_are_split_into_lines(answering: Answering) 
         assert len(lines["long"].line) < 1000
 
 
-@pytest.mark.parametrize(("more", "kind"), [(0, "succeeded"), (1, "errored")])
-async def test_a_result_has_as_many_bytes_as_an_answer_may_have_and_not_one_more(
-    answering: Answering, more: int, kind: str
-) -> None:
-    begin, end = b'{"custom_id":"a-1","result":{"type":"succeeded","message":{"x":"', b'"}}}'
-    result = begin + b"x" * (1_000_000 - len(begin) - len(end) + more) + end
-
-    async def answer(request: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(body=result + b"\n")
-
-    async with answering(answer) as provider:
-        assert provider.batches is not None
-        lines = await all_of(provider.batches, "b")
-        assert lines["a-1"].kind == kind
-        assert (lines["a-1"].line == result) == (more == 0)
-
-
 async def test_a_line_is_read_when_the_one_before_it_was_worked_on(batches: Batches, api: FaultyAPI) -> None:
     batch = await batches.create([(f"a-{nth}", body(str(nth))) for nth in range(3)])
     await batches.retrieve(batch.id)

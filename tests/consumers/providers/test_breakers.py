@@ -75,13 +75,6 @@ def test_failures_of_more_than_two_minutes_ago_do_not_count(later_s: float, stat
     assert failed(some, 5, at_s=50.0 + later_s) is state
 
 
-@pytest.mark.parametrize(("count", "doubted"), [(2, False), (3, True), (9, True), (10, False)])
-def test_it_is_doubted_from_three_failures_on_until_it_opens(count: int, doubted: bool) -> None:
-    some = breaker()
-    failed(some, count)
-    assert some.is_doubted == doubted
-
-
 def test_each_time_it_opens_for_twice_as_long_up_to_five_seconds() -> None:
     waits: list[list[float]] = []
     for seed in range(200):
@@ -215,36 +208,6 @@ class Held:
 
     async def let_go(self, name: str, owner: str) -> None:
         self.asked.append((name, -1))
-
-
-@pytest.mark.parametrize(("times", "by_another", "is_open"), [(2, True, False), (3, True, True), (9, False, False)])
-async def test_from_three_failures_on_it_opens_if_that_of_another_process_is_open(
-    times: int, by_another: bool, is_open: bool
-) -> None:
-    store = Held(by_another=by_another)
-    these = breakers(store)
-    await fail(these, 0, times=times)
-
-    assert (these.wait_s(HERE, 0) > 0) == is_open
-    assert store.asked == [("breaker anthropic m", 0)] * max(0, times - 2)
-
-
-async def test_the_lease_is_held_as_long_as_it_is_open_and_given_back_after_an_answer_to_the_probe() -> None:
-    store = Held(by_another=False)
-    these = await opened(store)
-    assert store.asked.pop() == ("breaker anthropic m", these.wait_s(HERE, 0))
-    probe = await enter(these, OPEN_S)
-    assert probe is not None
-    assert store.asked.pop() == ("breaker anthropic m", 30)
-    await these.answered(probe, OPEN_S)
-    assert store.asked.pop() == ("breaker anthropic m", -1)
-    store.asked.clear()
-    for _ in range(2):
-        call = await enter(these, OPEN_S)
-        assert call is not None
-        assert not call.is_probe
-        await these.answered(call, OPEN_S)
-    assert store.asked == []
 
 
 @pytest.mark.parametrize("is_probe", [False, True])
@@ -612,19 +575,6 @@ def test_if_calls_fail_although_the_free_probe_succeeds_the_pause_goes_on_with_c
     at_s = [at for at, *_ in world.probes]
     assert [by_call for *_, by_call in world.probes[:4]] == [False, True, True, True]
     assert at_s[-1] - at_s[-2] >= PROBE_EVERY_S, "not one error line for each request"
-
-
-@pytest.mark.parametrize(("later_s", "goes_on"), [(119.9, True), (120.1, False)])
-def test_a_pause_goes_on_if_a_call_fails_within_two_minutes_after_its_last_probe(later_s: float, goes_on: bool) -> None:
-    async def story(world: World) -> None:
-        await world.fail()
-        await asyncio.sleep(1 + later_s)
-        assert await world.fail()
-        await asyncio.sleep(5)
-
-    (first_s, *_), (second_s, _, by_call) = run(story, World(error=None)).probes
-    assert by_call == goes_on
-    assert second_s - first_s - later_s == pytest.approx(2 if goes_on else 1)
 
 
 @pytest.mark.parametrize("error", [None, RateLimitedError("429", status=429), RejectedError("404", status=404)])

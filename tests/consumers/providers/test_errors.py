@@ -2,7 +2,6 @@ import email.utils
 import re
 import typing
 from collections.abc import Iterator
-from datetime import UTC, datetime
 
 import anthropic
 import pytest
@@ -26,7 +25,6 @@ from consumers.providers.errors import (
     classify,
     from_event,
     read_rate,
-    refuse_html,
 )
 
 NOW_S = 1_790_000_000.0
@@ -299,65 +297,3 @@ def test_a_limit_is_read_and_impossible_figures_are_ignored(
 
     wanted = None if expected in (None, (None, None)) else BucketHeaders(limit=expected[0], remaining=expected[1])
     assert found == wanted
-
-
-@pytest.mark.parametrize(
-    ("reset_s", "is_read"), [(NOW_S, True), (NOW_S + 86_400, True), (NOW_S + 86_401, False), (NOW_S - 86_401, False)]
-)
-def test_a_limit_whose_reset_is_more_than_a_day_away_is_ignored(reset_s: float, is_read: bool) -> None:
-    reset = datetime.fromtimestamp(reset_s, UTC).isoformat()
-
-    assert (limits(limit="50", reset=reset) is not None) == is_read
-
-
-@pytest.mark.parametrize("reset", ["", "soon", "99999-01-01"])
-def test_a_limit_with_a_reset_that_is_no_time_is_ignored(reset: str) -> None:
-    assert limits(limit="50", reset=reset) is None
-
-
-@pytest.mark.parametrize(
-    ("content_type", "is_page"),
-    [
-        ("text/html", True),
-        (" Text/HTML; charset=utf-8", True),
-        ("application/xhtml+xml", True),
-        ("application/json", False),
-        ("text/plain", False),
-        ("", False),
-    ],
-)
-def test_a_page_of_html_in_place_of_an_answer_is_the_accounts_fault(content_type: str, is_page: bool) -> None:
-    headers = {"content-type": content_type} if content_type else {}
-    if not is_page:
-        refuse_html(200, headers)
-        return
-    with pytest.raises(AccountError) as refused:
-        refuse_html(200, headers)
-    assert refused.value.reason == "a page of HTML answers at its base URL (200)"
-    assert (refused.value.status, refused.value.type) == (200, "broken_answer")
-    assert isinstance(refused.value.otherwise, TransientError)
-
-
-def test_of_an_error_message_300_characters_are_kept_and_of_its_type_60() -> None:
-    event = {"error": {"type": "t" * 100, "message": "m" * 20_000}, "request_id": "r" * 100}
-    error = from_event(event, secret="")
-
-    assert len(error.detail.split(": ", 1)[1]) == 300
-    assert (error.type, error.request_id) == ("t" * 60, "r" * 60)
-    assert error.had_begun
-
-
-@pytest.mark.parametrize(("length", "is_cut"), [(10_000, False), (10_001, True)])
-def test_the_length_of_the_key_is_cut_off_a_message_that_is_not_read_to_its_end(length: int, is_cut: bool) -> None:
-    words = (" " * 20_000 + "end")[-(length - len("in the middle of the stream: ")) :]
-    detail = from_event({"error": {"type": "api_error", "message": words}}, secret="sk").detail
-
-    assert detail.endswith("end") != is_cut
-
-
-def test_a_date_to_retry_after_may_be_a_day_away() -> None:
-    def wait_s(of_s: float) -> float | None:
-        return read_retry_after_s({"retry-after": email.utils.formatdate(NOW_S + of_s, usegmt=True)}, now_s=NOW_S)
-
-    assert (wait_s(86_400), wait_s(-86_400), wait_s(86_401), wait_s(-86_401)) == (86_400, 0, None, None)
-    assert read_retry_after_s({"retry-after": "86400"}, now_s=NOW_S) == 86_400

@@ -9,7 +9,7 @@ import pytest
 from anthropic.types import StopReason
 from anthropic.types.beta import BetaRefusalStopDetails, BetaStopReason
 
-from consumers.failures import OverloadedError, RateLimitedError, TransientError
+from consumers.failures import OverloadedError, RateLimitedError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.prices import Prices, Usage
@@ -153,13 +153,6 @@ async def test_a_model_without_a_price_is_counted_with_the_others(registry: Regi
     await registry.call(unknown, asked(), timeout_s=60, parts=None)
 
     assert registry.calls.keys() == {("anthropic", "anthropic/haiku", "other")}
-
-
-async def test_the_batch_of_a_provider_that_is_gone_is_a_transient_failure(registry: Registry) -> None:
-    assert registry.batches("gone") is None
-    assert registry.batches("anthropic") is not None
-    with pytest.raises(TransientError, match="'gone' of its batch is gone"):
-        await registry.from_batch(replace(HERE, provider="gone"), b"{}")
 
 
 def test_the_stop_reasons_and_categories_that_the_installed_sdk_declares_are_known() -> None:
