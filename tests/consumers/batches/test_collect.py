@@ -13,13 +13,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typing_extensions import override
 
-from consumers.batches.collect import BEGIN_WITHIN_S, FENCE_S, TOO_LARGE, Collector
+from consumers.batches.collect import TOO_LARGE, Collector
 from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Route, Source
 from consumers.limits.base import BatchLimits
-from consumers.providers.batches import CREATE_WITHIN_S, Batches, BatchInfo, Kind, ResultLine
+from consumers.providers.batches import Batches, BatchInfo, Kind, ResultLine
 from consumers.providers.breakers import Breakers
 from consumers.state.base import Cancelling, Completion, Fingerprint, Granted, Held, Identity, StoreUnavailable
 from lanekeeper.contract import names as n
@@ -411,13 +411,6 @@ async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ende
     assert len(results(await collecting.take(adopted))) == 2
 
 
-async def test_a_provider_s_clock_may_be_a_minute_behind_ours(collecting: Collecting) -> None:
-    for early_ms in (60_000, 60_001):
-        collecting.provider.add(["x-0", "x-1"], created_ms=NOW_MS - early_ms)
-    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
-    assert (await collecting.again(ticket)).candidates == ("msgbatch_1",)
-
-
 async def test_of_batches_with_as_many_requests_another_ticket_s_is_no_candidate(collecting: Collecting) -> None:
     other = [replace(item, identity=Identity("other", item.identity.id)) for item in items(2)]
     await collecting.again(await collecting.gathered(*other, id="b" * 24))
@@ -747,72 +740,6 @@ async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collec
         assert least_ms <= delay_ms(sent) < 2 * least_ms
         assert collecting.read(sent).batch_id == ticket.batch_id
     assert (collecting.collector.counts["unread"], collecting.collector.counts["vanished"]) == (4, 0)
-
-
-@pytest.mark.parametrize(("bytes_each", "at_once"), [(2 * 1024 * 1024, 2), (2 * 1024 * 1024 - 1, 3), (1, 64)])
-async def test_so_many_results_and_bytes_of_them_are_on_their_way_back_at_a_time(
-    collecting: Collecting, bytes_each: int, at_once: int
-) -> None:
-    ticket = await submitted(collecting, 2 * at_once)
-    collecting.provider.end(ticket.batch_id)
-    large = [replace(each, line=bytes(bytes_each)) for each in collecting.provider.made[ticket.batch_id].lines]
-    collecting.provider.made[ticket.batch_id].lines = large
-    reached: list[int] = []
-    sent = collecting.bench.publisher.sent
-
-    def noted(name: str) -> None:
-        if name == "after_result":
-            reached.append(len(sent) - before)
-
-    collecting.bench.settler.failpoints.reach = noted  # type: ignore[method-assign]
-    before = len(sent)
-    collecting.provider.cut_after = 2 * at_once - 1
-    await collecting.take(ticket)
-    assert reached == [at_once]
-
-
-async def test_whose_batch_it_is_is_kept_for_as_long_as_the_ticket(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept_s: list[float] = []
-    hold = collecting.bench.store.hold
-
-    async def noted(name: str, owner: str, *, for_s: float) -> bool:
-        kept_s.extend([for_s] if name == "batch msgbatch_1" and owner != "nobody" else [])
-        return await hold(name, owner, for_s=for_s)
-
-    monkeypatch.setattr(collecting.bench.store, "hold", noted)
-    ticket = await submitted(collecting)
-    assert await collecting.collector._is_its_own("msgbatch_1", ticket)
-    assert kept_s == [2 * 86_400] * 2
-
-
-async def test_a_batch_that_is_begun_at_the_last_moment_exists_before_another_worker_may_make_it(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fences_s: list[float] = []
-    hold = collecting.bench.store.hold
-
-    async def noted(name: str, owner: str, *, for_s: float) -> bool:
-        fences_s.extend([for_s] if name.startswith("create ") else [])
-        return await hold(name, owner, for_s=for_s)
-
-    monkeypatch.setattr(collecting.bench.store, "hold", noted)
-    await submitted(collecting)
-    assert fences_s == [FENCE_S] == [600]
-    assert BEGIN_WITHIN_S + CREATE_WITHIN_S + 5 == FENCE_S, "5 s: as long as a call that was cut off may take effect"
-
-
-async def test_a_worker_can_be_made_to_die_between_the_steps_of_a_ticket(collecting: Collecting) -> None:
-    log = collecting.bench.log
-    collecting.bench.settler.failpoints.reach = log.append  # type: ignore[assignment, method-assign]
-    ticket = await submitted(collecting, 1)
-    collecting.provider.end(ticket.batch_id)
-    await collecting.take(ticket)
-    assert log == [
-        "after_submit_mark", "after_create", "event: batch", "confirmed: lane.delay.08", "after_submitted", "ack",
-        "confirmed: lane.delay.00", "after_result", "after_results", "event: batch", "ack",
-    ]  # fmt: skip
 
 
 async def test_the_span_of_a_ticket_tells_whether_its_batch_is_made_or_collected(collecting: Collecting) -> None:

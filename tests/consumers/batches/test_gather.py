@@ -151,16 +151,6 @@ async def test_the_first_request_waits_for_the_window_at_most() -> None:
     assert gathering.items == [["r-1", "r-2"]]
 
 
-@pytest.mark.parametrize(("less", "items"), [(0, ["r-1", "r-2"]), (1, ["r-1", "r-2", "r-3"])])
-async def test_so_many_bytes_are_a_batch(less: int, items: list[str]) -> None:
-    bench = Bench()
-    found = several(bench, 3)
-    most_bytes = sum(len(each.message.body) for each in found[:2]) + less
-    gathering = Gathering(*found, bench=bench, spec=replace(SPEC, bytes=most_bytes))
-    await gathering.run(settled=len(items))
-    assert gathering.items == [items]
-
-
 async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> None:
     bench = Bench()
     bodies = [BODY.replace(b"hi", b"h" * size) for size in (100, 300, 200)]
@@ -173,11 +163,6 @@ async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> N
     gathering = Gathering(*found, bench=bench, spec=replace(SPEC, bytes=size // 2))
     await gathering.run(settled=1)
     assert gathering.items == [["r-2"]]
-
-
-def test_a_worker_holds_the_requests_of_two_full_batches() -> None:
-    specs = [replace(SPEC, count=3), replace(SPEC, count=5), BatchSpec(count=9)]
-    assert (prefetch_of(specs), prefetch_of([BatchSpec(count=9)])) == (10, 1000)
 
 
 @pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}])
@@ -314,17 +299,6 @@ async def test_what_another_ticket_has_submitted_comes_back_later_and_later() ->
     assert gathering.gatherer.counts == {"gathered": 1, "repeated": 2}
 
 
-async def test_what_another_ticket_has_submitted_comes_back_before_it_must_run_live() -> None:
-    bench = Bench()
-    await bench.store.gather("other", [Identity("crm", "r-1")], until_ms=2**45)
-    await bench.store.submit("other", [Identity("crm", "r-1")], until_ms=2**45)
-    found = parked(bench, "r-1", tries=50, deadline_ms=NOW_MS + round(1000 * QUICK.promote_s) + 5000)
-    gathering = Gathering(found, bench=bench, spec=QUICK)
-    await gathering.run(settled=1)
-
-    assert [delay_ms(each) for each in gathering.back] == [5000]
-
-
 async def test_what_was_gathered_by_a_worker_that_died_is_gathered_again() -> None:
     bench = Bench()
     await bench.store.gather("other", [Identity("crm", "r-1")], until_ms=2**45)
@@ -363,21 +337,6 @@ async def test_a_dead_letter_of_a_batch_that_is_published_again_runs_live_if_its
     assert gathering.items == [["r-2"]]
     (back,) = gathering.back
     assert (batch_of(back).live, delay_ms(back)) == (True, 0)
-
-
-async def test_a_mark_is_kept_for_longer_than_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    given: list[int] = []
-    gather = bench.store.gather
-
-    async def noted(*args: Any, until_ms: int, former: Any) -> Any:
-        given.append(until_ms)
-        return await gather(*args, until_ms=until_ms, former=former)
-
-    monkeypatch.setattr(bench.store, "gather", noted)
-    sooner = parked(bench, "r-3", tag=3, deadline_ms=HOP.deadline_ms - HOUR_MS)
-    await Gathering(*several(bench, 2), sooner, bench=bench).run(settled=3)
-    assert given == [HOP.deadline_ms + HOUR_MS]
 
 
 async def test_a_request_whose_deadline_came_near_in_the_queue_goes_back_to_run_live() -> None:
@@ -534,19 +493,3 @@ async def test_what_no_worker_has_published_falls(headers: dict[str, Any]) -> No
     assert (fallen.exchange, fallen.routing_key, fallen.message.body) == ("", NAMES.strays, b"x")
     assert (fallen.message.user_id, fallen.message.headers[n.USER_ID]) == (None, "app")
     assert gathering.settled == ["ack"]
-
-
-async def test_a_worker_can_be_made_to_die_between_the_steps_of_gathering() -> None:
-    bench = Bench()
-    bench.settler.failpoints.reach = bench.log.append  # type: ignore[assignment, method-assign]
-    gathering = Gathering(*several(bench, 1), bench=bench, spec=QUICK)
-    bench.log.clear()
-    await gathering.run(settled=1)
-    assert bench.log == ["after_gather_mark", "confirmed: reply", "after_ticket", "ack"]
-
-
-async def test_a_gatherer_looks_at_the_clock_of_the_settler() -> None:
-    bench = Bench()
-    gathering = Gathering(*several(bench, 3), bench=bench)
-    await gathering.run(settled=3)
-    assert gathering.tickets[0].gathered_ms == NOW_MS

@@ -11,11 +11,9 @@ import pytest
 from consumers.batches.ticket import (
     AT_MOST_BYTES,
     Item,
-    Packing,
     Stage,
     Ticket,
     UnreadTicket,
-    items_in,
     pack,
     parts,
     unpack,
@@ -113,34 +111,6 @@ def test_a_body_of_any_bytes_and_its_params_come_back() -> None:
     assert found.items[0].params == b'{"x":1}'
 
 
-def test_five_hundred_requests_are_packed_well_under_the_limit() -> None:
-    text = b'{"messages":[{"role":"user","content":"%s"}]}' % (b"A summary of this review, please. " * 60)
-    full = ticket(*(item(number, body=text) for number in range(500)))
-    packed = pack(full)
-    assert len(packed) < 200_000
-    assert len(unpack(packed).items) == 500
-    assert sum(each.tokens for each in unpack(packed).items) == 500 * 17
-
-
-def test_the_head_changes_without_the_items_being_packed_again() -> None:
-    first = pack(ticket(item(0), item(1)))
-    later = pack(ticket(stage=Stage.SUBMITTED, batch_id="b", polls=3), items_in(first))
-    assert items_in(later) == items_in(first)
-    found = unpack(later)
-    assert (found.stage, found.batch_id, found.polls, len(found.items)) == (Stage.SUBMITTED, "b", 3, 2)
-
-
-def test_the_size_while_adding_is_never_too_small() -> None:
-    rng, packing, items = random.Random(2), Packing(), []
-    for number in range(300):
-        items.append(item(number, body=rng.randbytes(rng.choice((10, 1000, 30_000)))))
-        packing.add(items[-1])
-        if number % 50 == 0:
-            assert len(pack(ticket(*items))) - len(pack(ticket())) <= packing.size
-    size = packing.size
-    assert len(packing.finish()) <= size < 1.1 * len(pack(ticket(*items)))
-
-
 def test_items_are_divided_into_tickets_that_the_broker_takes() -> None:
     rng = random.Random(3)
     given = [item(number, body=rng.randbytes(700_000)) for number in range(20)]
@@ -167,15 +137,6 @@ def test_the_ids_of_a_batch_s_requests_fit_the_provider_s_rules() -> None:
     full = ticket(item(499))
     assert full.custom_id(full.items[0]) == "0" * 32 + "-499"
     assert len(full.custom_id(item(99_999))) <= 64
-
-
-def test_items_that_just_fit_share_a_part_and_one_byte_less_divides_them() -> None:
-    both = [item(0), item(1)]
-    packing = Packing()
-    for each in both:
-        packing.add(each)
-    assert [len(part) for part in parts(both, at_most_bytes=packing.size)] == [2]
-    assert [len(part) for part in parts(both, at_most_bytes=packing.size - 1)] == [1, 1]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])

@@ -13,7 +13,6 @@ from consumers.failures import HandlerDied, HandlerError, RejectedError
 from consumers.flows.batched_handlers import Gathering, Result
 from consumers.flows.handlers import Caller, Handlers, HandlerSpec
 from lanekeeper.contract.problems import RequestProblem
-from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 
 Kind = Literal["async", "cpu"]
@@ -131,36 +130,6 @@ async def test_each_has_its_own_time_limit() -> None:
             await ask(handlers, "b", timeout_s=0.01)
         assert not longer.done()
         longer.cancel()
-
-
-async def test_the_function_has_as_long_as_the_one_that_waits_longest() -> None:
-    left_s: list[float] = []
-
-    async def run(bodies: Sequence[bytes], timeout_s: float, _: str) -> Sequence[Result]:
-        left_s.append(timeout_s)
-        return [(b"=", body) for body in bodies]
-
-    gathering = Gathering(run, count=2, window_s=60, background=Background())
-    first, second = await asyncio.gather(gathering.call(b"a", 50), gathering.call(b"b", 1000))
-    assert (first, second) == ((b"=", b"a"), (b"=", b"b"))
-    assert 900 < left_s[0] <= 1000
-
-
-def test_the_window_of_calls_that_were_made_does_not_shorten_that_of_the_next_ones() -> None:
-    async def story() -> list[float]:
-        clock, called_s = asyncio.get_running_loop().time, list[float]()
-
-        async def run(bodies: Sequence[bytes], _: float, __: str) -> Sequence[Result]:
-            called_s.append(clock() - 1000)
-            return [(b"=", body) for body in bodies]
-
-        gathering = Gathering(run, count=2, window_s=10, background=Background())
-        await asyncio.gather(gathering.call(b"a", 50), gathering.call(b"b", 50))
-        await asyncio.sleep(6)
-        await gathering.call(b"c", 50)
-        return called_s
-
-    assert virtually(story()) == [0, 16]
 
 
 async def test_if_the_function_s_call_is_cancelled_the_calls_are_out_of_time_and_its_task_is_cancelled() -> None:

@@ -18,7 +18,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from consumers.failures import HandlerDied, HandlerError, RejectedError
 from consumers.flows import handlers as module
-from consumers.flows import pool_worker, process_pool
+from consumers.flows import process_pool
 from consumers.flows.handlers import Caller, Handlers, HandlerSpec
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
@@ -349,18 +349,3 @@ async def test_a_process_that_died_while_it_was_idle_is_replaced() -> None:
         await until(lambda: not runs(process))
         await until(lambda: all(process.has_ended for process in handlers._pool._all))
         assert (await call(handlers, "doubled", 1))[2] != process
-
-
-def test_a_result_has_as_many_bytes_as_can_be_sent_back_and_not_one_more() -> None:
-    assert pool_worker.as_json("ab", most_bytes=4) == b'"ab"'
-    with pytest.raises(pool_worker.Unsendable, match="has 4 bytes, and 3 is the most"):
-        pool_worker.as_json("ab", most_bytes=3)
-    with pytest.raises(pool_worker.Unsendable, match="no JSON"):
-        pool_worker.as_json(float("nan"), most_bytes=100)
-
-
-@pytest.mark.parametrize(("results", "why"), [("ab", "returned str"), ([1], "1 results for 2"), ([1, 2, 3], "3 res")])
-def test_a_function_of_many_returns_a_list_with_one_result_each(results: object, why: str) -> None:
-    assert pool_worker.checked((1, 2), count=2) == (1, 2)
-    with pytest.raises(ValueError, match=why):
-        pool_worker.checked(results, count=2)

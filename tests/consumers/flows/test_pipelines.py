@@ -12,16 +12,13 @@ from consumers.claiming import Claiming
 from consumers.clock import moment_text
 from consumers.flows.pipelines import (
     AT_ONCE,
-    BYTES_AT_ONCE,
     ITEMS_AT_MOST,
     KEEPER_MS,
     SPLIT_BYTES,
     Pipelines,
     PipelineSpec,
     StepSpec,
-    _keeper_ms,
     _side_of,
-    _together,
     output_of,
     with_output,
 )
@@ -42,7 +39,7 @@ from tests.consumers.test_handler import FakeProvider
 from tests.support.completions import answered, failed, fingerprint
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, FakePublisher, attempts, decoded, handler, read
 from tests.support.memory_store import MemoryStore
-from topology.codec.decoding import UNPACKED_BYTES, state_of
+from topology.codec.decoding import state_of
 from topology.codec.headers import LOOKS, FlowHop, HopHeaders, hop_headers, read_hop
 from topology.lanes import DEFAULT_LANES
 
@@ -94,19 +91,6 @@ def given(bench: Bench, body: bytes) -> tuple[Job, Decoded]:
     return job, job.decoded
 
 
-@pytest.mark.parametrize(
-    ("step", "chain"), [(StepSpec(name="s", handler="h"), Chain()), (StepSpec(name="s", prompt="hi"), ROUTES)]
-)
-async def test_a_step_with_a_handler_needs_no_provider(step: StepSpec, chain: Chain) -> None:
-    bench = Bench()
-    job, found = given(bench, b"{}")
-
-    assert await pipelines(bench, step).enter(job, found) is None
-    assert decoded(job).request.handler == step.handler
-    assert not decoded(job).request.states_stream
-    assert decoded(job).chain == chain
-
-
 @pytest.mark.parametrize("own", ["", "its-own"])
 async def test_a_prompt_runs_with_the_model_of_its_step_or_else_of_its_lane(own: str) -> None:
     bench = Bench()
@@ -142,16 +126,6 @@ async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_do
     assert outcome.problem.status == 418
 
 
-async def test_one_delivery_publishes_many_items() -> None:
-    bench = Bench()
-    job, found = given(bench, b"[" + b",".join([b"1"] * (3 * AT_ONCE)) + b"]")
-
-    outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
-
-    assert isinstance(outcome, PipelineAdvanced)
-    assert outcome.flow.items == len(bench.publisher.sent) == 3 * AT_ONCE
-
-
 async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_time_shows_whether_it_still_is() -> (
     None
 ):
@@ -175,58 +149,6 @@ async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_
     ids = [each.message.message_id for each in narrow.sent]
     assert len(ids) == len(set(ids)) == AT_ONCE
     assert set(narrow.refused_within_s) == {0}, "the delivery does not wait for room"
-
-
-async def test_only_items_that_may_have_been_published_before_are_looked_for_in_the_store(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = Bench()
-    bench.publisher = narrow = NarrowPublisher(bench.log)
-    steps = pipelines(bench, EACH)
-    job, found = given(bench, b"[" + b",".join([b"1"] * (2 * AT_ONCE)) + b"]")
-    looked_for: list[str] = []
-    endings = bench.store.endings
-
-    async def noted(requests: Sequence[Identity]) -> Any:
-        looked_for.extend(each.id.partition("#")[2].partition(".")[2] for each in requests)
-        return await endings(requests)
-
-    monkeypatch.setattr(bench.store, "endings", noted)
-    outcome = await steps.enter(job, found)
-    assert looked_for == []
-    narrow.room = 2 * AT_ONCE
-    await again(steps, job, found, outcome)
-    assert looked_for == [str(k + 1) for k in range(AT_ONCE)]
-    assert len(narrow.sent) == 2 * AT_ONCE
-
-
-@pytest.mark.parametrize(
-    ("ended", "for_ms", "delay_ms"),
-    [
-        (0, 8000, 2000),
-        (1, 8000, 6000),
-        (3, 8000, 667),
-        (0, 396, 100),
-        (0, 404, 101),
-        (0, 11_996, 2999),
-        (0, 10**6, 30_000),
-    ],
-)
-async def test_a_fan_out_looks_again_after_a_quarter_of_the_time_that_its_items_still_take(
-    ended: int, for_ms: int, delay_ms: int
-) -> None:
-    bench = Bench()
-    bench.store.now_ms = 0
-    steps = pipelines(bench, EACH)
-    job, found = given(bench, b"[1,2,3,4]")
-    published = await steps.enter(job, found)
-    assert isinstance(published, PipelineAdvanced)
-    for each in bench.publisher.sent[:ended]:
-        await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), answered("1"))
-    outcome = replace(published, flow=replace(published.flow, since_ms=NOW_MS - for_ms))
-    looked = await again(steps, job, found, outcome)
-    assert isinstance(looked, PipelineAdvanced)
-    assert looked.delay_ms == delay_ms
 
 
 @pytest.mark.parametrize(("on_failure", "kept"), [("skip", ""), ("keep", '{"detail":"broke","status":418},')])
@@ -362,15 +284,6 @@ async def test_a_fan_out_over_no_list_or_one_too_long_ends_the_request(given_inp
     assert not bench.publisher.sent
 
 
-async def test_a_fan_out_has_as_many_items_as_are_allowed_and_not_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.flows.pipelines.ITEMS_AT_MOST", 2)
-    for count in (2, 3):
-        bench = Bench()
-        job, found = given(bench, json.dumps([1] * count).encode())
-        outcome = await pipelines(bench, EACH).enter(job, found)
-        assert isinstance(outcome, PipelineAdvanced) == (count == 2)
-
-
 async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> None:
     bench = Bench()
     job, _ = given(bench, b"{}")
@@ -456,26 +369,6 @@ async def test_an_error_names_its_step_once(detail: str) -> None:
     assert outcome.problem.status == 418
 
 
-@pytest.mark.parametrize(("flow", "named"), [(None, ""), ({"step": "s"}, "step s: "), ({"item_of": "m"}, "")])
-async def test_an_error_before_its_step_was_found_names_the_step_of_the_delivery_unless_it_is_an_item(
-    flow: dict[str, Any] | None, named: str
-) -> None:
-    bench = Bench()
-    job, _ = given(bench, b"{}")
-    job.hop = replace(job.hop, flow=None if flow is None else FlowHop(**{"step": "s", "deadline_ms": NOW_MS, **flow}))
-    outcome = pipelines(bench, EACH).after(job, Refused(RequestProblem("invalid_request", "broke")))
-    assert isinstance(outcome, Refused)
-    assert outcome.problem.detail.startswith(f"{named}broke")
-
-
-def test_the_state_of_a_pipeline_has_a_most() -> None:
-    state = b'{"input":{},"outputs":{}}'
-    room = UNPACKED_BYTES - len(state) - 1 - 8
-    assert with_output(state, "s", b"1" * room)
-    with pytest.raises(RequestProblem, match=f"have {UNPACKED_BYTES + 1} bytes, allowed are {UNPACKED_BYTES}"):
-        with_output(state, "s", b"1" * (room + 1))
-
-
 async def end(bench: Bench, item: Identity, completion: Completion) -> None:
     bench.store.now_ms = 0
     claim = await bench.store.claim(item, fingerprint())
@@ -501,18 +394,6 @@ async def test_an_item_that_the_store_has_lost_is_published_again() -> None:
     assert isinstance(outcome, PipelineAdvanced)
     (item,), (published,) = bench.publisher.sent, other.publisher.sent
     assert published.message.message_id == item.message.message_id
-
-
-@pytest.mark.parametrize("lost", [63, 64])
-async def test_a_fan_out_that_the_store_has_lost_looks_no_further_than_so_many_items(lost: int) -> None:
-    bench, other = Bench(), Bench()
-    job, found = given(bench, b"[" + b",".join([b"1"] * 101) + b"]")
-    outcome = await pipelines(bench, EACH).enter(job, found)
-    for each in [*bench.publisher.sent[lost:64], bench.publisher.sent[100]]:
-        await end(other, Identity(job.identity.tenant, each.message.message_id or ""), answered("1"))
-    outcome = await again(pipelines(other, EACH), job, found, outcome)
-    assert isinstance(outcome, PipelineAdvanced)
-    assert outcome.done == (2 if lost == 63 else 0)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -590,39 +471,6 @@ async def test_the_model_of_a_fan_out_that_is_the_last_step_is_that_of_its_items
     assert isinstance(outcome, Answered)
     lane = next(lane for lane in DEFAULT_LANES if lane.name == "critical")
     assert (outcome.body, outcome.model) == (b"[]", step.get("handler") or step.get("model") or lane.model)
-
-
-@pytest.mark.parametrize("most", [17, 18])
-async def test_the_outputs_of_all_items_have_a_most_with_what_divides_them(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench()
-    steps = pipelines(bench, EACH)
-    job, found = given(bench, b"[1,2]")
-    outcome = await steps.enter(job, found)
-    for each in bench.publisher.sent:
-        await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), answered("12345678"))
-    monkeypatch.setattr("consumers.flows.pipelines.UNPACKED_BYTES", most)
-    outcome = await again(steps, job, found, outcome)
-    if most == 18:
-        assert isinstance(outcome, Answered)
-        assert outcome.body == b"[12345678,12345678]"
-    else:
-        assert isinstance(outcome, (Refused, DeadLettered))
-        assert "have 18 bytes, allowed are 17" in outcome.problem.detail
-
-
-async def test_a_fan_out_looks_as_far_as_so_many_items_wait() -> None:
-    bench = Bench()
-    steps = pipelines(bench, EACH)
-    job, found = given(bench, b"[" + b",".join([b"1"] * 150) + b"]")
-    outcome = await steps.enter(job, found)
-    ids = [each.message.message_id or "" for each in bench.publisher.sent]
-    for k, ended in ((100, 0), (0, 2)):
-        await end(bench, Identity(job.identity.tenant, ids[k]), answered("1"))
-        outcome = await again(steps, job, found, outcome)
-        assert isinstance(outcome, PipelineAdvanced)
-        assert outcome.done == ended
 
 
 @pytest.mark.parametrize("side_queues", [0, 8])
@@ -825,42 +673,6 @@ async def test_a_store_that_loses_items_again_and_again_ends_the_fan_out() -> No
 
     assert isinstance(outcome, DeadLettered)
     assert "the store loses" in outcome.problem.detail
-
-
-def test_what_is_fetched_together_has_few_bytes_and_is_never_nothing() -> None:
-    sizes = [1, BYTES_AT_ONCE, 2, BYTES_AT_ONCE - 3, 1, 1, *[0] * (AT_ONCE + 1)]
-    found = list(_together(enumerate(sizes)))
-
-    assert [k for some in found for k in some] == list(range(len(sizes)))
-    assert all(len(some) == 1 or sum(sizes[k] for k in some) <= BYTES_AT_ONCE for some in found)
-    assert all(1 <= len(some) <= AT_ONCE for some in found)
-    assert [len(some) for some in found[:3]] == [1, 1, 3]
-
-
-async def test_what_items_are_asked_is_made_a_few_bytes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.flows.templates.MOST_BYTES", 1000)
-    bench = Bench()
-    made, most = 0, 0
-    item = Pipelines._item
-
-    def counted(*args: Any) -> Message:
-        nonlocal made, most
-        made += 1
-        most = max(most, made - len(bench.publisher.sent))
-        return item(*args)
-
-    monkeypatch.setattr(Pipelines, "_item", counted)
-    job, found = given(bench, json.dumps(["x" * 600] * 20).encode())
-    await pipelines(bench, EACH).enter(job, found)
-
-    assert made == 20
-    assert most == 2
-
-
-def test_the_message_that_keeps_a_state_comes_back_after_more_and_more_time() -> None:
-    assert [_keeper_ms(since_s * 1000) for since_s in (0, 204, 205, 409, 410, 820, 10**6)] == [
-        51_200, 51_200, 102_400, 102_400, 204_800, 409_600, 409_600,
-    ]  # fmt: skip
 
 
 ELSEWHERE = StepSpec(name="s", prompt="hi", lane="batch")

@@ -389,7 +389,6 @@ async def test_the_pause_is_as_long_as_the_receiver_asks(status: int, retry_afte
         assert Post.of(bench.publisher.sent[1].message, now_ms=NOW_MS).attempts == 0
 
 
-HOUR_MS = 3_600_000
 GIVE_UP_MS = round(1000 * SPEC.give_up_s)
 
 
@@ -438,16 +437,6 @@ async def test_an_answer_of_2xx_ends_a_webhook_410_too_and_all_else_is_tried_aga
         (again,) = (Post.of(each.message, now_ms=NOW_MS) for each in bench.publisher.sent)
         assert pause_ms <= again.due_ms - NOW_MS <= pause_ms * (1 + SPREAD)
         assert again.due_ms <= NOW_MS - age_ms + GIVE_UP_MS
-
-
-async def test_no_pause_is_longer_than_the_longest() -> None:
-    bench = Bench(spec=SPEC)
-    posting = posting_of(Answering, bench)
-    posting.statuses = [500]
-    headers = replace(POST, first_ms=NOW_MS, due_ms=NOW_MS, attempts=30).headers()
-    await posting._take(bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=headers))
-    (again,) = (Post.of(each.message, now_ms=NOW_MS) for each in bench.publisher.sent)
-    assert 6 * HOUR_MS <= again.due_ms - NOW_MS <= 6 * HOUR_MS * (1 + SPREAD)
 
 
 @pytest.mark.parametrize("exchange", ["lane.requests", "", "amq.topic"])
