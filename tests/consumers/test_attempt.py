@@ -7,7 +7,6 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -24,12 +23,11 @@ from consumers.prices import Prices, Usage
 from consumers.progress import Progress
 from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.breakers import FAILURES, Breakers, Change, Pauses, Permit
+from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.registry import Registry
 from consumers.replies import Parts
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract import names as n
-from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
 from tests.support.faulty_api import FaultyAPI
@@ -393,18 +391,6 @@ async def test_a_failure_that_opens_the_last_breaker_is_no_attempt_however_soon_
     assert not two.job.attempted.counts
 
 
-async def test_a_breaker_that_a_call_begins_to_probe_is_told(providers: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = await providers()
-    permit = Permit(BOTH[0], "m-1", change=Change("breaker", {"state": "probing"}))
-
-    async def enter(*_: Any, **__: Any) -> Permit:
-        return permit
-
-    monkeypatch.setattr(two.breakers, "enter", enter)
-    await two.ask()
-    assert two.bench.log[0] == "event: breaker"
-
-
 async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(
     providers: Open, stays_open: None
 ) -> None:
@@ -421,34 +407,6 @@ async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_
     assert two.calls == (FAILURES, 0)
 
 
-@pytest.mark.parametrize(
-    ("waits_s", "shortest_ms", "longest_ms"),
-    [
-        ((0.5, 40.0), 500, 750),
-        ((0.0, 40.0), 40_000, 40_000),
-        ((0.0, 0.0), 200, 300),
-    ],
-)
-async def test_if_nobody_may_be_called_the_request_waits_for_the_breaker_that_is_probed_first(
-    providers: Open,
-    monkeypatch: pytest.MonkeyPatch,
-    waits_s: tuple[float, float],
-    shortest_ms: int,
-    longest_ms: int,
-) -> None:
-    async def none(*_: Any, **__: Any) -> None:
-        return None
-
-    two = await providers()
-    monkeypatch.setattr(two.breakers, "enter", none)
-    monkeypatch.setattr(two.breakers, "wait_s", lambda route, _: waits_s[BOTH.index(route)])
-
-    outcome = await two.ask()
-
-    assert isinstance(outcome, Deferred)
-    assert shortest_ms <= outcome.delay_ms <= longest_ms
-
-
 async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_call_another(providers: Open) -> None:
     two = await providers(failing("rate_limited retry_after=20"))
     two.moves.has_room = False  # the other has no budget for this attempt, and may have some for the next
@@ -458,20 +416,6 @@ async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_c
     assert isinstance(with_other, Retried)
     assert isinstance(alone, Retried)
     assert with_other.delay_ms < 20_000 <= alone.delay_ms
-
-
-async def test_an_attempt_whose_part_may_not_be_sent_has_its_run_time(
-    providers: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def refuse(*_: object, **__: object) -> None:
-        raise RequestProblem("forbidden_reply_to", "it is forged")
-
-    two = await providers()
-    monkeypatch.setattr("consumers.replies.Parts._send", refuse)
-    outcome = await two.ask("hello", stream=True)
-    assert isinstance(outcome, DeadLettered | Refused)
-    assert outcome.problem.code == "forbidden_reply_to"
-    assert 0 <= two.job.run_ms < 60_000
 
 
 @pytest.mark.slow

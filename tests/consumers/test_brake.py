@@ -93,12 +93,3 @@ def test_an_unknown_provider_is_refused_where_they_are_known() -> None:
     assert read_pause(fields, now_ms=NOW_MS, known={}).name == "antropic"
     with pytest.raises(RequestProblem, match="no provider 'antropic'; allowed: anthropic"):
         read_pause(fields, now_ms=NOW_MS, known={"provider": ("anthropic",)})
-
-
-@pytest.mark.parametrize(("field", "most"), [("name", 256), ("who", 128), ("why", 300)])
-def test_a_text_of_a_pause_has_a_largest_length(field: str, most: int) -> None:
-    fields = {"kind": "tenant", "name": "crm"}
-    pause = read_pause({**fields, field: "x" * most}, now_ms=NOW_MS, known={})
-    assert getattr(pause, field) == "x" * most
-    with pytest.raises(RequestProblem, match=f"{field}: allowed are up to {most} printable characters"):
-        read_pause({**fields, field: "x" * (most + 1)}, now_ms=NOW_MS, known={})

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from consumers.state.base import (
     ClaimAnswer,
     Completion,
     Fingerprint,
-    Found,
     Granted,
     Held,
     Identity,
@@ -73,29 +71,6 @@ class Renewed(MemoryStore):
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         self.renewed.append(len(held))
         return await super().renew(held)
-
-
-def test_claims_are_renewed_twice_a_second_while_they_are_held_and_otherwise_the_store_is_not_asked() -> None:
-    async def story() -> list[int]:
-        store = Renewed()
-        claiming = Claiming(store)
-        running = asyncio.create_task(claiming.run())
-        found = []
-        for _ in range(2):
-            await asyncio.sleep(60)
-            jobs = [Bench().job(message_id=each) for each in ("one", "two")]
-            for job in jobs:
-                await claiming.claim(job)
-            await asyncio.sleep(3.1)
-            for job in jobs:
-                await claiming.release(job)
-            await asyncio.sleep(60)
-            found.append(len(store.renewed))
-        running.cancel()
-        assert set(store.renewed) == {2}
-        return found
-
-    assert virtually(story()) == [6, 12]
 
 
 class SlowToRelease(MemoryStore):
@@ -166,30 +141,6 @@ def test_a_claim_that_the_store_grants_too_late_is_given_back() -> None:
     assert virtually(story()) == ["claim", "release"]
 
 
-def test_a_store_that_is_unavailable_is_asked_again_at_least_once_a_second() -> None:
-    class Away(MemoryStore):
-        def __init__(self) -> None:
-            super().__init__()
-            self.asked_s: list[float] = []
-
-        async def find(self, identity: Identity) -> Found | None:
-            self.asked_s.append(asyncio.get_running_loop().time())
-            if len(self.asked_s) < 15:
-                raise StoreUnavailable("locked")
-            return None
-
-    async def story() -> None:
-        store = Away()
-
-        assert await Claiming(store).find(Identity("", "m-1")) is None
-
-        pauses_s = [after - before for before, after in pairwise(store.asked_s)]
-        assert 0 < pauses_s[0] <= 0.05
-        assert max(pauses_s) <= 1
-
-    virtually(story())
-
-
 class Refusing(MemoryStore):
     """A store that knows an outcome of each request."""
 
@@ -224,20 +175,6 @@ def test_a_claim_is_released_if_the_outcome_could_not_be_stored(monkeypatch: pyt
         return store.log
 
     assert virtually(story()) == ["claim", "release"]
-
-
-async def test_a_due_time_is_kept_for_a_minute_after_the_deadline() -> None:
-    class Noting(MemoryStore):
-        kept_until_ms = 0
-
-        @override
-        async def defer(self, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
-            self.kept_until_ms = keep_until_ms
-            return True
-
-    store = Noting()
-    assert await Claiming(store).defer(Bench().job(), due_ms=NOW_MS, deadline_ms=NOW_MS + 5000)
-    assert store.kept_until_ms == NOW_MS + 65_000
 
 
 class Hangs(MemoryStore):
@@ -347,28 +284,6 @@ async def test_progress_is_written_for_who_follows_or_can_get_a_stream_in_no_oth
     assert unread.progress is None
 
 
-@pytest.mark.parametrize(
-    ("attempted", "step", "is_survived"),
-    [(None, "", False), (Attempted(started_ms=NOW_MS), "", True), (None, "draft", True)],
-)
-async def test_a_release_says_whether_the_worker_has_survived_the_request(
-    attempted: Attempted | None, step: str, is_survived: bool
-) -> None:
-    class Noting(MemoryStore):
-        how: Mapping[str, Any]
-
-        @override
-        async def release(self, held: Held, **how: Any) -> None:
-            self.how = how
-
-    store, job = Noting(), Bench().job()
-    claiming = Claiming(store)
-    await claiming.claim(job)
-    job.attempted = attempted
-    await claiming.release(job, due_ms=NOW_MS, step=step)
-    assert (store.how["is_survived"], store.how["due_ms"], store.how["step"]) == (is_survived, NOW_MS, step)
-
-
 async def test_a_holder_whose_claim_was_taken_over_says_that_it_lives_and_has_no_outcome() -> None:
     class TakenOver(MemoryStore):
         @override
@@ -381,20 +296,6 @@ async def test_a_holder_whose_claim_was_taken_over_says_that_it_lives_and_has_no
     assert await claiming.complete(job, ending) is None
     assert await claiming.complete(late, ending) is None
     assert store.log == ["claim", "release"]
-
-
-async def test_what_is_expected_to_come_is_known_for_a_minute_after_its_deadline() -> None:
-    class Noting(MemoryStore):
-        kept_until_ms = 0
-
-        @override
-        async def defer(self, identity: Identity, *, due_ms: int | None, keep_until_ms: int) -> bool:
-            self.kept_until_ms = keep_until_ms
-            return True
-
-    store = Noting()
-    await Claiming(store).expect(Identity("", "m-1"), deadline_ms=NOW_MS)
-    assert store.kept_until_ms == NOW_MS + 60_000
 
 
 @pytest.mark.parametrize(

@@ -203,17 +203,6 @@ async def test_a_stored_result_is_answered_like_the_final_reply(bench: Bench, ou
     assert answer.headers == {**final.headers, n.REPLAYED: True}
 
 
-async def test_a_refusal_names_a_request_only_if_the_message_names_one(bench: Bench) -> None:
-    await read(bench, {"cancel": "m-1", "result": "m-2"}, kind="reboot")
-    assert (told(bench)["request"], n.REQUEST_ID in bench.to("").headers) == ("", False)
-
-
-@pytest.mark.parametrize(("user", "who"), [("shop", "user 'shop'"), (None, "a message without user_id")])
-async def test_who_may_not_speak_for_a_tenant_is_told_so(bench: Bench, user: str | None, who: str) -> None:
-    await read(bench, {"cancel": "m-1", "tenant": "b" * 100}, user_id=user)
-    assert told(bench)["detail"].startswith(f"{who} may not speak for tenant '{'b' * 80}':")
-
-
 @pytest.mark.parametrize("user", ["a\x00b", "a b", "b" * 129])
 async def test_a_tenant_is_checked_like_an_id(bench: Bench, user: str) -> None:
     for body, which in (({"cancel": "m-1"}, "user_id"), ({"cancel": "m-1", "tenant": user}, "tenant")):
@@ -285,15 +274,6 @@ async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
     assert (answers.refused, answers.unanswered) == (1, 1)
 
 
-async def test_a_result_that_no_one_can_be_sent_counts_as_unanswered_only_if_it_had_an_address(bench: Bench) -> None:
-    answers, found = answers_of(bench), Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
-    await answers.replay(Message(body=b""), found, id="m-1")
-    assert answers.unanswered == 0
-    await answers.replay(Message(body=b"", reply_to="my.queue"), found, id="m-1")
-    assert answers.unanswered == 1
-    assert bench.log == []
-
-
 async def test_a_stored_result_tells_how_it_was_posted_and_not_where(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()
@@ -323,14 +303,6 @@ async def test_where_users_are_required_a_message_without_user_is_refused(bench:
     assert told(bench)["code"] == "invalid_request"
     assert told(bench)["detail"].startswith("user_id: missing; publish with the property user_id")
     assert bench.to("").headers == {n.CONTROL: "error", n.REQUEST_ID: "m-1"}
-
-
-async def test_a_control_message_may_have_4096_bytes(bench: Bench) -> None:
-    await read(bench, b'{"cancel": "m-1"}'.ljust(4096))
-    assert bench.to("").headers[n.CONTROL] == "accepted"
-    bench.publisher.sent.clear()
-    await read(bench, b'{"cancel": "m-1"}'.ljust(4097))
-    assert told(bench)["detail"] == "body: 4097 bytes, allowed are 4096"
 
 
 async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops") -> Any:

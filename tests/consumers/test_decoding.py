@@ -1,7 +1,6 @@
 """Large bodies are parsed one at a time with pauses, so that other tasks get the event loop."""
 
 import asyncio
-import gc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -53,27 +52,6 @@ def in_virtual_time(story: Callable[[], Coroutine[object, object, None]]) -> Cal
 
 
 @in_virtual_time
-async def test_after_reading_a_body_there_is_an_equally_long_pause() -> None:
-    ground = Ground()
-    await asyncio.gather(*(ground.read(name) for name in "abc"))
-
-    (_, first_s), (_, second_s), (_, third_s) = ground.began
-    assert second_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
-    assert third_s - second_s == pytest.approx(LONG_S)
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-async def test_while_a_body_is_read_no_garbage_is_collected_and_then_as_before(is_on: bool) -> None:
-    was_on = gc.isenabled()
-    try:
-        (gc.enable if is_on else gc.disable)()
-        assert not await Parsing().run(gc.isenabled, rank=(BATCH, LARGE))
-        assert gc.isenabled() is is_on
-    finally:
-        (gc.enable if was_on else gc.disable)()
-
-
-@in_virtual_time
 async def test_short_bodies_are_read_at_once() -> None:
     ground = Ground()
     began_s = asyncio.get_running_loop().time()
@@ -92,18 +70,6 @@ async def test_tiny_bodies_do_not_wait_for_others() -> None:
 
 
 @in_virtual_time
-async def test_the_allowance_for_immediate_reading_is_regained_with_time() -> None:
-    ground = Ground()
-    await ground.read("long", s=AT_ONCE_S)
-    await asyncio.sleep(1)
-    began_s = asyncio.get_running_loop().time()
-    for number in range(9):
-        await ground.read(str(number), s=AT_ONCE_S / 10)
-
-    assert {s for _, s in ground.began[1:]} == {began_s}
-
-
-@in_virtual_time
 async def test_the_most_urgent_lane_is_read_first_then_the_shortest_body() -> None:
     ground = Ground()
     await asyncio.gather(
@@ -115,18 +81,6 @@ async def test_the_most_urgent_lane_is_read_first_then_the_shortest_body() -> No
     )
 
     assert ground.order == ["first", "critical", "short", "short too", "long"]
-
-
-@in_virtual_time
-async def test_a_body_that_is_cancelled_while_it_waits_does_not_shorten_the_pause() -> None:
-    ground = Ground()
-    first, waiting, last = ground.read("first"), ground.read("waiting"), ground.read("last")
-    await first
-    waiting.cancel()
-    await last
-
-    (_, first_s), (_, last_s) = ground.began
-    assert last_s - first_s == pytest.approx(LONG_S - AT_ONCE_S)
 
 
 @in_virtual_time

@@ -18,7 +18,6 @@ from consumers.housekeeping import (
     _write,
     probing,
     surplus,
-    sweep_once,
     sweeping,
 )
 from consumers.lifecycle import Lifecycle
@@ -68,10 +67,6 @@ def test_a_few_large_letters_go_and_not_the_many_small_ones_of_others() -> None:
 def test_dead_letters_older_than_they_are_kept_are_removed_and_one_without_a_time_is_not() -> None:
     letters = [*kept("", 1, age_s=150), *kept("", 1, age_s=100, first=1), LetterSize("", 2, 1, 0)]
     assert gone(letters, keep_s=100) == {0}
-
-
-def test_dead_letters_are_kept_for_thirty_days_and_up_to_100_000_or_a_gib() -> None:
-    assert DeadSpec() == DeadSpec(max_count=100_000, max_bytes=1_073_741_824, keep_s=2_592_000)
 
 
 def test_exported_dead_letters_and_the_name_of_their_new_file_are_on_the_disk(
@@ -211,11 +206,6 @@ def probes(these: Keeping) -> Coroutine[Any, Any, None]:
     return probing(these)  # type: ignore[arg-type]
 
 
-def test_a_store_is_checked_every_five_seconds() -> None:
-    these, logged = told(probes, lambda _: None, for_s=11)
-    assert (these.probed_s, logged) == ([0, 5, 10], [])
-
-
 def test_a_store_that_is_away_is_checked_twice_a_second_and_each_change_is_logged_once() -> None:
     def away_for_two_seconds(these: Keeping) -> None:
         these.trouble = "locked"
@@ -224,16 +214,6 @@ def test_a_store_that_is_away_is_checked_twice_a_second_and_each_change_is_logge
     these, logged = told(probes, away_for_two_seconds, for_s=8)
     assert these.probed_s == [0, 0.5, 1, 1.5, 2, 7]
     assert logged == [signals.STORE_AWAY, signals.STORE_WELL]
-
-
-def test_results_and_bodies_are_swept_once_a_minute_with_a_fifth_more_or_less() -> None:
-    these, logged = told(sweeps, lambda _: None, for_s=36_000)
-    pauses_s = [later - earlier for earlier, later in zip([0.0, *these.swept_s], these.swept_s, strict=False)]
-    assert 48 <= min(pauses_s) < 52
-    assert 68 < max(pauses_s) <= 72
-    assert these.bodies.swept_s == these.swept_s
-    assert set(these.leases) == {("sweep", "me", 120)}
-    assert logged == []
 
 
 def test_a_full_store_is_swept_at_the_next_look_and_again_only_while_that_removes_something() -> None:
@@ -250,17 +230,6 @@ def test_while_another_process_sweeps_neither_results_nor_bodies_are_swept() -> 
     these, _ = told(sweeps, lambda these: setattr(these, "is_held_elsewhere", True), for_s=600)
     assert (these.swept_s, these.bodies.swept_s) == ([], [])
     assert len(these.leases) > 5
-
-
-def test_many_expired_results_are_removed_in_steps_with_pauses() -> None:
-    async def story() -> tuple[int | None, list[float]]:
-        these = Keeping()
-        these.expired = 250
-        return await sweep_once(these, owner="me", for_s=1), these.swept_s  # type: ignore[arg-type]
-
-    removed, swept_s = virtually(story())
-    assert removed == 250
-    assert swept_s == pytest.approx([0, 0.05, 0.1, 0.15])
 
 
 @pytest.mark.parametrize("fault", ["store", "bodies", "hangs"])

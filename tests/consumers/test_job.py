@@ -23,7 +23,7 @@ from consumers.state.base import Stop
 from consumers.strays import Strays
 from lanekeeper.contract import names as n
 from tests.support.jobs import NAMES, NOW_MS, Bench, read
-from topology.codec.headers import FlowHop, HopHeaders, hop_headers, read_hop
+from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
 
 
@@ -171,13 +171,6 @@ def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited
     assert set_aside(job, now_ms=NOW_MS + waited_ms, names=NAMES).expiration == left
 
 
-def test_a_request_that_is_set_aside_tells_since_when_it_waits() -> None:
-    new = Bench().job(headers={n.SENT_MS: NOW_MS - 700})
-    back = Bench().job(exchange="lane.due", headers=hop_headers(HopHeaders(hop_ms=NOW_MS - 9, back_ms=NOW_MS - 5)))
-    found = [read_hop(set_aside(job, now_ms=NOW_MS, names=NAMES).headers) for job in (new, back)]
-    assert [(hop.hop_ms, hop.back_ms) for hop in found] == [(NOW_MS - 700,) * 2, (NOW_MS - 9, NOW_MS - 5)]
-
-
 SAID = (None, *range(HIGHEST_PRIORITY + 1))
 
 
@@ -197,15 +190,6 @@ def test_only_what_a_fan_out_published_is_an_item(item_of: str | None, is_item: 
 def test_what_comes_back_to_a_side_queue_goes_before_what_is_new_there() -> None:
     assert [side_priority(each, is_fresh=False) for each in SAID] == [20, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
     assert [side_priority(each, is_fresh=True) for each in SAID] == list(SAID)
-
-
-def test_the_highest_priority_is_that_of_the_brokers_queues() -> None:
-    assert original_priority(side_priority(9, is_fresh=False)) == 9
-    assert side_priority(10, is_fresh=False) == side_priority(200, is_fresh=False) == side_priority(9, is_fresh=False)
-
-
-def test_a_priority_that_no_worker_sets_counts_as_none() -> None:
-    assert original_priority(255) is None
 
 
 FALLEN = Strays(DEFAULT_LANES, names=NAMES, now_ms=lambda: NOW_MS)

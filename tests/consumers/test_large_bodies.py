@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from typing_extensions import override
 
 from consumers.large_bodies import Fetching, WebBodies
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress, Message
-from tests.support.virtual_time import virtually
 
 
 @pytest.fixture
@@ -55,24 +53,6 @@ async def test_when_its_request_has_ended_a_body_is_removed_from_the_own_store_o
     with pytest.raises(BodyError):
         await fetching.fetch(mine)
     assert await fetching.fetch(theirs) == b"{}"
-
-
-class HangingSize(BodyStore):
-    @override
-    async def size(self, kept: BodyAddress) -> int:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
-def test_a_body_whose_store_hangs_counts_as_the_largest_after_five_seconds() -> None:
-    async def story() -> tuple[int, float]:
-        fetching = Fetching(HangingSize("file:///bodies"), most_bytes=40)
-        size = await fetching.size_of(naming(BodyAddress("file:///bodies/one", "0" * 64)))
-        return size, asyncio.get_running_loop().time() - 1000
-
-    size, took_s = virtually(story())
-    assert size == 40
-    assert took_s == pytest.approx(5)
 
 
 async def test_all_stores_are_closed_when_what_is_removed_is_gone(own: BodyStore, other: BodyStore) -> None:
@@ -170,13 +150,6 @@ async def test_a_private_address_inside_another_is_refused(number: str) -> None:
     url = f"http://[{number}]"
     with pytest.raises(BodyError, match="private address"):
         await WebBodies([url]).fetch(BodyAddress(f"{url}/in/body", SHA256), most_bytes=1000)
-
-
-async def test_a_body_that_takes_none_of_our_space_has_no_size(own: BodyStore) -> None:
-    fetching = Fetching(own, others=[WebBodies(["https://files.example.com"])], most_bytes=40)
-    await own.drop(gone := await own.keep([b"{}"]))
-    elsewhere = BodyAddress("https://files.example.com/prompt", "0" * 64)
-    assert [await fetching.size_of(naming(each)) for each in (gone, elsewhere, await own.keep([b"{}"]))] == [0, 0, 2]
 
 
 def test_the_usual_ports_need_not_be_named() -> None:

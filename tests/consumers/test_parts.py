@@ -241,16 +241,6 @@ async def test_whoever_may_have_events_of_an_earlier_call_is_told_once_to_discar
     ]
 
 
-async def test_content_in_the_first_event_lifts_the_limit_and_a_call_without_events_restarts_nothing(
-    bench: Bench,
-) -> None:
-    stream, flows = Parts(bench.replies, bench.job()), list[bool]()
-    stream.on_flow = lambda: flows.append(stream.flow)
-    await stream(CONTENT)
-    assert flows == [True]
-    assert not Parts(bench.replies, bench.job()).restart()
-
-
 async def test_of_a_second_call_in_one_attempt_the_events_begin_anew(bench: Bench) -> None:
     stream, flows = Parts(bench.replies, bench.job()), list[int]()
     stream.on_flow = lambda: flows.append(len(bench.publisher.sent))

@@ -6,24 +6,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typing_extensions import override
 
-from consumers import pool, settle
-from consumers.failures import OverloadedError
+from consumers import settle
 from consumers.job import Attempted, Job, Source
-from consumers.outcomes import Answered, Outcome, Refused, Retried
+from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter
 from consumers.state.base import Pause
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery, a_pause
+from tests.support.jobs import Bench, FakeDelivery, a_pause
 from tests.support.waiting import until
 from topology.broker.consume import Deliveries, Delivery
 from topology.lanes import CRITICAL
@@ -172,24 +167,6 @@ async def test_a_consumer_begins_again_on_the_same_channel_only_while_a_delivery
     assert working.deliveries.keeps_channel == [False, True]
     may_end.set()
     await working.stop()
-
-
-async def test_what_a_delivery_took_is_timed_under_its_queue() -> None:
-    bench = Bench()
-
-    async def in_a_while(job: Job) -> Outcome:
-        await asyncio.sleep(0.01)
-        return ANSWERED
-
-    working = Working(bench, in_a_while)
-    began_s = time.monotonic()
-    working.deliver(bench.delivery(), bench.delivery())
-    await until(lambda: working.activity.answered == 2)
-    await working.stop()
-
-    worked = working.activity.worked["lane.critical"]
-    assert sum(worked.counts) == 2
-    assert 0.01 < worked.sum < 2 * (time.monotonic() - began_s)
 
 
 async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
@@ -368,85 +345,6 @@ async def test_a_look_at_the_front_of_a_paused_lane_holds_a_few_large_messages()
     await working.stop()
 
 
-class Clock:
-    """Stands in for the module `time`."""
-
-    def __init__(self) -> None:
-        self.now_s = 50.0
-        self.now_ms = time.time_ns() // 1_000_000
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def time_ns(self) -> int:
-        return self.now_ms * 1_000_000
-
-
-@pytest.mark.parametrize(("deadlines_ms", "next_s"), [((60_000, 90_000), 10.0), ((90_000, 4000), 4.0)])
-async def test_the_front_of_a_paused_lane_is_looked_at_again_when_one_may_be_late_or_after_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, deadlines_ms: tuple[int, int], next_s: float
-) -> None:
-    bench, clock = Bench(), Clock()
-    monkeypatch.setattr(pool, "time", clock)
-    working = Working(bench, nothing, admitter=QueueAdmitter(LaneSlots().queue(0)), job_of=job_now)
-    working.pause = a_pause()
-    await working.pool.pause("paused")
-    await working.pool.end_late()
-    working.deliveries.waiting = [
-        bench.delivery(headers={n.SENT_MS: clock.now_ms, n.DEADLINE_MS: deadlines_ms[number % 2]})
-        for number in range(200)
-    ]
-    for at_s, looks in ((0.0, 2), (next_s - 0.01, 2), (next_s, 3)):
-        clock.now_s = 50 + at_s
-        await working.pool.end_late()
-        assert working.deliveries.looks == looks
-    working.deliveries.waiting.pop()
-    clock.now_s += 60
-    for looks in (4, 5):
-        await working.pool.end_late()
-        assert working.deliveries.looks == looks, "a queue that was seen whole is looked at every time"
-    await working.stop()
-
-
-async def test_a_look_at_the_front_of_a_paused_lane_takes_five_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, clock = Bench(), Clock()
-
-    class Slow(FakeDeliveries):
-        @override
-        async def front(self) -> AsyncGenerator[Any, None]:
-            while True:
-                clock.now_s += 1
-                yield bench.delivery(headers={n.SENT_MS: clock.now_ms})
-
-    monkeypatch.setattr(pool, "time", clock)
-    working = Working(bench, nothing, admitter=QueueAdmitter(LaneSlots().queue(0)), job_of=job_now)
-    working.pool._deliveries = Slow()
-    await working.pool.end_late()
-    assert bench.log == ["nack"] * 6
-    await working.stop()
-
-
-async def test_a_pool_has_room_up_to_its_prefetch_and_takes_again_when_it_holds_no_more_than_that() -> None:
-    bench, may_end = Bench(), asyncio.Event()
-
-    async def wait(job: Job) -> Outcome:
-        await may_end.wait()
-        return ANSWERED
-
-    working = Working(bench, wait)
-    for count in range(1, 6):
-        working.deliver(bench.delivery(message_id=f"m-{count}"))
-        await until(lambda count=count: working.pool.in_hand == count)
-        assert working.pool.has_room is (count < 4)
-        await working.pool.pause("store: away")
-        await working.pool.resume()
-        assert working.pool.is_paused is (count > 4)
-    assert (working.pool.taken, working.activity.taken["lane.critical"], working.pool.running) == (5, 5, 4)
-    may_end.set()
-    await working.stop()
-    assert (working.pool.in_hand, working.activity.running) == (0, 0)
-
-
 async def test_a_pool_is_made_smaller_once_it_holds_no_more_and_larger_only_if_it_is_full() -> None:
     bench, may_end = Bench(), asyncio.Event()
 
@@ -500,41 +398,3 @@ async def test_slots_are_given_back_by_those_who_had_one() -> None:
     await working.stop()
     assert left == ["BEGIN"]
     assert [each for each in bench.log if each in {"ack", "nack", "reject"}] == ["ack", "nack", "ack", "reject"]
-
-
-async def test_what_a_delivery_was_is_told_to_its_lane_and_its_span() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    bench, recorded = Bench(), list[dict[str, Any]]()
-
-    async def attempt(job: Job) -> Outcome:
-        counts = job.id == "counts"
-        error = None if counts else OverloadedError("x")
-        job.attempted = Attempted(started_ms=NOW_MS, run_ms=30, error=error, counts=counts)
-        return ANSWERED if counts else Retried(delay_ms=1, error="x")
-
-    working = Working(bench, attempt, tracing=Tracing(provider))
-    working.activity.record = lambda outcome, **told: recorded.append(told)  # type: ignore[method-assign]
-    sent = {n.SENT_MS: NOW_MS - 5}
-    for delivery in (
-        bench.delivery(message_id="counts", headers=sent),
-        bench.delivery(message_id="free"),
-        bench.delivery(message_id="free", headers={n.DEAD_AT: "2026-09-21T13:00:00.000Z"}),
-        bench.delivery(message_id="free", exchange="lane.due", headers={n.FIRST_SEEN_MS: 7}),
-    ):
-        working.deliver(delivery)
-        await until(lambda: working.pool.taken > 0 and working.deliveries.arriving.empty() and not working.pool.in_hand)
-    await working.stop()
-    assert [(each["run_ms"], each["cause"], each["since_delivery"]) for each in recorded] == [
-        (30, "other", False),
-        (None, "overloaded", True),
-        (None, "overloaded", False),
-        (None, "overloaded", True),
-    ]
-    assert working.activity.delivered_ms == {"lane.critical": NOW_MS}
-    outcomes = [
-        span.attributes[signals.LANE_OUTCOME]
-        for span in exporter.get_finished_spans()
-        if span.attributes and signals.LANE_OUTCOME in span.attributes
-    ]
-    assert outcomes == ["answered", "retried", "retried", "retried"]

@@ -10,7 +10,6 @@ from consumers.background import Background
 from consumers.progress import Progress, ProgressWriter
 from consumers.state.base import Held, Identity, Part, Refused, StoreUnavailable, Submission
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 
 SUBMISSION = Submission(body_hash=b"", lane="critical", submitted_ms=0, due_ms=None, deadline_ms=0)
@@ -151,62 +150,6 @@ async def test_texts_are_written_as_they_are() -> None:
     one.publish_event("step", step="prüfen")
     await one.flushed()
     assert store.told() == [("step", '{"step": "prüfen"}'.encode())]
-
-
-async def test_a_hundred_requests_are_written_at_a_time() -> None:
-    store = Store()
-    writing = requests(store)
-    many = [progress(writing, f"m-{number}") for number in range(101)]
-    for each in many:
-        each.publish_event("started")
-    for each in many:
-        await each.flushed()
-    assert [len(call) for call in store.calls] == [100, 1]
-
-
-def test_a_store_that_is_away_is_asked_twice_a_second_and_waited_for_two_seconds() -> None:
-    async def story() -> None:
-        store, clock = Store(), asyncio.get_running_loop().time
-        times_s: list[float] = []
-        append = store.append
-
-        async def timed(parts: Sequence[Part]) -> Sequence[Refused | None]:
-            times_s.append(clock() - 1000)
-            return await append(parts)
-
-        store.append = timed  # type: ignore[method-assign]
-        one = progress(requests(store))
-        store.failing = True
-        one.publish_event("started")
-        await one.flushed()
-        assert clock() == pytest.approx(1002)
-        assert times_s == pytest.approx([0, 0.5, 1, 1.5])
-        assert not one.is_written
-        store.failing = False
-        await one.flushed()
-        assert times_s[4:] == pytest.approx([2])
-        assert one.is_written
-
-    virtually(story())
-
-
-def test_entries_are_gathered_for_twenty_milliseconds_unless_somebody_waits_for_them() -> None:
-    async def story() -> None:
-        store, clock = Store(), asyncio.get_running_loop().time
-        one = progress(requests(store))
-        one.publish_event("started")
-        await asyncio.sleep(0.001)
-        one.publish_event("step")
-        await asyncio.sleep(0.018)
-        assert len(store.calls) == 1
-        await asyncio.sleep(0.002)
-        assert len(store.calls) == 2
-        one.publish_event("step")
-        began_s = clock()
-        await one.flushed()
-        assert (clock(), len(store.calls)) == (began_s, 3)
-
-    virtually(story())
 
 
 async def test_a_claim_that_was_taken_over_writes_nothing_more() -> None:

@@ -73,20 +73,6 @@ def test_a_tenant_has_its_messages_kept_up_to_its_share_and_other_tenants_still_
     assert kept(parking, "b", 1) == [True]
 
 
-def test_what_a_tenant_may_have_kept_comes_back_in_an_hour() -> None:
-    parking, clock = Parking(invalid_per_hour=3), Clock()
-    parking._limit._clock = clock
-    assert kept(parking, "a", 1, 1, 1, 1) == [True, True, True, False]
-    clock.now_s += 1199
-    assert kept(parking, "a", 1) == [False]
-    clock.now_s += 2
-    assert kept(parking, "a", 1, 1) == [True, False]
-
-
-def test_a_tenant_may_have_a_thousand_at_once() -> None:
-    assert 1000 <= kept(Parking(), "a", *[1] * 1100).count(True) <= 1010  # some come back during the test
-
-
 @pytest.mark.parametrize(("size", "most"), [(0, 4), (64 * KIB - 1, 4), (64 * KIB + 1, 2), (192 * KIB + 1, 1)])
 def test_a_large_message_counts_as_several(size: int, most: int) -> None:
     assert kept(Parking(invalid_per_hour=4), "a", *[size] * 5).count(True) == most

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from consumers.brake import Brake
 from consumers.flows.schedules import Schedules, ScheduleSpec
-from consumers.state.base import Completion, Fingerprint, Firing, Granted, Identity, StoreUnavailable
+from consumers.state.base import Completion, Fingerprint, Granted, Identity, StoreUnavailable
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.jobs import HeldPauses, a_pause
@@ -340,25 +340,6 @@ async def test_a_fault_in_one_schedule_is_told_once_and_stops_no_other() -> None
     assert [each["trouble"] for each in process.figures().values()] == [None, None], "it is mended"
 
 
-@pytest.mark.parametrize(("late", "is_missed"), [("01:31:00.000Z", False), ("01:31:00.001Z", True)])
-async def test_a_firing_counts_as_missed_after_a_minute(late: str, is_missed: bool) -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    process = world.process()
-    await process.look(owner="one")
-    assert bool(await world.at(f"2026-11-26T{late}", process)) != is_missed
-
-
-@pytest.mark.parametrize(("recorded", "is_wrong"), [("01:32:00.000Z", False), ("01:32:00.001Z", True)])
-async def test_a_recorded_time_counts_as_that_of_a_wrong_clock_from_a_minute_ahead_on(
-    recorded: str, is_wrong: bool
-) -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    await world.store.fired(NIGHTLY.name, Firing(ms(f"2026-11-26T{recorded}"), "before"))
-    with capture_logs() as logs:
-        assert await world.at("2026-11-26T01:31:00Z", world.process()) == []
-    assert [each["event"] for each in logs] == ["schedule.ahead"] * is_wrong
-
-
 async def test_a_missed_time_is_told_no_longer_when_the_next_one_runs_within_the_hour() -> None:
     world = World(replace(NIGHTLY, cron="*/10 * * * *"), "2026-11-26T01:29:00Z")
     process = world.process()
@@ -415,11 +396,3 @@ def test_a_process_looks_once_a_second_and_when_it_ends_another_may_publish_at_o
 
     virtually(story())
     assert looked_s == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("last_s", "now_s", "at_s"), [(0, 59, []), (0, 60, [60]), (60, 60, []), (60, 120, [120])])
-def test_due_is_what_comes_after_the_last_time_and_up_to_now(last_s: int, now_s: int, at_s: list[int]) -> None:
-    spec = ScheduleSpec(name="s", cron="* * * * *", key="batch.a.b", body=b"{}")
-    begin_ms = ms("2025-11-26T09:00Z")
-    found = spec.due(begin_ms + 1000 * last_s, begin_ms + 1000 * now_s)
-    assert found == [begin_ms + 1000 * each for each in at_s]

@@ -149,12 +149,6 @@ async def test_an_address_whose_part_could_not_be_written_is_tried_separately_ag
     assert own.sent == [ADDRESS, ADDRESS]
 
 
-async def test_only_direct_replies_at_a_broker_that_may_die_of_them_need_their_own_connection(bench: Bench) -> None:
-    direct, _, _ = sender()
-    assert [direct.needs_own_connection(each) for each in (ADDRESS, "shop.answers")] == [True, False]
-    assert not bench.reply_sender.needs_own_connection(ADDRESS)
-
-
 async def test_a_direct_reply_is_published_at_most_three_times() -> None:
     direct, _, own = sender()
     own.dies_by = "connection reset"
@@ -174,16 +168,6 @@ def test_a_direct_reply_without_an_answer_of_the_broker_is_not_taken_for_forged_
         assert direct.refusal(ADDRESS) is None
 
     virtually(story())
-
-
-async def test_the_last_thousand_addresses_are_known() -> None:
-    direct, shared, own = sender()
-    for number in range(1001):
-        await direct.send(ANSWER, f"{ADDRESS}-{number}")
-    await direct.send(ANSWER, f"{ADDRESS}-1")
-    assert (len(own.sent), shared.sent) == (1001, [f"{ADDRESS}-1"])
-    await direct.send(ANSWER, f"{ADDRESS}-0")
-    assert len(own.sent) == 1002
 
 
 async def test_before_a_request_runs_it_is_known_whether_it_may_be_answered(bench: Bench) -> None:
@@ -288,23 +272,6 @@ def test_what_a_control_message_is_answered_goes_to_its_own_users_queues(
     )
 
 
-@pytest.mark.parametrize(
-    ("rule", "user", "allowed"),
-    [
-        (
-            OPEN,
-            "shop",
-            "a queue that the broker named, direct reply-to, lane.reply.…, or a queue of the application's own",
-        ),
-        (BOUND, "shop", "direct reply-to, lane.reply.shop, or lane.reply.shop.…"),
-        (BOUND, None, "direct reply-to, or with the property user_id, which the broker checks, lane.reply.<user_id>"),
-        (BOUND, "shop.eu", "direct reply-to"),
-    ],
-)
-def test_a_refusal_says_which_addresses_are_allowed(rule: ReplyRule, user: str | None, allowed: str) -> None:
-    assert rule.refusal("y" * 300, user=user).detail == f"reply_to '{'y' * 100}': allowed are {allowed}"
-
-
 def test_an_allow_list_restricts_bound_and_unbound_replies() -> None:
     allow = (re.compile(r"lane\.reply\..*"),)
     for bound in (False, True):
@@ -407,15 +374,6 @@ def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(be
     assert sent("shop.1", 50, NOW_MS + 1000, user="shop") == 3
 
 
-def test_a_thousand_replies_may_wait_and_a_hundred_of_one_tenant(bench: Bench) -> None:
-    jobs = [bench.job(user_id=f"shop-{number // 101}", reply_to="q") for number in range(1111)]
-    pauses = [bench.reply_retries.pause_ms(job, now_ms=NOW_MS) for job in jobs]
-    assert pauses[:101] == [1000] * 100 + [None]
-    few = ReplyRetries(max_waiting=5)
-    assert [few.pause_ms(job, now_ms=NOW_MS) for job in jobs[:2]] == [1000, None]
-    assert sum(each is not None for each in pauses) == 1000
-
-
 def test_replies_that_are_given_up_are_counted_and_warned_of_once_a_second(bench: Bench) -> None:
     job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: 6})
     with capture_logs() as logs:
@@ -512,24 +470,6 @@ def test_if_the_broker_does_not_take_it_either_its_store_has_a_minute_more(kind:
     assert took_s == pytest.approx(65)
 
 
-@pytest.mark.parametrize(
-    ("with_store", "size", "is_slow"),
-    [
-        (False, 1024 * 1024, False),
-        (False, 1024 * 1024 + 1, True),
-        (True, 100, False),
-        (True, 101, True),
-        (True, 2_000_000, True),
-        (True, 2_000_001, False),
-    ],
-)
-def test_an_answer_that_is_sent_or_refused_at_once_is_not_slow(with_store: bool, size: int, is_slow: bool) -> None:
-    bodies = Broken("full") if with_store else None
-    answers = LargeAnswers(FakePublisher([]), answer_bytes=2_000_000, bodies=bodies, over_bytes=100)
-    assert answers.is_slow(replace(LARGE, body=b"a" * size)) is is_slow
-    assert not answers.is_slow(REJECTED)
-
-
 async def test_an_answer_of_the_most_bytes_for_a_message_is_sent_as_it_is(store: BodyStore) -> None:
     answers = LargeAnswers(FakePublisher([]), answer_bytes=1000, bodies=store, over_bytes=len(LARGE.body))
     assert await answers.sendable(LARGE) is LARGE
@@ -544,18 +484,3 @@ async def test_an_answer_of_the_most_bytes_for_a_message_is_sent_as_it_is(store:
     await answers.aclose(within_s=10)
     with pytest.raises(BodyError):
         await store.fetch(kept.kept)
-
-
-async def test_an_answer_is_kept_an_hour_longer_than_its_result(
-    store: BodyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept_s: list[float] = []
-
-    async def keep_answer(body: bytes, *, for_s: float, tenant: str) -> BodyAddress:
-        kept_s.append(for_s)
-        return BodyAddress("file:///answer", "0" * 64)
-
-    monkeypatch.setattr(store, "keep_answer", keep_answer)
-    await LargeAnswers(FakePublisher([]), bodies=store, over_bytes=1, keep_s=86_400).sendable(LARGE)
-
-    assert kept_s == [86_400 + 3_600]

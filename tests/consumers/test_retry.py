@@ -20,8 +20,6 @@ from consumers.failures import (
     UNSENT,
     AccountError,
     AnswerTooLargeError,
-    BreakerOpen,
-    HandlerError,
     Meaning,
     OverloadedError,
     ProviderError,
@@ -90,12 +88,6 @@ def test_all_pauses_of_a_request_together_last_as_long_as_a_short_outage(
     assert sum(steps_ms) == pytest.approx(30_000, abs=5)
 
 
-def test_a_pause_is_at_most_half_of_the_time_left() -> None:
-    outcome = decide(OverloadedError("x"), attempts=4, max_attempts=9, left_ms=10_000, rng=Drawn(high=False))
-    assert isinstance(outcome, Retried)
-    assert outcome.delay_ms == 5000
-
-
 def test_after_the_last_attempt_its_error_is_told() -> None:
     error = RateLimitedError("x", retry_after_s=4.2, status=429, type="rate_limit_error")
     outcome = decide(error, attempts=4, max_attempts=4)
@@ -111,10 +103,6 @@ def test_an_error_that_is_final_is_not_retried() -> None:
     outcome = decide(error)
     assert isinstance(outcome, DeadLettered)
     assert (outcome.problem.code, outcome.problem.status) == ("provider_rejected", 500)
-
-
-def test_by_default_the_pauses_begin_with_a_second_last_thirty_and_are_at_most_a_minute() -> None:
-    assert RetryPolicy() == RetryPolicy(base_s=1, span_s=30, cap_s=60)
 
 
 @pytest.mark.parametrize(("left_ms", "is_retried"), [(376, True), (375, False)])
@@ -214,47 +202,6 @@ def test_requests_that_failed_together_are_retried_at_different_times() -> None:
 )
 def test_the_brief_of_a_failure_has_names_and_ids_and_no_text(error: ProviderError, brief: str) -> None:
     assert error.brief == brief
-
-
-def begun(error: ProviderError) -> ProviderError:
-    error.had_begun = True
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "is_outage"),
-    [
-        (TransientError("x", type="unreachable"), True),
-        (TransientError("x", status=500), True),
-        (OverloadedError("x", status=529), True),
-        (AccountError("x", reason="x", status=401), True),
-        (begun(OverloadedError("x")), False),  # what was streamed may have to be paid for
-        (TransientError("x", type="timeout"), False),
-        (TransientError("x", type="cut"), False),
-        (RateLimitedError("x"), False),
-        (RejectedError("x", status=400), False),
-        (RejectedError("x", status=403), False),
-        (AnswerTooLargeError("x"), False),
-        (HandlerError("x", type="handler"), False),
-    ],
-)
-def test_an_outage_is_the_providers_own_failure_for_which_nothing_is_paid(
-    error: ProviderError, is_outage: bool
-) -> None:
-    assert error.is_outage is is_outage
-
-
-def test_the_brief_of_a_handlers_failure_says_where_it_was() -> None:
-    assert HandlerError("a prompt", type="handler", where="ValueError in shop.py:7").brief == "ValueError in shop.py:7"
-    assert HandlerError("a prompt", type="handler").brief == "handler"
-
-
-def test_the_other_failures_say_what_is_too_large_and_for_how_long_nobody_may_be_called() -> None:
-    assert str(AnswerTooLargeError("9 bytes")) == (
-        "the provider's answer has 9 bytes: ask for less (a smaller max_tokens, fewer or smaller results of tools)"
-    )
-    error = BreakerOpen(7.25)
-    assert (error.retry_in_s, str(error)) == (7.25, "no provider may be called for 7.2 s")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from consumers.outcomes import (
     Retried,
     Superseded,
 )
-from consumers.settle import Failpoints
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from consumers.strays import Strays
 from lanekeeper.bodies import BodyStore
@@ -90,69 +89,6 @@ async def test_an_outcome_is_stored_then_published_then_confirmed_then_acknowled
 ) -> None:
     assert await bench.settler.settle(bench.job(), outcome)
     assert bench.log == log
-
-
-class Noting(Failpoints):
-    """Notes which places are reached."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__()
-        self._log = log
-
-    @override
-    def reach(self, name: str) -> None:
-        self._log.append(name)
-
-    @override
-    def reach_soon(self, name: str) -> None:
-        self._log.append(f"{name} soon")
-
-
-@pytest.mark.parametrize(
-    ("outcome", "steps"),
-    [
-        (ANSWERED, ["stored", "after_store", "after_webhook", "confirmed: reply"]),
-        (DEFERRED, ["after_store", "after_publish soon", "confirmed: lane.delay.01"]),
-        (BATCHED, ["after_store", "after_publish soon", "confirmed: reply"]),
-        (STEPPED, ["after_store", "after_publish soon", "confirmed: lane.delay.00"]),
-        (
-            BURIED,
-            [
-                "stored",
-                "after_store",
-                "after_publish soon",
-                "confirmed: lane.dead",
-                "after_webhook",
-                "confirmed: reply",
-            ],
-        ),
-    ],
-)
-async def test_a_fault_test_can_end_a_worker_between_any_two_steps(
-    bench: Bench, outcome: Outcome, steps: list[str]
-) -> None:
-    bench.settler.failpoints = Noting(bench.log)
-    assert await bench.settler.settle(bench.job(), outcome)
-    log = [each for each in bench.log if not each.startswith("event")]
-    assert log == ["after_keep", *steps, "after_confirm", "ack", "after_ack"]
-
-
-@pytest.mark.parametrize(
-    ("chances", "drawn", "exits"),
-    [({}, 0.0, []), ({"other": 1}, 0.0, []), ({"one": 0.5}, 0.5, []), ({"one": 0.5}, 0.4, [86])],
-)
-async def test_a_failpoint_ends_the_process_with_its_chance_and_a_code_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, chances: dict[str, float], drawn: float, exits: list[int]
-) -> None:
-    found: list[int] = []
-    monkeypatch.setattr("os._exit", found.append)
-    monkeypatch.setattr("random.random", lambda: drawn)
-    failpoints = Failpoints(chances)
-    failpoints.reach("one")
-    assert found == exits
-    failpoints.reach_soon("one")
-    assert found == exits
-    await until(lambda: found == 2 * exits)
 
 
 async def test_an_error_names_the_trace_that_its_request_came_with(bench: Bench) -> None:
@@ -222,20 +158,6 @@ async def test_after_an_internal_error_the_claim_is_not_renewed_so_that_another_
     assert job.claim is None
 
 
-def test_a_delivery_that_could_not_be_settled_is_returned_after_a_second(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-
-    async def story() -> float:
-        bench.publisher.failing = {"": BrokerUnreachable("…")}
-        began_s = asyncio.get_running_loop().time()
-        assert await bench.settler.settle(bench.job(), ANSWERED) is None
-        return asyncio.get_running_loop().time() - began_s
-
-    assert virtually(story()) == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("lane", "outcome", "more"),
     [
@@ -255,13 +177,6 @@ async def test_a_reply_tells_how_long_the_request_waited_and_ran_and_in_which_la
     assert {key: value for key, value in reply.headers.items() if key in {*more, n.LANE_NAME, n.REPLAYED}} == more
     kind = "json" if more[n.STATUS] == "ok" else "problem+json"
     assert (reply.content_type, reply.persistent) == (f"application/{kind}", True)
-
-
-async def test_a_request_whose_attempts_took_longer_than_it_is_known_has_not_waited(bench: Bench) -> None:
-    job = bench.job()
-    job.attempted = Attempted(started_ms=NOW_MS, run_ms=10)
-    await bench.settler.settle(job, REFUSED)
-    assert bench.to("").headers[n.WAIT_MS] == 0
 
 
 @pytest.mark.parametrize(

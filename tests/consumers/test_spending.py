@@ -30,7 +30,6 @@ from consumers.prices import Prices
 from consumers.providers.breakers import Breakers
 from consumers.spending import (
     PERIODS,
-    TENANTS_COUNTED,
     Bound,
     Cap,
     CapsSpec,
@@ -219,11 +218,6 @@ async def test_of_several_processes_one_tells_of_a_level_and_no_larger_request_m
     assert reports == [
         {**told, "percent": percent, "used": used} for percent, used in ((50, 5.0), (80, 6.0), (100, 6.0))
     ]
-
-
-def test_only_a_cap_in_dollars_needs_prices() -> None:
-    assert CapsSpec(tenants={"*": daily(requests=1), "shop": daily(usd=1)}).in_money
-    assert not CapsSpec(lanes={"batch": daily(tokens=1)}).in_money
 
 
 async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> None:
@@ -522,18 +516,6 @@ async def test_a_request_that_was_cancelled_is_not_counted() -> None:
     assert ground.store.used == {}
 
 
-async def test_without_a_cap_a_failure_that_may_have_been_paid_counts_nowhere() -> None:
-    ground = Ground()
-    await ground.through(ground.job(), RETRIED, usage=None)
-    assert ground.spending.totals() == {"lane": {}, "tenant": {}}
-
-
-async def test_a_lost_call_of_a_model_without_a_price_counts_its_tokens_alone() -> None:
-    ground = Ground(lanes={"critical": daily(tokens=10_000, usd=1)})
-    await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 100, 50), lost=(LostCall("unpriced-1", ESTIMATE),))
-    assert counted(ground.store) == {"cap lane critical tokens": 1650, "cap lane critical usd": 0}
-
-
 async def test_a_model_without_a_price_is_refused_under_a_cap_in_dollars() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
 
@@ -573,14 +555,6 @@ async def test_what_was_counted_is_given_back_if_no_call_was_made() -> None:
     assert ground.store.used["cap lane critical requests"] == 0
 
 
-async def test_without_a_cap_nothing_is_counted_for_a_batch() -> None:
-    ground, job = Ground(), Ground().job()
-    assert await ground.enter(job) is None
-    job.batch = BatchHop()
-    await ground.gate.leave(job, decoded(job), Batched(params=b""))
-    assert job.batch == BatchHop()
-
-
 async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> None:
     ground = Ground()
     ground.store.is_away = True
@@ -599,18 +573,6 @@ async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_th
         await spend(spending, spending.bounds("batch", ""), Spent(1))
 
     assert told(logs) == [(50, 1)]
-
-
-def test_totals_are_kept_for_those_that_were_active_last() -> None:
-    spending = Spending(MemoryAllowances(), CapsSpec())
-    for number in range(TENANTS_COUNTED + 5):
-        spending.count("batch", f"t-{number}", Spent(requests=1))
-        spending.count("batch", "always", Spent(requests=1))
-    totals = spending.totals()
-    assert len(totals["lane"]) + len(totals["tenant"]) == TENANTS_COUNTED
-    assert totals["lane"]["batch"].requests == totals["tenant"]["always"].requests + TENANTS_COUNTED + 5
-    assert f"t-{TENANTS_COUNTED + 4}" in totals["tenant"]
-    assert "t-0" not in totals["tenant"]
 
 
 def batched(**held: Any) -> dict[str, Any]:
@@ -690,13 +652,6 @@ async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_
     await ground.gate.leave(job, decoded(job), None)
     await ground.spending.finish(within_s=30)
     assert ground.store.used["cap lane critical requests"] == 1
-
-
-async def test_a_request_that_was_in_no_batch_has_nothing_to_give_back_when_it_ends() -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job()
-    await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
-    assert ground.store.used == {}
 
 
 async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> None:
