@@ -6,12 +6,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from consumers.settle import FAILPOINTS
 from consumers.state.base import SEEN_LATE_S
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings
 from service.config.settings import Settings, simulating
-from service.config.value_types import listed
 from tests.support.settings import lane, load, wrong
 
 SECRET = "s3cret"
@@ -466,25 +464,6 @@ def test_while_simulating_the_only_provider_is_named_so_and_has_the_limits_of_th
     assert after.api_key is None
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"LANEKEEPER_RETRY__BASE_S": "60", "LANEKEEPER_RETRY__CAP_S": "60"},
-        {"LANEKEEPER_WAITING__PER_TENANT": "500", "LANEKEEPER_WAITING__IN_ALL": "500"},
-        {"LANEKEEPER_LANES__BATCH__SLOTS_MIN": "4", "LANEKEEPER_LANES__BATCH__SLOTS": "4"},
-        {"LANEKEEPER_LANES__BATCH__SLOTS": "4", "LANEKEEPER_LANES__BATCH__SLOTS_MAX": "4"},
-        {"LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN": "5000", "LANEKEEPER_LANES__BATCH__MAX_TOKENS": "5000"},
-    ],
-)
-def test_a_value_may_equal_the_one_that_bounds_it(env: dict[str, str]) -> None:
-    load(env=env)
-
-
-@pytest.mark.parametrize(("length", "shown"), [(58, "x" * 58 + "'"), (59, "x" * 59 + "…")])
-def test_a_long_value_is_cut_in_an_error(length: int, shown: str) -> None:
-    assert f"found '{shown}, allowed" in wrong(env={"LANEKEEPER_GRACE_S": "x" * length})
-
-
 def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         load().namespace = "x"
@@ -519,31 +498,6 @@ def test_metrics_are_sent_to_the_collector_unless_turned_off(env: dict[str, str]
     assert load(env=env).metrics_url == url
 
 
-@pytest.mark.parametrize(("chance", "is_allowed"), [("0", True), ("1", True), ("-0.1", False), ("1.1", False)])
-def test_a_chance_is_from_0_to_1(chance: str, is_allowed: bool) -> None:
-    env = {"LANEKEEPER_FAILPOINTS": f"after_store:{chance}"}
-    if is_allowed:
-        assert load(env=env).failpoints == {"after_store": float(chance)}
-        assert load(env={"LANEKEEPER_FAILPOINTS": ",".join(FAILPOINTS)}).failpoints == dict.fromkeys(FAILPOINTS, 1)
-    else:
-        assert "probability from 0 to 1" in wrong(env=env)
-
-
-@pytest.mark.parametrize(
-    ("names", "told"), [("abcde", "'a', 'b', 'c', 'd', 'e'"), ("abcdef", "'a', 'b', 'c', 'd', 'e' and 1 more")]
-)
-def test_of_many_names_the_first_five_are_told(names: str, told: str) -> None:
-    assert listed(names) == told
-
-
-@pytest.mark.parametrize(("host", "is_allowed"), [("", False), ("h", True), ("h" * 255, True), ("h" * 256, False)])
-def test_the_gateways_host_has_1_to_255_characters(host: str, is_allowed: bool) -> None:
-    if is_allowed:
-        assert load(gateway={"host": host}).gateway.host == host
-    else:
-        assert "gateway.host" in wrong(gateway={"host": host})
-
-
 def test_operators_are_the_brokers_own_user_unless_others_are_named() -> None:
     env = {"LANEKEEPER_AMQP_URL": f"amqp://app:{SECRET}@host/"}
     assert load(env=env).operators == ("app",)
@@ -558,10 +512,6 @@ def test_a_cancellation_of_an_unseen_request_is_kept_past_the_longest_deadline_o
 def test_addresses_of_bodies_that_are_not_on_the_web_are_stores() -> None:
     settings = load(env={"LANEKEEPER_BODIES__ALLOW": "https://a.example/x/,s3://b/y/,http://c"})
     assert [store.url for store in settings.bodies.allowed_stores()] == ["s3://b/y"]
-
-
-def test_a_file_whose_name_is_too_long_is_not_there() -> None:
-    assert "allowed is a file that is there and can be read" in wrong(env={"LANEKEEPER_TLS__CA_FILE": "x" * 300})
 
 
 @pytest.mark.parametrize(
