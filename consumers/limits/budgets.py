@@ -209,7 +209,6 @@ class OwnBudgetQueue:
         self._fires_s = inf
         """When the timer fires. It is kept here, because for delays below 0.5 ms uvloop returns a handle without the
         method `when`."""
-        self.wake_ups = 0
 
     def step(self) -> None:
         account, now_s = self.account, loop_s()
@@ -244,7 +243,6 @@ class OwnBudgetQueue:
 
     def _on_timer(self) -> None:
         self._timer = None
-        self.wake_ups += 1
         self.step()
 
 

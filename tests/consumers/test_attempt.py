@@ -19,7 +19,7 @@ from consumers.job import Chain, Decoded, Job, LostCall, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
-from consumers.prices import Prices, Usage
+from consumers.prices import Prices
 from consumers.progress import Progress
 from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
@@ -432,18 +432,6 @@ async def test_the_second_call_of_an_attempt_has_the_lanes_time_limit_too(provid
 TO_SONNET = (route("one"), route("two"), route("one", FALLBACK), route("two", FALLBACK))
 
 
-async def test_a_refusal_is_an_answer_that_is_counted_and_told(providers: Open) -> None:
-    two = await providers()
-
-    outcome = await two.ask("[[fault: refusal category=bio]]", *TO_SONNET)
-
-    assert isinstance(outcome, Answered)
-    assert (outcome.stop_reason, outcome.model, two.calls) == ("refusal", MODEL, (1, 0))
-    assert two.registry.stops == {("normal", MODEL, "refusal"): 1}
-    assert two.registry.refusals == {("normal", MODEL, "bio"): 1}
-    assert "event: refusal" in two.bench.log
-
-
 async def test_unknown_stop_reasons_and_categories_are_other_in_metrics(providers: Open) -> None:
     two = await providers()
 
@@ -455,29 +443,6 @@ async def test_unknown_stop_reasons_and_categories_are_other_in_metrics(provider
     answer = Answer(body=b"", model=MODEL, provider="one", stop_reason="something_new")
     two.registry.count_stop("normal", MODEL, answer)
     assert two.registry.stops["normal", MODEL, "other"] == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_the_fallback_is_asked_once_after_a_refusal_and_both_are_paid(providers: Open, stream: bool) -> None:
-    two = await providers()
-    two.attempts.fallback_on_refusal = True
-
-    outcome = await two.ask("[[fault: refusal x1]]", *TO_SONNET, stream=stream)
-
-    assert isinstance(outcome, Answered)
-    assert (outcome.stop_reason, outcome.model, two.calls) == ("end_turn", FALLBACK, (2, 0))
-    assert two.job.attempted is not None
-    [lost] = two.job.attempted.lost
-    assert lost.model == MODEL
-    assert lost.cost_usd == pytest.approx(Prices().cost_usd(MODEL, usage_of(lost.used)))
-    assert two.moves.asked == [("one", lost.used)]
-    assert not stream or "restart" not in two.parts(), "nothing of the refusal was sent"
-    assert two.registry.refusals == {("normal", MODEL, "cyber"): 1}
-    assert two.bench.log.count("event: started") == 1
-
-
-def usage_of(amounts: Amounts) -> Usage:
-    return Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -11,20 +11,17 @@ from typing_extensions import override
 
 from consumers import settle
 from consumers.brake import too_many
-from consumers.clock import moment_text
-from consumers.control import _state
-from consumers.outcomes import Answered, DeadLettered, Outcome
+from consumers.outcomes import Answered
 from consumers.replies import ReplySender
-from consumers.state.base import Cancelling, Completion, Found, Identity, Pause, StoreUnavailable
+from consumers.state.base import Cancelling, Completion, Identity, Pause, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeNotices, FakeSession, HeldPauses, answers_of, control
+from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeNotices, FakeSession, answers_of, control
 from tests.support.virtual_time import virtually
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
-BURIED = DeadLettered(RequestProblem("provider_rejected", "402 …", status=402))
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 
@@ -127,21 +124,6 @@ async def test_an_invalid_control_message_is_refused_and_acknowledged(
     assert document["detail"]
 
 
-@pytest.mark.parametrize(
-    ("found", "state"),
-    [
-        (None, {"status": "unknown", "attempts": 0}),
-        (Found(completion=None, running=True, attempts=2), {"status": "running", "attempts": 2}),
-        (
-            Found(completion=None, running=False, attempts=1, due_ms=NOW_MS, step="draft"),
-            {"status": "waiting", "attempts": 1, "step": "draft", "due_at": moment_text(NOW_MS)},
-        ),
-    ],
-)
-def test_the_state_of_a_request_that_has_not_ended(found: Found | None, state: dict[str, Any]) -> None:
-    assert _state("m-1", found) == {"id": "m-1", **state}
-
-
 async def test_status_questions_in_the_control_queue_are_ignored(bench: Bench) -> None:
     await read(bench, {}, kind="status")
     assert bench.log == ["ack"]
@@ -165,21 +147,6 @@ async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_af
         assert (told(bench)["code"], told(bench)["request"], told(bench)["attempts"]) == ("internal", "m-1", 0)
 
 
-async def test_a_cancellation_is_answered_with_how_long_it_is_kept_and_a_result_that_is_not_there_as_pending(
-    bench: Bench,
-) -> None:
-    await read(bench, {"cancel": "m-1"})
-    answer = bench.to("")
-    assert answer.headers == {n.CONTROL: "accepted", n.REQUEST_ID: "m-1"}
-    assert (answer.content_type, answer.persistent) == ("application/json", False)
-    assert told(bench) == {"id": "m-1", "outcome": "unseen", "kept_until": moment_text(NOW_MS + 86_400_000)}
-
-    bench.publisher.sent.clear()
-    await read(bench, {"result": "m-2"}, kind="result")
-    assert bench.to("").headers == {n.CONTROL: "pending", n.REQUEST_ID: "m-2"}
-    assert told(bench) == {"id": "m-2", "status": "unknown", "attempts": 0}
-
-
 async def test_the_error_of_a_cancelled_request_tells_its_attempts(bench: Bench) -> None:
     job = bench.job(exchange="lane.due", headers={n.ATTEMPT: 2})
     await bench.claiming.claim(job)
@@ -190,17 +157,6 @@ async def test_the_error_of_a_cancelled_request_tells_its_attempts(bench: Bench)
     assert found is not None
     assert found.completion is not None
     assert json.loads(found.completion.body)["attempts"] == found.completion.headers[n.ATTEMPT] == 2
-
-
-@pytest.mark.parametrize(("outcome", "kind"), [(ANSWERED, "json"), (BURIED, "problem+json")])
-async def test_a_stored_result_is_answered_like_the_final_reply(bench: Bench, outcome: Outcome, kind: str) -> None:
-    await bench.settler.settle(bench.job(), outcome)
-    final = bench.to("")
-    bench.publisher.sent.clear()
-    await read(bench, {"result": "m-1"}, kind="result")
-    answer = bench.to("")
-    assert (answer.body, answer.content_type) == (final.body, f"application/{kind}")
-    assert answer.headers == {**final.headers, n.REPLAYED: True}
 
 
 @pytest.mark.parametrize("user", ["a\x00b", "a b", "b" * 129])
@@ -323,26 +279,6 @@ async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops"
 )
 async def test_a_pause_that_cannot_be_read_is_refused(bench: Bench, body: Any, text: str) -> None:
     assert text in (await brakes(bench, "pause", body))["detail"]
-
-
-@pytest.mark.parametrize(("user", "shown"), [("shop", "'shop'"), (None, "'(none)'")])
-async def test_only_an_operator_may_pause(bench: Bench, user: str | None, shown: str) -> None:
-    answer = await brakes(bench, "pause", {"pause": {"kind": "lane", "name": "batch"}}, user=user)
-    assert answer["code"] == "forbidden_control"
-    assert answer["detail"].startswith(f"user {shown} may not pause: publish with user_id")
-
-
-async def test_a_pause_is_told_until_it_is_resumed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = HeldPauses()
-    for method in ("pause", "resume", "pauses"):
-        monkeypatch.setattr(bench.store, method, getattr(held, method))
-    paused = await brakes(bench, "pause", {"pause": {"kind": "lane", "name": "batch", "why": "too dear"}})
-    (pause,) = paused["pauses"]
-    assert (pause["kind"], pause["name"]) == ("lane", "batch")
-    assert await brakes(bench, "pauses", {}) == paused
-    assert await brakes(bench, "resume", {"resume": "another"}) == {"pauses": []}
-    assert await brakes(bench, "resume", {"resume": pause["id"]}) == paused
-    assert await brakes(bench, "pauses", {}) == {"pauses": []}
 
 
 async def test_more_pauses_than_may_be_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,15 +32,13 @@ from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import (
-    AccessRefused,
     BrokerUnreachable,
     ConfirmUnknown,
     RequestProblem,
 )
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, FakeDelivery, decoded, read
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, FakeDelivery
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
-from topology.codec import decoding
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers, read_hop, split_tail
 from topology.delays import MAX_DELAY_MS
 from topology.lanes import CRITICAL, LaneSpec
@@ -177,19 +175,6 @@ async def test_a_reply_tells_how_long_the_request_waited_and_ran_and_in_which_la
     assert {key: value for key, value in reply.headers.items() if key in {*more, n.LANE_NAME, n.REPLAYED}} == more
     kind = "json" if more[n.STATUS] == "ok" else "problem+json"
     assert (reply.content_type, reply.persistent) == (f"application/{kind}", True)
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [(AccessRefused("403"), "internal"), (RequestProblem("forbidden_reply_to", "forged"), "forbidden_reply_to")],
-)
-async def test_a_request_whose_reply_may_not_be_sent_is_parked_and_acknowledged(
-    bench: Bench, error: Exception, code: str
-) -> None:
-    bench.publisher.failing = {"": error}
-    assert await bench.settler.settle(bench.job(), ANSWERED)
-    assert bench.log == ["stored", "failed: reply", "confirmed: lane.dead", "ack", "event: failed", "event: dead"]
-    assert bench.to("lane.dead").headers[n.DEAD_CODE] == code
 
 
 async def test_a_stored_answer_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
@@ -425,20 +410,6 @@ async def test_a_dead_letter_tells_why_it_is_one_and_what_its_requester_publishe
         n.ERRORS: ["provider_rejected: 402 …"],
         **more,
     }
-
-
-async def test_a_dead_letter_that_is_published_again_has_a_new_start_and_keeps_its_ending_on_a_hop(
-    bench: Bench,
-) -> None:
-    headers = {n.DEAD_AT: "2026-09-21T13:00:00.000Z", n.SENT_MS: NOW_MS - 5_000_000}
-    job = bench.job(headers=headers, timestamp_s=5.0)
-    assert decoded(read(job)).request.published.ms == NOW_MS
-    await bench.settler.settle(job, DEFERRED)
-    copy = bench.to("lane.delay.01")
-    back = bench.job(exchange="lane.due", headers=copy.headers, timestamp_s=5.0)
-    assert back.fingerprint.dead_at_ms == job.fingerprint.dead_at_ms is not None
-    request = decoding.decode(back.message, lane=CRITICAL, request_id=back.id, hop=back.hop, now_ms=NOW_MS + 900)
-    assert request.published.ms == NOW_MS
 
 
 # what is published
@@ -679,28 +650,6 @@ async def test_a_dead_letter_that_a_speaker_publishes_again_keeps_its_tenant_on_
     await bench.settler.settle(job, DEFERRED)
     copy = bench.to("lane.delay.01")
     assert (copy.headers[n.USER_ID], copy.headers[n.TENANT]) == ("gateway", "shop")
-
-
-async def test_a_message_from_a_worker_keeps_its_history_and_the_last_five_errors(bench: Bench) -> None:
-    past = HopHeaders(
-        attempts=6, errors=("e", "d", "c", "b", "a"), first_seen_ms=NOW_MS - 9, due_ms=NOW_MS - 5, user_id="shop"
-    )
-    headers = {
-        n.ATTEMPT: 6,
-        n.ERRORS: list(past.errors),
-        n.FIRST_SEEN_MS: NOW_MS - 9,
-        n.DUE_MS: NOW_MS - 5,
-        n.USER_ID: "shop",
-    }
-    job = bench.job(exchange="lane.due", headers={**headers, "lane-d00": True, "lane-d07": True}, user_id="the-workers")
-    job.attempted = Attempted(started_ms=NOW_MS)
-    await bench.settler.settle(job, RETRIED)
-    copy = bench.to("lane.delay.02")
-    hop = read_hop(copy.headers)
-    assert hop.attempts == 7
-    assert hop.errors == (f"attempt 7: {RETRIED.error}", "e", "d", "c", "b")
-    assert (hop.first_seen_ms, hop.due_ms, hop.user_id) == (NOW_MS - 9, NOW_MS - 5, "shop")
-    assert "lane-d07" not in copy.headers
 
 
 @pytest.mark.parametrize(

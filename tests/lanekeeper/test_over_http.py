@@ -111,15 +111,6 @@ async def test_a_stream_goes_on_after_its_last_event_when_the_connection_is_lost
     assert {each.args for each in pauses.call_args_list} == {(0,)}, "what came in between was no failure"
 
 
-async def test_parts_are_numbered_and_a_restart_begins_again(gateway: FakeGateway, client: Client) -> None:
-    kinds = ("running", "event", "event", "restart", "event")
-    gateway.streams.append([f"id: {id}\nevent: {kind}\ndata: {{}}\n\n" for id, kind in enumerate(kinds)])
-    came = [each async for each in client.stream(BODY, key=LANE)]
-    assert [(each.kind, each.seq) for each in came if isinstance(each, Part)] == [
-        ("event", 0), ("event", 1), ("restart", 0), ("event", 1),
-    ]  # fmt: skip
-
-
 async def test_a_result_is_asked_for_as_long_as_its_caller_waits_and_no_proxy_closes_the_connection(
     gateway: FakeGateway, client: Client
 ) -> None:

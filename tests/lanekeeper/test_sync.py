@@ -3,14 +3,11 @@
 import asyncio
 import gc
 import os
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
-from unittest.mock import patch
 
 import pytest
 
-from lanekeeper import BrokerUnreachable, ClientMisused, Final, InvalidUrl, NotEnded
+from lanekeeper import BrokerUnreachable, ClientMisused, Final, InvalidUrl
 from lanekeeper.sync import Client, _processes
 from tests.support.fake_gateway import KEY, FakeGateway, Refusal
 from tests.support.waiting import until
@@ -38,22 +35,6 @@ def opened() -> int:
     return len(_processes[os.getpid()].opened)
 
 
-async def test_each_method_gives_what_the_asynchronous_client_would(gateway: FakeGateway, client: Client) -> None:
-    def use() -> None:
-        assert client.request(BODY, key=LANE, message_id="id-1").text == "Pô"
-        assert client.publish(BODY, key=LANE, message_id="id-2") == "id-2"
-        assert client.result("id-2").text == "Pô"
-        assert client.cancel("id-2") == "told"
-        assert client.depth("normal") is None
-        assert client.trouble is None
-        with pytest.raises(NotEnded):
-            client.result("never")
-        assert not gateway.calls[-1].query, "it does not wait for what it was not asked to wait for"
-
-    await asyncio.to_thread(use)
-    assert (list(gateway.posted), gateway.cancelled) == (["id-1", "id-2"], ["id-2"])
-
-
 async def test_a_stream_gives_all_parts_and_the_answer_last_or_its_error(gateway: FakeGateway, client: Client) -> None:
     gateway.streams.append(EVENTS)
     came = await asyncio.to_thread(lambda: list(client.stream(BODY, key=LANE)))
@@ -74,25 +55,6 @@ async def test_a_stream_that_is_left_cancels_its_request(gateway: FakeGateway, c
         parts.close()
 
     await asyncio.to_thread(leave)
-    await until(lambda: gateway.cancelled == ["id-1"])
-
-
-async def test_an_interrupted_caller_cancels_its_request(gateway: FakeGateway, client: Client) -> None:
-    gateway.status = {"status": "running"}
-    is_asked = threading.Event()
-
-    def interrupted(*_: object) -> None:
-        is_asked.wait(10)
-        raise KeyboardInterrupt
-
-    def ask() -> None:
-        with patch.object(Future, "result", interrupted), pytest.raises(KeyboardInterrupt):
-            client.request(BODY, key=LANE, message_id="id-1")
-
-    asking = asyncio.create_task(asyncio.to_thread(ask))
-    await until(lambda: gateway.called("GET"))
-    is_asked.set()
-    await asking
     await until(lambda: gateway.cancelled == ["id-1"])
 
 

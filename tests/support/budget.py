@@ -10,7 +10,7 @@ from typing import Any
 
 from consumers.limits.account import Account
 from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
-from consumers.limits.budgets import Budgets, own_budgets
+from consumers.limits.budgets import Budgets
 from consumers.providers.errors import read_rate
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
@@ -52,9 +52,8 @@ class Traffic:
     input_tokens: int = 40_000
     burst_s: float = 10.0
     call_s: tuple[float, float] = (0.5, 2.0)
-    travel_s: tuple[float, float] | None = None
-    """Range of a call's travel time to the provider. If set, answers carry the limits' headers, and a refused call is
-    made again."""
+    travel_s: tuple[float, float] = (0.0, 0.0)
+    """Range of a call's travel time to the provider."""
     waits_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     used: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     refused: int = 0
@@ -74,28 +73,12 @@ class Traffic:
         )
 
     async def call(self, lane: str, tokens: int) -> None:
-        began_s = self.loop.time()
-        if self.travel_s is not None:
-            await self._until_answered(lane, tokens, self.travel_s)
-            return
-        reservation = await self.budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, tokens, 100), until=None)
-        self.waits_s[lane].append(self.loop.time() - began_s)
-        try:
-            self.judge.enter(tokens)
-        except Refusal:
-            self.refused += 1
-        self.used[lane][0] += 1
-        self.used[lane][1] += tokens
-        await asyncio.sleep(self._rng.uniform(*self.call_s))
-        self.judge.settle(input_tokens=0, output_tokens=50)
-        self.budgets.settle(reservation, Amounts(1, tokens, 50))
-
-    async def _until_answered(self, lane: str, tokens: int, travel_s: tuple[float, float]) -> None:
+        """A call that is refused is made again."""
         asked_s = self.loop.time()
         while True:
             reservation = await self.budgets.reserve(ACCOUNT, lane=lane, amounts=Amounts(1, tokens, 100), until=None)
             began_s = self.loop.time()
-            await asyncio.sleep(self._rng.uniform(*travel_s))
+            await asyncio.sleep(self._rng.uniform(*self.travel_s))
             estimated = tokens * 4 // 3  # like Anthropic: a higher estimate at first, corrected at the end
             try:
                 self.judge.enter(estimated)
@@ -141,10 +124,10 @@ class Traffic:
         ordered = sorted(self.waits_s[lane])
         return ordered[int(0.99 * (len(ordered) - 1))]
 
-    def shares(self, *lanes: str) -> tuple[float, float]:
-        """The shares of the available requests and input tokens (first burst plus refill) that these lanes used."""
+    def shares(self) -> tuple[float, float]:
+        """The shares of the available requests and input tokens (first burst plus refill) that were used."""
         passed_min = (self.took_s + self.burst_s) / 60
-        requests, tokens = (sum(self.used[lane][each] for lane in lanes or self.used) for each in (0, 1))
+        requests, tokens = (sum(used[each] for used in self.used.values()) for each in (0, 1))
         return requests / (self.requests * passed_min), tokens / (self.input_tokens * passed_min)
 
     async def _always(self, lane: str, tokens: Tokens) -> None:
@@ -160,8 +143,3 @@ class Traffic:
         task = asyncio.create_task(story)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def traffic(**given: Any) -> Traffic:
-    """Traffic on an account whose limits are known from the start."""
-    return Traffic(own_budgets(spec()), **given)

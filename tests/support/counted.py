@@ -386,15 +386,10 @@ class Probes(Counted):
 class _SlowStore(MemoryStore):
     """A store in memory; each call takes some turns of the loop, before and after what it does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.appended = 0
-
     @override
     async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
         await turns(2)
         self._at()
-        self.appended += len(parts)
         return [None for _ in parts]
 
 

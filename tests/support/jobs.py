@@ -326,10 +326,6 @@ class FakePool:
     def running(self) -> int:
         return self.in_hand
 
-    @property
-    def is_stopped(self) -> bool:
-        return self._stopped.is_set()
-
     async def run(self) -> None:
         self.began_s = asyncio.get_running_loop().time()
         await self._stopped.wait()

@@ -3,13 +3,12 @@
 import base64
 import hashlib
 import json
-import re
 
 import pytest
 
 from lanekeeper.contract.names import Names
 from topology.declaration import declare
-from topology.export import Role, User, definitions, hash_password, rights
+from topology.export import Role, User, definitions, hash_password
 from topology.lanes import DEFAULT_LANES
 
 TOPOLOGY = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
@@ -37,56 +36,6 @@ def test_a_user_name_must_be_usable_as_one_word_of_a_routing_key(name: str) -> N
 
 def test_a_password_hash_is_not_in_the_repr() -> None:
     assert HASH not in repr(User("support", "application", HASH))
-
-
-REPLIES = "lane.reply.me lane.reply.me.two"
-OURS = (
-    "lane.requests lane.due lane.events lane.dead lane.fallen lane.control lane.critical lane.batch.due lane.delay.00 "
-    "lane.delay.28 "
-    f"lane.delay.xx lane.delay.00.x lane.critical.dueX lane.reply.men lane.reply.you lane.reply. {REPLIES}"
-)
-EVERY = f"{OURS} amq.gen-x amq.default laneXdead xlane.critical laneway orders mine"
-MAY: dict[Role, tuple[str, str, str]] = {  # configure, write, read
-    "application": ("", "lane.requests", REPLIES),
-    "client": ("", "lane.requests lane.control", REPLIES),
-    "worker": (
-        "amq.gen-x",
-        "lane.requests lane.delay.00 lane.delay.28 lane.dead lane.events amq.default amq.gen-x",
-        "lane.critical lane.batch.due lane.fallen lane.dead lane.control amq.gen-x",
-    ),
-    "operator": ("amq.gen-x", "lane.requests lane.dead lane.control amq.gen-x", "lane.dead lane.events amq.gen-x"),
-    "deployer": (OURS, OURS, OURS),
-}
-
-
-@pytest.mark.parametrize("role", MAY)
-def test_a_role_may_do_what_it_needs_and_no_more(role: Role) -> None:
-    given = rights(User("me", role, HASH), TOPOLOGY)
-    for right, allowed in zip(("configure", "write", "read"), MAY[role], strict=True):
-        pattern = re.compile(getattr(given, right))
-        assert {name for name in EVERY.split() if pattern.search(name)} == set(allowed.split()), right
-
-
-KEYS = (
-    "normal.support.chat batch.support.chat critical.support.chat normal.other.chat normal.support "
-    "xnormal.support.chat normalXsupport.a critical.pager.alert normal.pager.alert batch.crm.x nowhere.support.chat"
-)
-
-
-@pytest.mark.parametrize(
-    ("user", "allowed"),
-    [
-        (User("support", "application", HASH, lanes=("normal", "batch")), "normal.support.chat batch.support.chat"),
-        (User("pager", "application", HASH, lanes=("critical",)), "critical.pager.alert"),
-        (User("olga", "operator", HASH), KEYS.replace("xnormal.support.chat normalXsupport.a ", "").rpartition(" ")[0]),
-    ],
-)
-def test_the_routing_keys_that_a_user_may_publish_with(user: User, allowed: str) -> None:
-    (permission,) = definitions(TOPOLOGY, "/", [user])["topic_permissions"]
-    pattern = re.compile(permission["write"].replace("{username}", user.name))
-
-    assert permission["exchange"] == "lane.requests"
-    assert {key for key in KEYS.split() if pattern.search(key)} == set(allowed.split())
 
 
 def test_definitions_are_json_and_contain_every_object_once() -> None:
@@ -120,17 +69,6 @@ def test_a_user_has_the_tags_of_its_role_and_a_requester_has_limits(role: Role, 
 
     assert (user["tags"], user["hashing_algorithm"]) == (tags, "rabbit_password_hashing_sha256")
     assert user.get("limits") == ({"max-connections": 200, "max-channels": 2000} if is_limited else None)
-
-
-def test_a_client_may_publish_the_control_messages_of_requesters_alone() -> None:
-    users = [User("c", "client", HASH, lanes=("normal",)), User("w", "worker", HASH)]
-    requests, control = definitions(TOPOLOGY, "/", users)["topic_permissions"]
-
-    assert (requests["exchange"], requests["write"], requests["read"]) == (
-        "lane.requests", r"^(normal)\.{username}\.", "^$"
-    )  # fmt: skip
-    assert (control["exchange"], control["write"]) == ("lane.control", "^(cancel|result|change)$")
-    assert User("x" * 64, "worker", HASH)
 
 
 def test_the_control_queue_refuses_publishers_when_it_is_full() -> None:

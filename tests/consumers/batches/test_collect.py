@@ -292,19 +292,6 @@ async def test_that_a_lane_with_requests_in_batches_is_not_declared_any_more_is_
     assert collecting.collector.trouble is None
 
 
-async def test_a_full_batch_queue_is_waited_for(collecting: Collecting) -> None:
-    await collecting.again(await collecting.gathered(*items(700)))
-    other = [replace(item, identity=Identity("other", item.identity.id), number=item.number) for item in items(400)]
-    waiting = await collecting.again(await collecting.gathered(*other, id="b" * 24))
-    assert (waiting.stage, waiting.polls) == (Stage.GATHERED, 1)
-    assert collecting.collector.counts["queue_full"] == 1
-    first = replace(await collecting.gathered(*items(700)), stage=Stage.SUBMITTED, batch_id="msgbatch_1")
-    collecting.provider.end("msgbatch_1")
-    await collecting.take(first)
-    assert (await collecting.again(waiting)).stage is Stage.SUBMITTED
-    assert len(collecting.submitted()) == 2
-
-
 @pytest.mark.parametrize(
     "error",
     [RateLimitedError("later", status=429, retry_after_s=102.4), AccountError("no key", reason="its key is refused")],
@@ -325,20 +312,6 @@ async def test_a_provider_that_cannot_be_asked_for_a_ticket_s_batch_is_waited_fo
     assert (delay_ms(sent), collecting.read(sent).stage) == (204_800, Stage.ADOPTING)
     assert collecting.collector.counts["unsubmitted"] == 1
     assert not collecting.submitted()
-
-
-async def test_what_is_refused_as_a_whole_is_split_until_the_wrong_request_is_alone(collecting: Collecting) -> None:
-    collecting.provider.refuses_params = b"params 5"
-    tickets, back = [await collecting.gathered(*items(8))], list[Sent]()
-    while tickets:
-        for sent in await collecting.take(tickets.pop()):
-            if sent.routing_key == NAMES.tickets:
-                tickets.append(collecting.read(sent))
-            elif sent.routing_key == "batch.shop.sum":
-                back.append(sent)
-    assert results(back) == {"id-5": None}
-    assert sorted(len(batch.custom_ids) for batch in collecting.provider.made.values()) == [1, 2, 4]
-    assert collecting.collector.counts["split"] == 3
 
 
 @pytest.mark.parametrize(
@@ -720,13 +693,6 @@ async def test_results_that_are_cut_off_after_the_last_end_the_batch(
     assert collecting.collector.counts["ended"] == 1
 
 
-async def test_a_batch_that_vanished_is_run_live(collecting: Collecting) -> None:
-    ticket = await submitted(collecting, 2)
-    del collecting.provider.made[ticket.batch_id]
-    assert results(await collecting.take(ticket)) == {"id-0": None, "id-1": None}
-    assert collecting.collector.counts["vanished"] == 1
-
-
 async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collecting) -> None:
     ticket = await submitted(collecting, 2)
     for error, least_ms in (
@@ -831,20 +797,6 @@ async def test_a_forged_ticket_does_not_come_back_as_if_a_worker_had_published_i
 # ---- requests that leave their batch --------------------------------------------------------------------------------
 
 
-async def test_a_request_whose_deadline_comes_near_is_run_live(collecting: Collecting) -> None:
-    near, far = items(1, deadline_ms=NOW_MS + HOUR_MS), items(3, deadline_ms=NOW_MS + HOUR_MS + 1)[1:]
-    ticket = await collecting.again(await collecting.gathered(*near, *far))
-    collecting.now_ms = NOW_MS + HOUR_MS - 1800_000 - 51_200  # it comes back in 51.2 s
-    *back, sent = await collecting.take(ticket)
-    assert results(back) == {"id-0": None}
-    left = collecting.read(sent)
-    assert [item.number for item in left.items] == [1, 2]
-    assert collecting.collector.counts["promoted"] == 1
-    collecting.provider.end(ticket.batch_id)
-    assert results(await collecting.take(left)).keys() == {"id-1", "id-2"}
-    assert collecting.collector.counts["answered_late"] == 1
-
-
 async def test_a_request_is_run_live_too_if_its_batch_was_not_even_submitted(collecting: Collecting) -> None:
     collecting.provider.refusals = [RateLimitedError("later", status=429)]
     ticket = await collecting.gathered(*items(1, deadline_ms=NOW_MS + 1800_000 + 1000))
@@ -896,15 +848,6 @@ async def cancel(collecting: Collecting, *numbers: int) -> None:
         assert await collecting.bench.store.cancel(identity, gone) is Cancelling.RECORDED
 
 
-async def test_a_cancelled_request_leaves_its_batch(collecting: Collecting) -> None:
-    ticket = await submitted(collecting, 3)
-    await cancel(collecting, 1)
-    *back, sent = await collecting.take(ticket)
-    assert results(back) == {"id-1": None}
-    assert [item.number for item in collecting.read(sent).items] == [0, 2]
-    assert not collecting.provider.cancelled
-
-
 def of_pipeline(*numbers: int) -> list[Item]:
     """Three items, of which these are of the fan-out of the pipeline `id-9`."""
     flow = FlowHop(step="each", deadline_ms=NOW_MS + 24 * HOUR_MS, item_of="id-9")
@@ -918,23 +861,6 @@ def of_pipeline(*numbers: int) -> list[Item]:
     ]
 
 
-async def test_items_of_a_pipeline_that_has_ended_are_not_submitted(collecting: Collecting) -> None:
-    ticket = await collecting.gathered(*of_pipeline(0, 2))
-    await cancel(collecting, 9)
-    *back, sent = await collecting.take(ticket)
-    assert results(back) == {"id-0": None, "id-2": None}
-    await collecting.again(collecting.read(sent))
-    assert [batch.custom_ids for batch in collecting.provider.made.values()] == [[f"{ticket.id}-1"]]
-
-
-async def test_items_of_a_pipeline_that_has_ended_leave_their_batch(collecting: Collecting) -> None:
-    ticket = await collecting.again(await collecting.gathered(*of_pipeline(0, 1, 2)))
-    await cancel(collecting, 9)
-    *back, _ = await collecting.take(ticket)
-    assert results(back) == {"id-0": None, "id-1": None, "id-2": None}
-    assert collecting.provider.cancelled == [ticket.batch_id]
-
-
 async def test_results_for_items_of_a_pipeline_that_has_ended_are_only_counted(collecting: Collecting) -> None:
     ticket = await collecting.again(await collecting.gathered(*of_pipeline(1)))
     await cancel(collecting, 9)
@@ -942,14 +868,6 @@ async def test_results_for_items_of_a_pipeline_that_has_ended_are_only_counted(c
     found = results(await collecting.take(ticket))
     assert [id for id, each in found.items() if each is None] == ["id-1"]
     assert collecting.late == [("batch", line(f"{ticket.id}-1").line)]
-
-
-async def test_if_all_its_requests_are_cancelled_the_batch_is(collecting: Collecting) -> None:
-    ticket = await submitted(collecting, 2)
-    await cancel(collecting, 0, 1)
-    *back, _ = await collecting.take(ticket)
-    assert results(back).keys() == {"id-0", "id-1"}
-    assert collecting.provider.cancelled == [ticket.batch_id]
 
 
 async def test_what_a_batch_answered_before_all_its_requests_left_is_counted(collecting: Collecting) -> None:

@@ -2,7 +2,6 @@
 a list of what was published."""
 
 import asyncio
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -193,62 +192,6 @@ async def test_the_largest_batch_is_closed_when_all_have_the_requests_of_two() -
     assert gathering.settled == ["ack"] * 2 + ["nack"] * (len(found) - 2)
 
 
-async def test_a_tenant_that_holds_most_closes_a_batch_of_its_own_and_not_its_neighbours() -> None:
-    bench = Bench()
-    spec = replace(SPEC, count=20)
-    ours = [parked(bench, f"ours-{tag}", tag=tag) for tag in range(15)]
-    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", headers=f"beta-{tag % 10}") for tag in range(100, 126)]
-    gathering = Gathering(*ours, *theirs, bench=bench, spec=spec)
-    await gathering.run(settled=3)
-    assert gathering.items
-    assert all(item.identity.tenant == "flood" for ticket in gathering.tickets for item in ticket.items)
-
-
-async def test_what_would_be_one_batch_too_many_of_its_tenant_runs_live() -> None:
-    bench = Bench()
-    spec = replace(SPEC, count=50)
-    theirs = [parked(bench, f"{tag}", tag=tag, tenant="flood", headers=f"beta-{tag}") for tag in range(30)]
-    ours = parked(bench, "ours", tag=31)
-    gathering = Gathering(*theirs, ours, bench=bench, spec=spec)
-    await gathering.run(settled=14)
-    assert [batch_of(each).live for each in gathering.back] == [True] * 14
-    assert gathering.gatherer.counts == {"rare": 14}
-    assert gathering.tickets == []
-
-
-async def test_a_group_whose_ticket_failed_is_not_acknowledged_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    fails, gather = [StoreUnavailable("away")], bench.store.gather
-
-    async def once(*args: Any, **kwargs: Any) -> Any:
-        if fails:
-            raise fails.pop()
-        return await gather(*args, **kwargs)
-
-    monkeypatch.setattr(bench.store, "gather", once)
-    first, second = several(bench, 3), [parked(bench, f"s-{tag}", tag=tag, model="b") for tag in (4, 5, 6)]
-    for each in first:
-        each.log = lost = list[str]()
-    gathering = Gathering(*first, *second, bench=bench)
-    await gathering.run(settled=3)
-    assert gathering.items == [["s-4", "s-5", "s-6"]]
-    assert gathering.settled == ["ack"] * 3
-    assert set(lost) == {"nack"}
-
-
-async def test_a_request_of_another_version_goes_back_to_its_lane_as_it_came() -> None:
-    bench = Bench()
-    found = parked(bench, "r-1", params=b'{"for": "them"}')
-    newer = {**json.loads(found.message.headers[n.BATCH]), "urgency": 1}
-    found.message.headers = {**found.message.headers, n.BATCH: json.dumps(newer)}
-    gathering = Gathering(found, bench=bench)
-    await gathering.run(settled=1)
-    (back,) = gathering.back
-    assert (back.routing_key, back.message.body) == ("batch.crm.enrich", BODY)
-    assert json.loads(read_hop(back.message.headers).batch_unread) == {**newer, "params_bytes": 0}
-    assert gathering.settled == ["ack"]
-
-
 @pytest.mark.parametrize("times", [1, 4, 5, None])
 async def test_what_causes_a_fault_when_it_is_read_ends_nothing_and_is_parked_in_the_end(
     times: int | None, monkeypatch: pytest.MonkeyPatch
@@ -271,19 +214,6 @@ async def test_what_causes_a_fault_when_it_is_read_ends_nothing_and_is_parked_in
     assert [each.routing_key for each in bench.publisher.sent if each.message.message_id == "r-1"] == (
         [NAMES.strays] if is_parked else []
     )
-
-
-async def test_a_request_published_twice_is_in_the_batch_once() -> None:
-    bench = Bench()
-    found = [parked(bench, "r-1", tag=1), parked(bench, "r-1", tag=2), parked(bench, "r-2", tag=3)]
-    gathering = Gathering(*found, bench=bench)
-    await gathering.run(settled=3)
-
-    assert gathering.items == [["r-1", "r-2"]]
-    (again,) = gathering.back
-    assert again.routing_key == "batch.crm.enrich"
-    assert delay_ms(again) == 30_000
-    assert batch_of(again) == replace(HOP, tries=1)
 
 
 async def test_what_another_ticket_has_submitted_comes_back_later_and_later() -> None:
@@ -337,42 +267,6 @@ async def test_a_dead_letter_of_a_batch_that_is_published_again_runs_live_if_its
     assert gathering.items == [["r-2"]]
     (back,) = gathering.back
     assert (batch_of(back).live, delay_ms(back)) == (True, 0)
-
-
-async def test_a_request_whose_deadline_came_near_in_the_queue_goes_back_to_run_live() -> None:
-    bench = Bench()
-    near_ms = NOW_MS + round(1000 * SPEC.promote_s)
-    found = [parked(bench, "late", tag=1, deadline_ms=near_ms, held=(1.0, 70.0, 0.1), held_until_ms=NOW_MS + HOUR_MS)]
-    gathering = Gathering(*found, parked(bench, "r-2", tag=2, deadline_ms=near_ms + 1), bench=bench, spec=QUICK)
-    await gathering.run(settled=2)
-
-    assert gathering.items == [["r-2"]]
-    (back,) = gathering.back
-    assert batch_of(back).live
-    assert batch_of(back).held == (1.0, 70.0, 0.1)
-    assert delay_ms(back) == 0
-    assert back.message.body == BODY
-
-
-@pytest.mark.parametrize(
-    "pause", [{"lane": "batch"}, {"tenant": "crm"}, {"app": "crm"}, {"model": BATCH.model}, {"provider": "anthropic"}]
-)
-async def test_what_an_operator_has_paused_is_not_in_a_batch_and_waits_in_its_lane(pause: dict[str, Any]) -> None:
-    bench = Bench()
-    gathering = Gathering(*several(bench, 3), bench=bench, **pause)
-    await gathering.run(settled=3)
-    assert gathering.tickets == []
-    assert len(gathering.back) == 3
-    assert not any(batch_of(each).live for each in gathering.back)
-    assert [delay_ms(each) for each in gathering.back] == [1000] * 3
-    assert gathering.gatherer.counts == {"paused": 3}
-
-
-async def test_where_batches_were_switched_off_what_waits_goes_back_to_run_live_at_once() -> None:
-    bench = Bench()
-    gathering = Gathering(*several(bench, 3), bench=bench, spec=BatchSpec())
-    await gathering.run(settled=3)
-    assert [batch_of(each).live for each in gathering.back] == [True] * 3
 
 
 async def test_without_the_store_nothing_is_published_and_the_requests_are_returned() -> None:

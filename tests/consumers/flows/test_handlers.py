@@ -85,26 +85,6 @@ async def test_each_call_has_a_span_that_tells_how_it_failed_and_nothing_of_what
     assert "canary" not in "".join(span.to_json() for span in spans.values())
 
 
-async def test_all_that_cannot_be_imported_are_told_at_once() -> None:
-    wrong = [
-        spec("a", "async", "no.such:thing"),
-        spec("b", "cpu", "no.such:thing"),
-        spec("c", "async", f"{FUNCTIONS}:absent"),
-        spec("d", "async", f"{FUNCTIONS}:doubled"),
-        spec("e", "cpu", f"{FUNCTIONS}:NOT_CALLABLE"),
-    ]
-    handlers = Handlers(wrong, cores=1)
-    lines = await handlers.load()
-    await handlers.aclose(within_s=1)
-
-    assert [line.partition(":")[0] for line in lines] == [f"handlers.{name}.run" for name in "abcde"]
-    assert "No module named 'no'" in lines[0]
-    assert "No module named 'no'" in lines[1]
-    assert "absent" in lines[2]
-    assert "async def" in lines[3]
-    assert "is no function" in lines[4]
-
-
 async def test_why_the_process_cannot_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "ends_at_import.py").write_text("import os\nos._exit(3)\n")
     (tmp_path / "never_imported.py").write_text("import time\ntime.sleep(3600)\n")
@@ -118,23 +98,6 @@ async def test_why_the_process_cannot_import_is_told(tmp_path: Path, monkeypatch
 
     assert "exit code 3" in lines[0]
     assert "not within 0.01 s" in lines[1]
-
-
-async def test_an_exception_is_a_failed_attempt_and_rejected_is_for_good() -> None:
-    async with registered(
-        spec("fails", "async"),
-        spec("rejects", "async"),
-        spec("rejects_too", "cpu"),
-        spec("computes_badly", "cpu", "json:loads"),
-    ) as handlers:
-        with pytest.raises(HandlerError, match=r"handler fails: ValueError at functions.py:\d+: no good: 1"):
-            await call(handlers, "fails", 1)
-        with pytest.raises(HandlerError, match="handler computes_badly: TypeError"):
-            await call(handlers, "computes_badly", 1)
-        for name in ("rejects", "rejects_too"):
-            with pytest.raises(RejectedError, match="never any good") as rejected:
-                await call(handlers, name)
-            assert rejected.value.status == 422
 
 
 async def test_a_process_whose_function_refuses_or_fails_takes_the_next_call() -> None:
@@ -162,29 +125,6 @@ async def test_a_process_has_no_key_no_broker_url_and_no_descriptor_of_the_worke
     assert "DOCUMENTS_KEY=for the handler" in environment
     assert not [each for each in environment if "canary" in each]
     assert not [each for each in descriptors if "kept to itself" in each]
-
-
-async def ask(handlers: Handlers, caller: Caller, name: str, given: Any) -> Any:
-    async with handlers.turn(name, caller) as turn:
-        return json.loads(await turn(json.dumps(given).encode(), 30.0))
-
-
-async def test_urgent_calls_go_first_and_do_not_wait_for_those_of_other_lanes(tmp_path: Path) -> None:
-    gate, ended = tmp_path / "gate", list[str]()
-    async with registered(spec("waits_for", "cpu"), spec("doubled", "cpu"), cores=1, urgent_rank=10) as handlers:
-
-        async def one(caller: Caller, name: str, given: Any) -> None:
-            await ask(handlers, caller, name, given)
-            ended.append(caller.lane)
-
-        async with asyncio.TaskGroup() as group:
-            for lane, rank in (("batch", 30), ("batch", 30), ("normal", 20)):
-                group.create_task(one(Caller(lane, rank), "waits_for", str(gate)))
-            await until(lambda: handlers._pool._running.total() == 1)
-            for _ in range(3):
-                await one(Caller("critical", 10), "doubled", 1)
-            gate.touch()
-    assert ended == ["critical"] * 3 + ["batch", "normal", "batch"]
 
 
 async def test_one_tenant_s_calls_do_not_go_before_another_s() -> None:

@@ -9,10 +9,7 @@ import pytest
 from typing_extensions import override
 
 from consumers.claiming import Claiming
-from consumers.clock import moment_text
 from consumers.flows.pipelines import (
-    AT_ONCE,
-    ITEMS_AT_MOST,
     KEEPER_MS,
     SPLIT_BYTES,
     Pipelines,
@@ -33,11 +30,11 @@ from consumers.strays import Strays
 from lanekeeper import __version__
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import PublishRefused, RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from tests.consumers.test_handler import FakeProvider
 from tests.support.completions import answered, failed, fingerprint
-from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, FakePublisher, attempts, decoded, handler, read
+from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, attempts, decoded, handler, read
 from tests.support.memory_store import MemoryStore
 from topology.codec.decoding import state_of
 from topology.codec.headers import LOOKS, FlowHop, HopHeaders, hop_headers, read_hop
@@ -67,21 +64,6 @@ def pipelines(bench: Bench, *steps: StepSpec) -> Pipelines:
         reach_soon=lambda name: None,
         now_ms=lambda: NOW_MS,
     )
-
-
-class NarrowPublisher(FakePublisher):
-    """Its queue has `room`."""
-
-    room = 0
-    tried = 0
-
-    @override
-    async def publish(self, message: Message, *, exchange: str, routing_key: str, **_: Any) -> None:
-        self.tried += 1
-        if self.room <= 0:
-            raise PublishRefused("full")
-        self.room -= 1
-        await super().publish(message, exchange=exchange, routing_key=routing_key)
 
 
 def given(bench: Bench, body: bytes) -> tuple[Job, Decoded]:
@@ -124,96 +106,6 @@ async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_do
     assert isinstance(outcome, (Refused, DeadLettered))
     assert "item 2: broke" in outcome.problem.detail
     assert outcome.problem.status == 418
-
-
-async def test_items_that_find_their_queue_full_are_published_once_and_one_at_a_time_shows_whether_it_still_is() -> (
-    None
-):
-    bench = Bench()
-    bench.publisher = narrow = NarrowPublisher(bench.log)
-    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
-    body = b"[" + b",".join([b"1"] * AT_ONCE) + b"]"
-    job, found = given(bench, body)
-    bench.store.now_ms = 0
-
-    for room, tried in ((10, AT_ONCE), (0, 1), (5, AT_ONCE - 10), (AT_ONCE, AT_ONCE - 15)):
-        narrow.room, narrow.tried = room, 0
-        outcome = await steps.enter(job, found)
-        assert isinstance(outcome, PipelineAdvanced)
-        assert narrow.tried == tried
-        job.hop = replace(job.hop, flow=outcome.flow)
-        found = decoded(job)
-        found = replace(found, request=replace(found.request, body=outcome.state))
-        job.decoded = found
-
-    ids = [each.message.message_id for each in narrow.sent]
-    assert len(ids) == len(set(ids)) == AT_ONCE
-    assert set(narrow.refused_within_s) == {0}, "the delivery does not wait for room"
-
-
-@pytest.mark.parametrize(("on_failure", "kept"), [("skip", ""), ("keep", '{"detail":"broke","status":418},')])
-async def test_the_outputs_of_all_items_in_their_order_are_the_steps_and_one_that_failed_is_skipped_or_kept(
-    on_failure: Any, kept: str
-) -> None:
-    bench = Bench()
-    each = StepSpec(name="s", handler="h", each="input", on_failure=on_failure)
-    steps = pipelines(bench, each, StepSpec(name="t", handler="h"))
-    job, found = given(bench, b"[1,2,3]")
-    bench.store.now_ms = 0
-    outcome = await steps.enter(job, found)
-    items = [each.message.message_id or "" for each in bench.publisher.sent]
-
-    for count, end in enumerate((answered("1"), FAILED, answered('{"a":2}')), start=1):
-        assert isinstance(outcome, PipelineAdvanced)
-        assert outcome.flow.step == "s"
-        item = Identity(job.identity.tenant, items[count - 1])
-        claim = await bench.store.claim(item, fingerprint())
-        assert isinstance(claim, Granted)
-        await bench.store.complete(item, fingerprint(), end, token=claim.token)
-        job.hop = replace(job.hop, flow=outcome.flow)
-        job.decoded = replace(found, request=replace(found.request, body=outcome.state))
-        outcome = await steps.enter(job, job.decoded)
-        assert isinstance(outcome, PipelineAdvanced)
-        assert (outcome.done, outcome.of) == ((count, 3) if count < len(items) else (0, 0))
-
-    assert isinstance(outcome, PipelineAdvanced)
-    assert len(bench.publisher.sent) == 3, "no item is published again"
-    assert outcome.flow.step == "t"
-    assert (outcome.flow.items, outcome.flow.done, outcome.flow.since_ms) == (0, 0, 0), "the next one begins anew"
-    assert outcome.state.decode().endswith(f':{{"s":[1,{kept}{{"a":2}}]}}}}')
-    assert with_output(outcome.state, "t", b"3") == outcome.state[:-2] + b',"t":3}}'
-
-
-@pytest.mark.parametrize(
-    ("code", "dead_ms", "runs_again"),
-    [
-        ("attempts_exhausted", None, False),
-        ("cancelled", None, True),
-        ("attempts_exhausted", 999, False),
-        ("attempts_exhausted", 1000, True),
-    ],
-)
-async def test_of_the_items_that_failed_those_are_published_again_that_were_cancelled_or_failed_before_the_replay(
-    code: str, dead_ms: int | None, runs_again: bool
-) -> None:
-    bench = Bench()
-    bench.store.now_ms = 0
-    steps = pipelines(bench, StepSpec(name="s", handler="h", each="input"))
-    job, found = given(bench, b"[1]")
-    await steps.enter(job, found)
-    (item,) = (Identity(job.identity.tenant, each.message.message_id or "") for each in bench.publisher.sent)
-    claim = await bench.store.claim(item, fingerprint())
-    assert isinstance(claim, Granted)
-    await bench.store.complete(item, fingerprint(), failed(code), token=claim.token)
-
-    job.delivery.redelivered = dead_ms is None
-    job.hop = replace(job.hop, dead_at=None if dead_ms is None else moment_text(dead_ms))
-    await steps.enter(job, found)
-
-    sent = [each.message for each in bench.publisher.sent]
-    assert [each.message_id for each in sent] == [item.id] * (1 + runs_again)
-    ended = "1970-01-01T00:00:01.000Z"  # a worker knows by it that the item's own outcome is not the one that counts
-    assert [each.headers.get(n.DEAD_AT) for each in sent] == [None, ended][: len(sent)]
 
 
 async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_end() -> None:
@@ -263,27 +155,6 @@ def at_step(job: Job, step: str, state: bytes) -> Decoded:
     return job.decoded
 
 
-@pytest.mark.parametrize(
-    ("given_input", "code", "why"),
-    [
-        (b'{"a":1}', "invalid_request", "found an object"),
-        (b'"a"', "invalid_request", "found a text"),
-        (b"null", "invalid_request", "found null"),
-        (b"true", "invalid_request", "found a boolean"),
-        (b"1.5", "invalid_request", "found a number"),
-        (b"[" + b",".join([b"1"] * (ITEMS_AT_MOST + 1)) + b"]", "too_large", "10001 items, allowed are 10000"),
-    ],
-)
-async def test_a_fan_out_over_no_list_or_one_too_long_ends_the_request(given_input: bytes, code: str, why: str) -> None:
-    bench = Bench()
-    job, found = given(bench, given_input)
-    outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
-    assert isinstance(outcome, (Refused, DeadLettered))
-    assert outcome.problem.code == code
-    assert why in outcome.problem.detail
-    assert not bench.publisher.sent
-
-
 async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> None:
     bench = Bench()
     job, _ = given(bench, b"{}")
@@ -292,69 +163,6 @@ async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> Non
     assert isinstance(outcome, (Refused, DeadLettered))
     assert outcome.problem.code == "internal"
     assert "has no step 'gone' any more" in outcome.problem.detail
-
-
-async def test_a_step_whose_outcome_is_stored_does_not_run_again() -> None:
-    bench = Bench()
-    bench.store.now_ms = 0
-    steps = pipelines(bench, StepSpec(name="s", handler="h"), StepSpec(name="t", handler="h"))
-    for name, state in (("s", b'{"input":{},"outputs":{}}'), ("t", b'{"input":{},"outputs":{"s":5}}')):
-        job, _ = given(bench, b"{}")
-        found = at_step(job, name, state)
-        assert await steps.enter(job, found) is None
-        assert job.standing is not None
-        identity = job.standing.identity(job.identity)
-        claim = await bench.store.claim(identity, fingerprint())
-        assert isinstance(claim, Granted)
-        await bench.store.complete(identity, fingerprint(), answered('{"a":1}'), token=claim.token)
-        outcome = await steps.enter(job, at_step(job, name, state))
-        if name == "s":
-            assert isinstance(outcome, PipelineAdvanced)
-            assert (outcome.flow.step, outcome.lane, outcome.step) == ("t", "critical", "s")
-            assert outcome.state == b'{"input":{},"outputs":{"s":{"a":1}}}'
-        else:
-            assert isinstance(outcome, Answered)
-            assert (outcome.body, outcome.model) == (b'{"a":1}', "ä")
-
-
-@pytest.mark.parametrize("has_ended", [False, True])
-async def test_an_item_runs_only_while_its_pipeline_has_not_ended(has_ended: bool) -> None:
-    bench = Bench()
-    bench.store.now_ms = 0
-    job, found = given(bench, b"1")
-    job.hop = replace(job.hop, flow=FlowHop(step="s", deadline_ms=NOW_MS, item_of="whole"))
-    whole = Identity(job.identity.tenant, "whole")
-    claim = await bench.store.claim(whole, fingerprint())
-    assert isinstance(claim, Granted)
-    if has_ended:
-        await bench.store.complete(whole, fingerprint(), answered(), token=claim.token)
-    outcome = await pipelines(bench, StepSpec(name="s", handler="h", each="input")).enter(job, found)
-    if has_ended:
-        assert isinstance(outcome, Refused)
-        assert outcome.problem.code == "cancelled"
-    else:
-        assert outcome is None
-
-
-async def test_an_answer_takes_the_pipeline_to_its_next_step_and_that_of_the_last_one_is_the_pipelines() -> None:
-    bench = Bench()
-    steps = pipelines(bench, StepSpec(name="s", handler="h"), StepSpec(name="t", handler="h", lane="batch"))
-    answer = Answered(body=b"[1]", model="h", provider="handler")
-    for name in ("s", "t"):
-        job, _ = given(bench, b"{}")
-        job.hop = replace(job.hop, flow=FlowHop(step=name, deadline_ms=NOW_MS, routing_key="batch.a.b", input_bytes=2))
-        found = at_step(job, name, b'{"input":{},"outputs":{}}')
-        if name == "t":
-            moved = await steps.enter(job, found)
-            assert isinstance(moved, PipelineAdvanced), "it stands in another lane"
-            assert (moved.lane, moved.flow.step, moved.delay_ms, moved.of) == ("batch", "t", 0, 0)
-            assert steps.after(job, answer) is answer
-        else:
-            assert await steps.enter(job, found) is None
-            outcome = steps.after(job, answer)
-            assert isinstance(outcome, PipelineAdvanced)
-            assert (outcome.lane, outcome.flow.step, outcome.answer) == ("batch", "t", answer)
-            assert outcome.state == b'{"input":{},"outputs":{"s":[1]}}'
 
 
 @pytest.mark.parametrize("detail", ["broke", "step s: broke"])
@@ -385,15 +193,6 @@ async def again(steps: Pipelines, job: Job, found: Decoded, outcome: Outcome | N
 
 
 EACH = StepSpec(name="s", handler="h", each="input")
-
-
-async def test_an_item_that_the_store_has_lost_is_published_again() -> None:
-    bench, other = Bench(), Bench()
-    job, found = given(bench, b"[1]")
-    outcome = await again(pipelines(other, EACH), job, found, await pipelines(bench, EACH).enter(job, found))
-    assert isinstance(outcome, PipelineAdvanced)
-    (item,), (published,) = bench.publisher.sent, other.publisher.sent
-    assert published.message.message_id == item.message.message_id
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -439,18 +238,6 @@ async def test_an_item_that_an_earlier_run_left_while_this_one_has_begun_is_publ
     outcome = await again(steps, job, found, outcome)
     assert len(bench.publisher.sent) == 1 + runs_again
     assert isinstance(outcome, (Refused, DeadLettered)) == fails
-
-
-async def test_of_items_that_a_model_answered_the_texts_are_joined_with_the_problems_that_are_kept() -> None:
-    bench = Bench()
-    steps = pipelines(bench, StepSpec(name="s", prompt="x", each="input", on_failure="keep"))
-    job, found = given(bench, b"[1,2]")
-    outcome = await steps.enter(job, found)
-    for each, ended in zip(bench.publisher.sent, (answered('{"content":[{"text":"a"}]}'), FAILED), strict=True):
-        await end(bench, Identity(job.identity.tenant, each.message.message_id or ""), ended)
-    outcome = await again(steps, job, found, outcome)
-    assert isinstance(outcome, Answered)
-    assert outcome.body == b'["a",{"detail":"broke","status":418}]'
 
 
 @pytest.mark.parametrize(("user", "tenant", "told"), [(None, "", False), ("a", "a", False), (None, "a", True)])

@@ -12,12 +12,11 @@ from aiohttp import web
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from standardwebhooks import Webhook, WebhookVerificationError
+from standardwebhooks import Webhook
 
 from consumers.addresses import Resolver
-from consumers.clock import now_ms
 from consumers.flows.lines import AT_ONCE, PLACES, Line
-from consumers.flows.posting import FAULTS_AT_MOST, LOGGED, SPREAD, Posting
+from consumers.flows.posting import FAULTS_AT_MOST, SPREAD, Posting
 from consumers.flows.posts import Answer
 from consumers.flows.webhooks import Hooks, Post, PostFailed, WebhookSpec, is_host, redelivered
 from consumers.state.base import Completion, StoreSpec
@@ -329,24 +328,6 @@ async def test_an_endpoint_that_does_not_answer_in_time_or_is_not_there_is_told_
     assert errors == ["no answer within 0.05 s", "not reached: ConnectionRefusedError"]
 
 
-async def test_a_tenants_posts_are_signed_with_its_own_secrets_alone() -> None:
-    """Whoever knows only another tenant's receiver and ids posts nothing that this receiver takes for genuine."""
-    async with endpoint() as hook:
-        hosts = (f"127.0.0.1:{hook.port}",)
-        tenants = {"a": Hooks(hosts=hosts, secrets=(SECRET,)), "b": Hooks(hosts=hosts, secrets=(OTHER_SECRET,))}
-        spec = WebhookSpec(tenants=tenants, private=True, http=True)
-        for tenant in ("a", "b", "c", ""):
-            bench = Bench()
-            bench.settler.now_ms = now_ms
-            await posted(bench, spec, replace(POST, url=hook.url(), tenant=tenant))
-    of_a, of_b = hook.posts
-    of_a.verify(SECRET)
-    of_b.verify(OTHER_SECRET)
-    for post, foreign in ((of_a, OTHER_SECRET), (of_b, SECRET)):
-        with pytest.raises(WebhookVerificationError):
-            post.verify(foreign)
-
-
 @pytest.mark.parametrize(("attempts", "least_s"), [(0, 5), (1, 10), (3, 40)])
 async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts: int, least_s: float) -> None:
     bench = Bench(spec=SPEC)
@@ -390,65 +371,6 @@ async def test_the_pause_is_as_long_as_the_receiver_asks(status: int, retry_afte
 
 
 GIVE_UP_MS = round(1000 * SPEC.give_up_s)
-
-
-@pytest.mark.parametrize(
-    ("status", "age_ms", "state", "pause_ms"),
-    [
-        (200, 0, "delivered", None),
-        (299, GIVE_UP_MS, "delivered", None),
-        (300, 0, "retrying", 5_000),
-        (199, 0, "retrying", 5_000),
-        (410, 0, "gone", None),
-        (0, 0, "retrying", 5_000),
-        (500, GIVE_UP_MS - 1000, "retrying", 1000),
-        (500, GIVE_UP_MS, "undelivered", None),
-    ],
-)
-async def test_an_answer_of_2xx_ends_a_webhook_410_too_and_all_else_is_tried_again_until_it_is_given_up(
-    status: int, age_ms: int, state: str, pause_ms: int | None
-) -> None:
-    bench = Bench(spec=SPEC)
-    posting = posting_of(Answering, bench)
-    posting.statuses = [status]
-    post = replace(POST, first_ms=NOW_MS - age_ms, due_ms=NOW_MS, errors=tuple(map(str, range(LOGGED))))
-    headers = {**post.headers(), n.TRACEPARENT: TRACE}
-
-    await posting._take(bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=headers))
-
-    assert bench.log[-1] == "ack"
-    assert posting.posted == {state: 1}
-    (told,) = (await bench.settler.webhooks.carry_out(n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1"}))["webhooks"]
-    assert (told["id"], told["state"], told["attempts"]) == ("m-1", state, 1)
-    assert "url" not in told
-    if state in ("retrying", "undelivered"):
-        assert len(told["errors"]) == LOGGED
-        assert "attempt 1: " in told["errors"][0]
-        assert told["errors"][1] == "0"
-    if state == "undelivered":
-        letter = bench.to("lane.dead")
-        assert letter.headers[n.DEAD_DETAIL] == "posted 1 times to https://a.example in vain: answered 500"
-        assert letter.headers[n.TRACEPARENT] == TRACE
-        assert letter.headers[n.ATTEMPT] == 1
-    elif pause_ms is None:
-        assert not bench.publisher.sent
-        assert told["next_at"] is None
-    else:
-        (again,) = (Post.of(each.message, now_ms=NOW_MS) for each in bench.publisher.sent)
-        assert pause_ms <= again.due_ms - NOW_MS <= pause_ms * (1 + SPREAD)
-        assert again.due_ms <= NOW_MS - age_ms + GIVE_UP_MS
-
-
-@pytest.mark.parametrize("exchange", ["lane.requests", "", "amq.topic"])
-async def test_only_what_a_worker_has_published_is_posted(exchange: str) -> None:
-    bench = Bench(spec=SPEC)
-    posting = posting_of(Faulty, bench)
-    delivery = bench.delivery(body=b"{}", queue="lane.webhooks", exchange=exchange, headers=POST.headers())
-    await posting._take(delivery)
-    assert bench.log == ["confirmed: lane.dead", "ack"]
-    letter = bench.to("lane.dead")
-    assert (letter.headers[n.DEAD_CODE], letter.message_id, letter.user_id) == ("invalid_request", "m-1", None)
-    assert bench.publisher.sent[0].routing_key == "a.b"
 
 
 async def test_what_goes_back_to_the_broker_until_its_turn_makes_no_attempt() -> None:

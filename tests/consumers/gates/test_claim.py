@@ -16,7 +16,6 @@ from consumers.large_bodies import Fetching
 from consumers.outcomes import (
     Answered,
     Batched,
-    DeadLettered,
     Deferred,
     Outcome,
     PipelineAdvanced,
@@ -177,10 +176,3 @@ async def test_a_cancellation_ends_a_fetch_at_once() -> None:
     await asyncio.sleep(0)
     some.stop(Stop.CANCELLED)
     assert isinstance(await fetching, Superseded)
-
-
-@pytest.mark.parametrize("deaths", [4, 5])
-async def test_a_request_under_which_four_workers_died_is_not_run_again(deaths: int) -> None:
-    found = await Ground().enter(dead(deaths))
-    assert isinstance(found, DeadLettered)
-    assert found.problem.code == "poison"

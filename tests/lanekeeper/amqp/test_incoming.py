@@ -23,8 +23,6 @@ from lanekeeper.backoff import LEAST_S, pause_s
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 
-BEAT = b"\x08\0\0\0\0\0\0\xce"
-
 
 def marshalled(channel: int, *frames: Any) -> bytes:
     return b"".join(frame.marshal(each, channel) for each in frames)
