@@ -1,7 +1,8 @@
-"""Shows the figures of a process by OpenTelemetry's meter: at `/metrics` to Prometheus, and over OTLP.
+"""Shows the figures of a process: at `/metrics` to Prometheus, and over OTLP.
 
-Parts of the process count in plain integers and histograms. When they are asked for, `Metrics` takes a sample of all of
-them in the event loop, and the SDK reads the sample in a thread. docs/metrics.md explains each metric.
+Parts of the process count in plain integers and histograms, which `lanekeeper status` reads too. When they are asked
+for, `Metrics` takes a sample of all of them in the event loop; what is written of the sample is written in a thread.
+docs/metrics.md explains each metric.
 """
 
 import asyncio
@@ -9,21 +10,23 @@ import gc
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from itertools import accumulate
+from threading import Thread
 from time import time_ns
 from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider, export
+from opentelemetry.sdk.metrics import export
 from opentelemetry.sdk.resources import Resource
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from consumers.background import background_task, restarted
 from lanekeeper import Client
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.telemetry.figures import Histogram, Timings
+from lanekeeper.telemetry.figures import Histogram, Timings, added
 
 Labels = Mapping[str, str]
 Sample = tuple[str, Labels, float | Histogram]
@@ -106,6 +109,7 @@ HISTOGRAMS: Final = {
     "messaging.client.operation.duration": "Publishes, until their confirm",
     "http.server.request.duration": "HTTP calls",
 }
+DESCRIPTIONS: Final = {**GAUGES, **COUNTERS, **HISTOGRAMS}
 UNITS: Final = {
     **dict.fromkeys((*HISTOGRAMS, "lanekeeper.lane.oldest", "lanekeeper.lane.target_wait"), "s"),
     "lanekeeper.schedule.late": "s",
@@ -118,29 +122,24 @@ SWITCHED_AFTER_S: Final = 0.0005
 """For so long the event loop may wait for the thread that writes the answer, time and again; Python's default is 5
 ms."""
 SAMPLED_EVERY_S: Final = 10.0
+SENT_EVERY: Final = 6
+"""Samples; a minute, as OpenTelemetry's SDK does it."""
+CLOSED_WITHIN_S: Final = 2.0
 
 
-class Metrics:
+class Metrics(Collector):
     """The figures of one process, from all sources that were added."""
 
     def __init__(self, resource: Resource, *, otlp_url: str | None = None) -> None:
         self._sources: list[Source] = []
-        self._samples: dict[str, list[tuple[Labels, Any]]] = {}
+        self._samples: dict[str, list[tuple[Labels, float | Histogram]]] = {}
         self._began_ns = time_ns()
-        self._registry = CollectorRegistry()
+        self._resource = resource
+        self._exporter = None if otlp_url is None else OTLPMetricExporter(endpoint=otlp_url)
+        about_us = {_prometheus_name(name): str(value) for name, value in resource.attributes.items()}
+        self._registry = CollectorRegistry(target_info=about_us)
         ProcessCollector(registry=self._registry)
-        self._sends = otlp_url is not None
-        readers: list[Any] = [_Scraped(self, self._registry)]
-        if otlp_url is not None:
-            readers.append(_Sent(self, OTLPMetricExporter(endpoint=otlp_url)))
-        self._provider = MeterProvider(readers, resource=resource, shutdown_on_exit=False)
-        meter = self._provider.get_meter("lanekeeper")
-        for table, create in (
-            (GAUGES, meter.create_observable_gauge),
-            (COUNTERS, meter.create_observable_counter),
-        ):
-            for name, description in table.items():
-                create(name, [partial(self._observe, name)], unit=UNITS.get(name, ""), description=description)
+        self._registry.register(self)
         self._scraping = asyncio.Lock()
         self._scraped: tuple[float, bytes] = (float("-inf"), b"")
 
@@ -148,9 +147,12 @@ class Metrics:
         self._sources += sources
 
     async def run(self) -> None:
-        while self._sends:
-            await self._sample()
-            await asyncio.sleep(SAMPLED_EVERY_S)
+        """Send the figures over OTLP, if there is a URL."""
+        while self._exporter is not None:
+            for _ in range(SENT_EVERY):
+                await self._sample()
+                await asyncio.sleep(SAMPLED_EVERY_S)
+            self._send()
 
     async def scrape(self) -> tuple[bytes, str]:
         now_s = asyncio.get_running_loop().time
@@ -169,75 +171,76 @@ class Metrics:
         return text, CONTENT_TYPE_LATEST
 
     def close(self) -> None:
-        self._provider.shutdown(timeout_millis=2000)
+        """Send the last sample over OTLP, if there is a URL."""
+        if self._exporter is not None:
+            self._send().join(CLOSED_WITHIN_S)
+            self._exporter.shutdown()
 
-    def with_histograms(self, data: export.MetricsData) -> export.MetricsData:
-        """The SDK's data and the histograms, which it cannot read by callbacks."""
-        at_ns = time_ns()
-        own = [
-            export.Metric(
-                name,
-                HISTOGRAMS[name],
-                UNITS[name],
-                export.Histogram(
-                    [
-                        export.HistogramDataPoint(
-                            attributes=labels,
-                            start_time_unix_nano=self._began_ns,
-                            time_unix_nano=at_ns,
-                            count=sum(counts),
-                            sum=total,
-                            bucket_counts=counts,
-                            explicit_bounds=bounds,
-                            min=0,
-                            max=0,
-                        )
-                        for labels, (counts, total, bounds) in self._samples[name]
-                    ],
-                    export.AggregationTemporality.CUMULATIVE,
-                ),
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus reads: the last sample."""
+        for name, samples in self._samples.items():
+            labels = sorted({label for each, _ in samples for label in each})
+            kind: Any = HistogramMetricFamily
+            if name not in HISTOGRAMS:
+                kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+            family = kind(
+                _prometheus_name(name),
+                DESCRIPTIONS[name],
+                labels=[_prometheus_name(label) for label in labels],
+                unit="seconds" if UNITS.get(name) == "s" else "",
             )
-            for name in HISTOGRAMS
-            if name in self._samples
-        ]
-        found = data.resource_metrics[0]
-        scope = found.scope_metrics[0]
-        scopes = [export.ScopeMetrics(scope.scope, [*scope.metrics, *own], scope.schema_url), *found.scope_metrics[1:]]
-        first = export.ResourceMetrics(found.resource, scopes, found.schema_url)
-        return export.MetricsData([first, *data.resource_metrics[1:]])
+            for each, value in samples:
+                found = (_cumulated(value), value.sum) if isinstance(value, Histogram) else (value,)
+                family.add_metric([each.get(label, "") for label in labels], *found)
+            yield family
+
+    def _send(self) -> Thread:
+        """In a thread that delays no exit, because a collector that is away is waited for."""
+        assert self._exporter is not None
+        sending = Thread(target=self._exporter.export, args=(self._data(),), name="metrics", daemon=True)
+        sending.start()
+        return sending
+
+    def _data(self) -> export.MetricsData:
+        """The last sample for OTLP."""
+        period: dict[str, Any] = {"start_time_unix_nano": self._began_ns, "time_unix_nano": time_ns()}
+        metrics = []
+        for name, samples in self._samples.items():
+            points: list[Any] = [
+                export.HistogramDataPoint(
+                    attributes=labels, count=sum(value.counts), sum=value.sum, bucket_counts=value.counts,
+                    explicit_bounds=value.bounds, min=0, max=0, **period,
+                )
+                if isinstance(value, Histogram)
+                else export.NumberDataPoint(attributes=labels, value=value, **period)
+                for labels, value in samples
+            ]  # fmt: skip
+            data: Any
+            if name in HISTOGRAMS:
+                data = export.Histogram(points, export.AggregationTemporality.CUMULATIVE)
+            elif name in COUNTERS:
+                data = export.Sum(points, export.AggregationTemporality.CUMULATIVE, is_monotonic=True)
+            else:
+                data = export.Gauge(points)
+            metrics.append(export.Metric(name, DESCRIPTIONS[name], UNITS.get(name, ""), data))
+        scope = export.ScopeMetrics(InstrumentationScope("lanekeeper"), metrics, "")
+        return export.MetricsData([export.ResourceMetrics(self._resource, [scope], "")])
 
     async def _sample(self) -> None:
-        samples: dict[str, list[tuple[Labels, Any]]] = {}
+        samples: dict[str, list[tuple[Labels, float | Histogram]]] = {}
         for source in self._sources:
             await asyncio.sleep(0)  # all of them together may take milliseconds
             for name, labels, value in source():
-                if isinstance(value, Histogram):
-                    samples.setdefault(name, []).append((labels, (list(value.counts), value.sum, value.bounds)))
-                else:
-                    samples.setdefault(name, []).append((labels, value))
+                samples.setdefault(name, []).append((labels, added([value]) if isinstance(value, Histogram) else value))
         self._samples = samples
 
-    def _observe(self, name: str, _: CallbackOptions) -> Iterator[Observation]:
-        for labels, value in self._samples.get(name, ()):
-            yield Observation(value, labels)
+
+def _prometheus_name(name: str) -> str:
+    return name.replace(".", "_")
 
 
-class _Scraped(PrometheusMetricReader):
-    def __init__(self, metrics: Metrics, registry: CollectorRegistry) -> None:
-        super().__init__(registry=registry, scope_info_enabled=False)
-        self._own = metrics
-
-    def _receive_metrics(self, metrics_data: export.MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
-        super()._receive_metrics(self._own.with_histograms(metrics_data), timeout_millis, **more)
-
-
-class _Sent(export.PeriodicExportingMetricReader):
-    def __init__(self, metrics: Metrics, exporter: OTLPMetricExporter) -> None:
-        self._own = metrics
-        super().__init__(exporter)
-
-    def _receive_metrics(self, metrics_data: export.MetricsData, timeout_millis: float = 10_000, **more: Any) -> None:
-        super()._receive_metrics(self._own.with_histograms(metrics_data), timeout_millis, **more)
+def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
+    return list(zip((*map(str, histogram.bounds), "+Inf"), accumulate(histogram.counts), strict=True))
 
 
 @asynccontextmanager
