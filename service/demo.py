@@ -1,4 +1,4 @@
-"""`lanekeeper demo`: three acts, each of which shows one promise and tells whether it was kept. START HERE:
+"""`lanekeeper demo`: three acts, each of which shows one promise and says whether it was kept. START HERE:
 `tell_story`."""
 
 import asyncio
@@ -41,12 +41,12 @@ LATENCY_MS = 300
 MOST_WIDTH = 80
 LINE_EVERY_S = 2.0
 NOW_TRY = """\
-  docs/install.md               a broker and a worker, with Docker or from here;
-                                then, in .venv/bin:
-  lanekeeper serve --simulate   and open http://127.0.0.1:8080 in a browser
+  ./dev up                      Lanekeeper with a page, on this machine, until
+                                Ctrl-C; in another terminal, after its `source`:
   lanekeeper send --stream "Name three rivers."
   lanekeeper send "[[fault: overloaded x2]] answered after two retries"
   lanekeeper send --lane batch --no-wait "Name all rivers."
+  docs/install.md               Docker, your own broker, your application
   docs/simulated.md             the provider of this demo, and its faults
   docs/README.md                everything else, such as your own lanes"""
 
@@ -205,7 +205,7 @@ Scores = dict[str, Score]
 async def urgent_first(stage: Stage, settings: Settings) -> None:
     """The same requests through lanes, and through one queue in which the first to come is the first served."""
     stage.act(
-        "Act 1: what is urgent is answered first",
+        "Act 1: urgent requests are answered first",
         f"{FLOOD} batch jobs are waiting when {CHATS} critical and {CHATS} normal chats arrive. The (simulated) model "
         f"needs {LATENCY_MS} ms for each. First with lanes:",
     )
@@ -232,12 +232,12 @@ async def urgent_first(stage: Stage, settings: Settings) -> None:
     chats, behind = lanes[CRITICAL.name], queued[CRITICAL.name]
     is_well = share_ms(chats.waits_ms, 0.5) < max(1000 * SOON_S, share_ms(behind.waits_ms, 0.5))
     later_s = lanes[BATCH.name].ended_s - queued[BATCH.name].ended_s
-    text = f"a critical chat waited {chats.p(0.5)} (p95 {chats.p(0.95)}); first come, first served: {behind.p(0.5)}."
+    text = (
+        f"half of the critical chats waited less than {chats.p(0.5)}, 95 % less than {chats.p(0.95)}. In one queue "
+        f"half waited longer than {behind.p(0.5)}."
+    )
     if later_s >= 1:
-        text += (
-            f" The batch finished {later_s:.0f} s later than first come, first served would have: that is the price; "
-            "LANEKEEPER_LANES__BATCH__SLOTS sets it."
-        )
+        text += f" The price: the batch jobs finished {later_s:.0f} s later. LANEKEEPER_LANES__BATCH__SLOTS sets it."
     stage.verdict("act 1", text, is_well=is_well)
 
 
@@ -286,8 +286,8 @@ TWICE = 20
 async def nothing_lost(stage: Stage, settings: Settings, api: SimulatedAPI, *, folder: Path) -> None:
     """A worker is killed at work, and some requests are sent again."""
     stage.act(
-        "Act 2: nothing that was accepted is lost, and nothing is paid twice",
-        f"Two workers get {JOBS} batch jobs. One of them is killed (SIGKILL) while it calls the model; then {TWICE} of "
+        "Act 2: no accepted request is lost, and a repeated one is not paid twice",
+        f"Two workers get {JOBS} batch jobs. One of them is killed (SIGKILL) while it calls the model. Then {TWICE} of "
         "the requests are sent again, as after a lost answer.",
     )
     async with working(settings) as (_, client):
@@ -328,8 +328,8 @@ async def nothing_lost(stage: Stage, settings: Settings, api: SimulatedAPI, *, f
     lost = finals.count(None)
     broken_off = sum(call.outcome == "client_gone" for call in calls)
     text = (
-        f"{broken_off} calls were broken off, and {lost} of {JOBS} requests lost. Sent again: {replayed} of {TWICE} "
-        f"answered from the store, {calls_again} calls of the model."
+        f"the kill interrupted {broken_off} calls; {lost} of {JOBS} requests were lost. Of {TWICE} repeated requests, "
+        f"{replayed} were answered from the store, with {calls_again} further calls of the model."
     )
     stage.verdict("act 2", text, is_well=(lost, replayed, calls_again) == (0, TWICE, 0))
 
@@ -407,9 +407,9 @@ async def in_the_right_order(stage: Stage, settings: Settings) -> None:
     """The same load at the same time through Lanekeeper, and by workers that repeat a 429 after its `retry-after`."""
     stage.act(
         "Act 3: a scarce budget is spent in the right order",
-        f"The provider allows {ACCOUNT.requests_per_minute} requests a minute. {BUDGET_JOBS} batch jobs want all of "
-        "it, and a critical request comes twice a second. At the same time, the same load from workers that call "
-        "whenever they are free, and try again after each 429:",
+        f"The provider allows {ACCOUNT.requests_per_minute} requests a minute. {BUDGET_JOBS} batch jobs could use all "
+        "of it, and a critical request arrives twice a second. Beside it runs the same load with plain workers, which "
+        "call as soon as they are free, and try again after each 429:",
     )
     async with AsyncExitStack() as stack:
         with_gate, without = [await stack.enter_async_context(SimulatedAPI(ACCOUNT)) for _ in range(2)]
@@ -439,7 +439,7 @@ async def in_the_right_order(stage: Stage, settings: Settings) -> None:
         async with stage.waiting(lambda: f"{max(0.0, left_s - clock()):.0f} s left of {WINDOW_S:.0f}"):
             gated, ungated = await asyncio.gather(_spend(through_lanes, with_gate), _spend(without_gate, without))
     table = _table("", "critical wait p50", "p95", "answered", "429s", "budget used")
-    for name, spent in (("with lanes", gated), ("whoever calls first", ungated)):
+    for name, spent in (("with lanes", gated), ("plain workers", ungated)):
         waits = [_duration(share_ms(spent.waits_ms, share)) for share in (0.5, 0.95)]
         table.add_row(name, *waits, str(spent.answered), str(spent.refused), f"{spent.used:.0%}")
     stage.show(table)
@@ -448,14 +448,14 @@ async def in_the_right_order(stage: Stage, settings: Settings) -> None:
     is_well = gated.is_well(ungated)
     among, behind = (_duration(share_ms(spent.waits_ms, 0.95)) for spent in (gated, ungated))
     text = (
-        f"critical requests waited {among} (p95), and the provider refused no call. Whoever calls first: {behind}, and "
-        f"{ungated.refused} calls refused. Batch gets what the lanes above it leave, and at least "
-        "LANEKEEPER_BUDGET__LANES__BATCH__SHARE."
+        f"95 % of the critical requests waited less than {among}, and the provider refused no call. With plain "
+        f"workers: {behind}, and {ungated.refused} refused calls. The price: batch jobs get what is left, and at "
+        "least their share (LANEKEEPER_BUDGET__LANES__BATCH__SHARE)."
     )
     if not is_well:
         text = (
-            f"promised is no 429, a critical p95 below {SOON_S:g} s, and {USED_LEAST:.0%} of what can be used of the "
-            "budget"
+            f"the promise is no 429, 95 % of critical requests within {SOON_S:g} s, and {USED_LEAST:.0%} of the usable "
+            "budget used"
         )
     stage.verdict("act 3", text, is_well=is_well)
 

@@ -7,7 +7,7 @@ import typer
 from typer.core import TyperGroup
 
 from lanekeeper import __version__
-from service.cli import brake, dead, providers, requests, schedules, serve, simulate, status, topology, webhooks
+from service.cli import brake, dead, init, providers, requests, schedules, serve, simulate, status, topology, webhooks
 
 app = typer.Typer(
     name="lanekeeper",
@@ -18,8 +18,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
-    simulate.demo, serve.serve, serve.consume, serve.gateway, requests.send, requests.cancel, requests.result,
-    status.status, status.top, brake.pause, brake.resume, brake.pauses, status.check, status.settings,
+    simulate.demo, init.init, serve.serve, serve.consume, serve.gateway, requests.send, requests.cancel,
+    requests.result, status.status, status.top, brake.pause, brake.resume, brake.pauses, status.check, status.settings,
     simulate.simulate,
 ):  # fmt: skip
     app.command()(command)

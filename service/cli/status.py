@@ -247,6 +247,13 @@ def check(
     Example:  lanekeeper check --set namespace=staging
     """
 
+    if not passes_checks(given, simulate=simulate, json=json):
+        raise typer.Exit(FAILED)
+
+
+def passes_checks(given: options.Given, *, simulate: bool, json: bool = False) -> bool:
+    """Run and print all checks. Returns whether nothing is wrong."""
+
     async def checked() -> list["Finding"]:
         findings = []
         async for finding in _findings(given, simulate=simulate):
@@ -258,8 +265,7 @@ def check(
     findings = run(checked())
     if json:
         print_json([asdict(finding) for finding in findings])
-    if any(finding.well is False for finding in findings):
-        raise typer.Exit(FAILED)
+    return not any(finding.well is False for finding in findings)
 
 
 async def _findings(given: options.Given, *, simulate: bool) -> "AsyncIterator[Finding]":

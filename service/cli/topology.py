@@ -106,8 +106,8 @@ def apply(
     for lane in remove_lanes or ():
         if lane in settings.lanes and settings.lanes[lane].enabled:
             raise typer.BadParameter(f"{lane} is in the settings; take it out there first", param_hint="--remove-lane")
-    made = _users(users or [], passwords, settings, makes_passwords=False)
-    run(_apply(settings, made))
+    made = users_of(users or [], passwords, settings, makes_passwords=False)
+    run(apply_topology(settings, made))
     if remove_lanes:
         run(_remove(settings, remove_lanes))
 
@@ -149,7 +149,7 @@ def export(
     from topology.export import APPLICATIONS, definitions
 
     declared = _declared(settings, version)
-    accounts = [] if no_users else _users(users or DEFAULT_USERS, passwords, settings, makes_passwords=True)
+    accounts = [] if no_users else users_of(users or DEFAULT_USERS, passwords, settings, makes_passwords=True)
     if not settings.needs_user_id and any(user.role in APPLICATIONS for user in accounts):
         note(
             "requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
@@ -200,7 +200,8 @@ async def _verify(settings: "Settings") -> "Verification":
         return await verify(declared, await management_of(settings, connection), await connection.underlying())
 
 
-async def _apply(settings: "Settings", users: "list[User]") -> None:
+async def apply_topology(settings: "Settings", users: "list[User]") -> None:
+    """Declare what is missing, and create these users with their rights."""
     from service.connections import management_of
     from topology.broker.admin import apply
     from topology.declaration import declare
@@ -242,7 +243,7 @@ def _end(found: "Verification") -> None:
         raise typer.Exit(FAILED)
 
 
-def _users(
+def users_of(
     given: Sequence[str], passwords: Path | None, settings: "Settings", *, makes_passwords: bool
 ) -> "list[User]":
     """The users of options NAME:ROLE[:LANE,LANE…] (`*`: all lanes; none: the usual lane and those that are less

@@ -355,3 +355,31 @@ async def test_dead_letters_are_listed_shown_mended_and_dropped(cli: Cli) -> Non
         assert (await dead("import", "letters.jsonl"))[:2] == (0, "2 imported\n")
         assert (await dead("import", "patch.json"))[0] == 2
         assert len(json.loads((await dead("list", "--json"))[1])["letters"]) == 2
+
+
+async def test_init_writes_settings_that_work_and_overwrites_nothing_unasked(cli: Cli) -> None:
+    line = ("init", "--provider", "simulated", "--lanes", "urgent,normal,nightly", "--create-users")
+    code, out, err = await cli(*line)
+    assert (code, err) == (0, ""), out
+    assert "FAIL" not in out
+
+    written = cli.folder / "lanekeeper.toml"
+    text = written.read_text()
+    assert written.stat().st_mode & 0o077 == 0
+    code, shown, _ = await cli("settings", "--json")
+    ranks = {each["name"]: each["value"] for each in json.loads(shown) if each["name"].endswith(".rank")}
+    assert code == 0
+    assert ranks["lanes.urgent.rank"] < ranks["lanes.normal.rank"] < ranks["lanes.nightly.rank"]
+
+    code, _, err = await cli(*line)
+    assert (code, written.read_text()) == (2, text)
+    assert "lanekeeper.toml exists" in err
+    assert "--force" in err
+
+
+async def test_init_writes_nothing_if_an_answer_is_wrong(cli: Cli) -> None:
+    code, _, err = await cli("init", "--lanes", "Urgent!")
+
+    assert code == 2
+    assert "Urgent!" in err
+    assert [file.name for file in cli.folder.iterdir() if file.suffix in (".toml", ".txt")] == []

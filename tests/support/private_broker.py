@@ -8,6 +8,8 @@ installed server.
 
 It listens on loopback alone, on free ports, with a generated password. A shell owns it, in the container or beside the
 node. Its standard input is a pipe that closes when this process ends, even by SIGKILL; then it removes the broker.
+
+With `kept`, a folder, its data stay: in this folder, or in a volume of Docker's engine whose name is in it.
 """
 
 import asyncio
@@ -50,6 +52,7 @@ ANSWER_S = 10
 PULL_S = 300
 READY_S = 120
 POLL_S = 0.05
+SAY_EVERY_S = 10.0
 LOG_TAIL_BYTES = 1500
 
 # The first line is the password, so that no list of processes and no container's settings show it. Each further line
@@ -67,7 +70,7 @@ done
 kill -9 $node 2>/dev/null
 """
 # epmd runs in the foreground as a child of the shell. If Erlang started it, it would never end.
-OWNER_OF_NODE = f'"$EPMD" & epmd=$!\n{OWNER}kill -9 $epmd; rm -rf "$HOME"'
+OWNER_OF_NODE = f'"$EPMD" & epmd=$!\n{OWNER}kill -9 $epmd; [ -n "$KEPT" ] || rm -rf "$HOME"'
 
 
 class _Ended(BrokerUnreachable):
@@ -81,9 +84,10 @@ class PrivateBroker:
     management_url: str
     version: str
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Path | None = None) -> None:
         self.owner: subprocess.Popen[bytes] | None = None
-        self._password = secrets.token_urlsafe(18)
+        self._kept = kept
+        self._password = secrets.token_urlsafe(18) if kept is None else _kept_secret(kept / "password")
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
 
     async def begin(self, sources: Sequence[str], image: str | None, say: Say) -> None:
@@ -94,7 +98,7 @@ class PrivateBroker:
                     image = image or await _find_image(say)
                 for is_last_try in (False, False, True):
                     try:
-                        return await self._try(image if source == "docker" else None)
+                        return await self._try(image if source == "docker" else None, say)
                     except _Ended:
                         # Repeated, because another process may have taken a port before the broker listened on it.
                         if is_last_try:
@@ -103,17 +107,17 @@ class PrivateBroker:
                 problems.append(str(error))
         raise BrokerUnreachable("; ".join([ADVICE, *problems]))
 
-    async def _try(self, image: str | None) -> None:
+    async def _try(self, image: str | None, say: Say) -> None:
         amqp, management, *others = free_ports(4)
         self.amqp_url = f"amqp://{USER}:{self._password}@{LOOPBACK}:{amqp}/"
         self.management_url = f"http://{LOOPBACK}:{management}"
         environment = None
         if image is None:
             server, epmd = _installed()
-            environment = _node_environment(epmd, amqp, management, *others)
+            environment = _node_environment(epmd, amqp, management, *others, kept=self._kept)
             command = ["sh", "-c", OWNER_OF_NODE, "sh", str(server)]
         else:
-            command = _docker_command(image, amqp, management)
+            command = _docker_command(image, amqp, management, kept=self._kept)
         self.close()
         # Not an asyncio subprocess: an event loop that is closed early kills its children before they can clean up.
         self.owner = subprocess.Popen(  # noqa: ASYNC220
@@ -126,7 +130,7 @@ class PrivateBroker:
             bufsize=0,
         )
         self._order(self._password)
-        await self._ready()
+        await self._ready(say)
 
     async def kill(self) -> None:
         """Kill the broker with SIGKILL, like a power cut. Raises BrokerUnreachable if it has ended already."""
@@ -136,7 +140,7 @@ class PrivateBroker:
 
     async def start(self) -> None:
         self._order("start")
-        await self._ready()
+        await self._ready(say_on_stderr)
 
     def close(self) -> None:
         """Remove the broker. This blocks, so that no cancellation interrupts it."""
@@ -155,11 +159,16 @@ class PrivateBroker:
         with suppress(BrokenPipeError):  # `_ready` notices that it has ended
             self.owner.stdin.write(f"{line}\n".encode())
 
-    async def _ready(self) -> None:
+    async def _ready(self, say: Say) -> None:
         assert self.owner is not None
+        clock = asyncio.get_running_loop().time
+        began_s, said_s = clock(), 0.0
         with suppress(TimeoutError):
             async with asyncio.timeout(READY_S):
                 while self.owner.poll() is None:
+                    if clock() - began_s >= said_s + SAY_EVERY_S:
+                        said_s += SAY_EVERY_S
+                        say(f"  … waiting for RabbitMQ to start ({said_s:.0f} s)")
                     if version := await asyncio.to_thread(version_if_ready, self.management_url, self._password):
                         self.version = version
                         return
@@ -179,10 +188,14 @@ def say_on_stderr(text: str) -> None:
 
 @asynccontextmanager
 async def private_broker(
-    *, sources: Sequence[str] = SOURCES, image: str | None = None, say: Say = say_on_stderr
+    *,
+    sources: Sequence[str] = SOURCES,
+    image: str | None = None,
+    say: Say = say_on_stderr,
+    kept: Path | None = None,
 ) -> AsyncIterator[PrivateBroker]:
     """Run a broker inside the block, from the first of `sources` that has one. Raises BrokerUnreachable."""
-    with closing(PrivateBroker()) as broker:
+    with closing(PrivateBroker(kept)) as broker:
         await broker.begin(sources, image, say)
         yield broker
 
@@ -215,11 +228,21 @@ async def _succeeds(*command: str, within_s: float) -> bool:
             process.kill()
 
 
-def _docker_command(image: str, amqp_port: int, management_port: int) -> list[str]:
-    name = f"lanekeeper-{secrets.token_hex(6)}"
+def _kept_secret(file: Path) -> str:
+    """A secret that is made once, because the broker keeps the password of its first start."""
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_urlsafe(18))
+    return file.read_text()
+
+
+def _docker_command(image: str, amqp_port: int, management_port: int, *, kept: Path | None = None) -> list[str]:
+    name = f"lanekeeper-{secrets.token_hex(6) if kept is None else _kept_secret(kept / 'name')}"
+    data = () if kept is None else (f"--volume={name}:/var/lib/rabbitmq",)
     return [
         *("docker", "run", "--rm", "--interactive", "--pull=never", f"--name={name}"),
         f"--hostname={name}",  # the host name is part of the node's name, and so of the path to its data
+        *data,
         f"--env=RABBITMQ_DEFAULT_USER={USER}",
         f"--env=RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS={ERLANG_ARGUMENTS}",
         "--env=detached=true",  # makes the server's script replace itself with Erlang, which the shell then can kill
@@ -240,9 +263,11 @@ def _installed() -> tuple[Path, Path]:
     return Path(server), Path(epmd)
 
 
-def _node_environment(epmd: Path, amqp: int, management: int, distribution: int, epmd_port: int) -> dict[str, str]:
+def _node_environment(
+    epmd: Path, amqp: int, management: int, distribution: int, epmd_port: int, *, kept: Path | None
+) -> dict[str, str]:
     """All of it, so that neither the user's RABBITMQ_* nor a file in /etc has an effect."""
-    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-broker-"))
+    folder = Path(tempfile.mkdtemp(prefix="lanekeeper-broker-")) if kept is None else kept
     (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
     (folder / "rabbitmq.conf").write_text(
         f"listeners.tcp.1 = {LOOPBACK}:{amqp}\n"
@@ -261,7 +286,9 @@ def _node_environment(epmd: Path, amqp: int, management: int, distribution: int,
         "EPMD": str(epmd),
         "ERL_EPMD_PORT": str(epmd_port),
         "ERL_EPMD_ADDRESS": LOOPBACK,
-        "RABBITMQ_NODENAME": f"lanekeeper-{epmd_port}@localhost",
+        "KEPT": "" if kept is None else "yes",
+        # the node's name is part of the path to its data
+        "RABBITMQ_NODENAME": f"lanekeeper-{epmd_port if kept is None else 'up'}@localhost",
         "RABBITMQ_DEFAULT_USER": USER,
         "RABBITMQ_DIST_PORT": str(distribution),
         "RABBITMQ_CONF_ENV_FILE": str(folder / "no-rabbitmq-env.conf"),

@@ -79,9 +79,9 @@ POLL_S = 0.02
 
 
 @contextmanager
-def private_broker_beside(sources: Sequence[str] = SOURCES) -> Iterator[PrivateBroker]:
+def private_broker_beside(sources: Sequence[str] = SOURCES, kept: Path | None = None) -> Iterator[PrivateBroker]:
     """`private_broker` for code without an event loop."""
-    with closing(PrivateBroker()) as broker:
+    with closing(PrivateBroker(kept)) as broker:
         asyncio.run(broker.begin(sources, None, say_on_stderr))
         yield broker
 
@@ -112,6 +112,7 @@ def main() -> int:
     """Run the command. Returns its exit code; 128 + the number of the signal that ended it; 1 without a broker."""
     options = argparse.ArgumentParser(prog="python -m tests.support.with_broker")
     options.add_argument("--sources", default=",".join(SOURCES), help="where the broker may come from, in this order")
+    options.add_argument("--kept", type=Path, metavar="FOLDER", help="where the broker's data stay; default: nowhere")
     options.add_argument("command", nargs="+", metavar="-- COMMAND …")
     chosen = options.parse_args()
     if os.environ.get("LANEKEEPER_AMQP_URL"):
@@ -121,9 +122,10 @@ def main() -> int:
     signals = Signals()
     signals.listen()
     code = 1
-    say_on_stderr("starting a broker, which is removed at the end …")
+    ends = "which is removed at the end" if chosen.kept is None else f"with the data in {chosen.kept}"
+    say_on_stderr(f"starting a broker, {ends} …")
     try:
-        with private_broker_beside(chosen.sources.split(",")) as broker:
+        with private_broker_beside(chosen.sources.split(","), chosen.kept) as broker:
             # From here on Told could come after a process has started but before we know it, and leave it behind.
             signals.raising = False
             code = _run(chosen.command, broker, signals)
