@@ -156,8 +156,7 @@ COLUMNS = {
 
 def tables(found: Results) -> str:
     rows = ("floor", OURS, STORELESS, UNMEASURED, TRACED, *(peer.name for peer in PEERS))
-    told = (report.aims(found, AIMS), report.side_by_side(found, rows, COLUMNS))
-    return report.page(found, report.head(found, COMMAND, ABOUT), *told)
+    return report.page(report.head(found, COMMAND, ABOUT), report.side_by_side(found, rows, COLUMNS))
 
 
 async def measure(plan: Sequence[Scenario], found: Results, *, within_s: float = math.inf) -> None:
@@ -223,7 +222,7 @@ def main() -> None:
         print(f"written to {found.save(FOLDER)}", file=sys.stderr)
     else:
         found = results.load(Path(options.report) if options.report else max(FOLDER.glob("*.json")))
-    print(tables(found))
+    print(report.page(tables(found), report.aims(found, AIMS), report.missing(found)))
     if options.write:
         report.between(PAGE, tables(found), command=COMMAND)
 

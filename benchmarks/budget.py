@@ -181,7 +181,7 @@ async def main(seconds: float, only: list[str]) -> None:
             runs.append(found.add("budget", name, 0, spend(on, asking, seconds=seconds)))
         await asyncio.gather(*runs)
         names = list(contestants(on))
-    print(report.page(found, report.side_by_side(found, names, COLUMNS)))
+    print(report.page(report.side_by_side(found, names, COLUMNS), report.missing(found)))
 
 
 if __name__ == "__main__":

@@ -164,8 +164,7 @@ COLUMNS = {
 
 
 def tables(found: Results) -> str:
-    told = (report.aims(found, AIMS), report.side_by_side(found, (DIRECT, OURS, PEER), COLUMNS))
-    return report.page(found, report.head(found, COMMAND), *told)
+    return report.page(report.head(found, COMMAND), report.side_by_side(found, (DIRECT, OURS, PEER), COLUMNS))
 
 
 if __name__ == "__main__":
@@ -180,6 +179,6 @@ if __name__ == "__main__":
     given.rounds = given.rounds or (2 if given.quick else 5)
     given.calls = given.calls or (100 if given.quick else 200)
     results = load(given.report) if given.report else uvloop.run(measure(given))
-    print(tables(results))
+    print(report.page(tables(results), report.aims(results, AIMS), report.missing(results)))
     if given.write:
         report.between(PAGE, tables(results), command=COMMAND)

@@ -313,9 +313,9 @@ ONE, THREE = (f"{kind}, {WORKERS} workers" for kind in ("one node", "three nodes
 def tables(found: Results) -> str:
     rows = dict.fromkeys(run.contestant for run in found.runs if run.scenario == "costs")
     parts = [report.head(found, COMMAND), report.side_by_side(found, rows, COLUMNS)]
-    with suppress(LookupError):  # what has no figure is named by `page`
+    with suppress(LookupError):  # `missing` names what has no figure
         parts += [report.aligned(limits(found)), report.aligned(sizes(found))]
-    return report.page(found, *parts)
+    return report.page(*parts)
 
 
 def middle(found: Results, scenario: str, who: str, figure: str) -> float:
@@ -361,6 +361,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     results = uvloop.run(measure(quick=given.quick))
     print(f"written to {results.save(FOLDER)}", file=sys.stderr)
-    print(tables(results))
+    print(report.page(tables(results), report.missing(results)))
     if given.write:
         report.between(PAGE, tables(results), command=COMMAND)

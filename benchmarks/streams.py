@@ -255,7 +255,7 @@ AIMS = (
 
 
 def tables(found: Results) -> str:
-    told = [report.head(found, COMMAND), report.aims(found, AIMS)]
+    told = [report.head(found, COMMAND)]
     names = (DIRECT, OURS, OURS + BEFORE, TWO, TWO + BEFORE, AMQP, PEER)
     for given in LOADS:
         columns = {
@@ -270,7 +270,7 @@ def tables(found: Results) -> str:
         table = report.side_by_side(found, names, {head: (given.name, figure) for head, figure in columns.items()})
         if table:
             told.append(f"{given.streams} streams of {given.rate} events a second:\n\n{table}")
-    return report.page(found, *told)
+    return report.page(*told)
 
 
 if __name__ == "__main__":
@@ -287,6 +287,6 @@ if __name__ == "__main__":
     options.rounds = options.rounds or (1 if options.quick else 3)
     options.seconds = options.seconds or (6 if options.quick else 12)
     results = load(options.report) if options.report else uvloop.run(measure(options))
-    print(tables(results))
+    print(report.page(tables(results), report.aims(results, AIMS), report.missing(results)))
     if options.write:
         report.between(PAGE, tables(results), command=COMMAND)

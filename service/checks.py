@@ -453,7 +453,7 @@ async def _of_broker(settings: Settings, broker: Connection) -> AsyncIterator[Fi
     if is_before(broker.version, RECOMMENDED):
         wanted = ".".join(map(str, RECOMMENDED))
         yield Finding(
-            "broker version", None, f"RabbitMQ {broker.version} has known holes (docs/broker.md): {wanted} or later"
+            "broker version", None, f"RabbitMQ {broker.version} has known holes (docs/facts.md): {wanted} or later"
         )
     try:
         # A worker's user may not publish control messages; an administrator, a deployer or a user with all rights may.

@@ -455,7 +455,7 @@ async def in_the_right_order(stage: Stage, settings: Settings) -> None:
     if not is_well:
         text = (
             f"the promise is no 429, 95 % of critical requests within {SOON_S:g} s, and {USED_LEAST:.0%} of the usable "
-            "budget used"
+            "budget used; is this machine busy with other programs?"
         )
     stage.verdict("act 3", text, is_well=is_well)
 

@@ -117,7 +117,7 @@ _VERSION = re.compile(r"\d+\.\d+")
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """The features of a RabbitMQ version on which the declaration depends (docs/broker.md). `version`: as a broker
+    """The features of a RabbitMQ version on which the declaration depends (docs/facts.md). `version`: as a broker
     reports it ("4.3.6", "3.10.8+deb"). Raises ValueError for a version before 3.10."""
 
     version: str

@@ -25,11 +25,18 @@ CONFIG = Path(__file__).with_name("mkdocs.yml")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)")
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 NAVIGATION = {
-    "Begin": ["README.md", "docs/README.md", "docs/install.md"],
+    "Begin": [
+        "README.md",
+        "docs/README.md",
+        "docs/install.md",
+        "docs/your-rabbitmq.md",
+        "docs/from-celery.md",
+        "docs/from-litellm.md",
+    ],
     "How to": """clients gateway webhooks lanes batches pipelines schedules providers brake dead-letters page runbook
         production kubernetes scale simulated""",
     "Reference": "contract http amqp sdks settings metrics logs tracing",
-    "Explanation": """architecture reliability budget fairness security content-at-rest broker facts performance
+    "Explanation": """architecture reliability budget fairness security content-at-rest facts performance
         comparison""",
 }
 

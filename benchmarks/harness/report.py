@@ -1,4 +1,5 @@
-"""Makes Markdown tables of results (aims, contestants side by side), and writes them into a document."""
+"""Makes Markdown tables of results, and writes those that compare contestants into a document. Aims, and runs that
+failed, are for whoever runs the benchmark."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,8 +76,8 @@ def missing(found: Results) -> str:
     return "\n".join(told)
 
 
-def page(found: Results, *parts: str) -> str:
-    return "\n\n".join(part for part in (*parts, missing(found)) if part)
+def page(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
