@@ -180,6 +180,12 @@ NOT_PARKED = "not parked"
 SLOTS_LOST = "slots lost"
 NOT_POSTED = "not posted"
 POSTED_AGAIN = "posted again"
+PAID_AGAIN = "paid again"
+CUT_OFF = frozenset({"A1", "A2", "A3", "A4", "A5", "C4", "C5", "D5"})
+"""Faults between the provider's answer and its place in the store: it may have answered a worker that died, hung, or
+could not hear it."""
+AROUND_S = 2.0
+"""How long before such a fault an answer may have been given that it cut off, and after it."""
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
 """Errors whose requests are also in `lane.dead`."""
 
@@ -297,6 +303,8 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
         violations += _of_question(each)
     for identity, theirs in by_identity.items():
         violations += _of_identity(identity, theirs, calls[identity], store_was_lost=store_was_lost)
+        if not store_was_lost:
+            violations += _of_payments(identity, calls[identity], faults)
         violations += _of_dead_letters(identity, theirs, parked[identity])
         first_s = min((fault.at_s for fault in faults), default=inf)
         violations += _of_webhook(identity, theirs, posted[identity], first_s=first_s, store_was_lost=store_was_lost)
@@ -365,6 +373,23 @@ def _of_identity(
         if (number := call.step.partition(".")[0]) < begun:
             found.append(Violation(CALLED_AFTER_STEP, identity, f"step {call.step}, after step {begun} had begun"))
         begun = max(begun, number)
+    return found
+
+
+def _of_payments(identity: str, calls: Sequence[Called], faults: Sequence[Disturbed]) -> list[Violation]:
+    """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off or a
+    batch took too long."""
+    cuts = [(each.at_s - AROUND_S, each.healed_s + AROUND_S) for each in faults if each.code in CUT_OFF]
+    paid: dict[str, Called] = {}
+    found = []
+    for call in calls:
+        if (first := paid.get(call.step)) is not None and not (first.batch and not call.batch):
+            took = "" if first.ended_s is None else f", answered {call.at_s - first.ended_s:.3f} s before"
+            where = f"step {call.step or 'alone'}: {first.batch or 'live'}{took}, then {call.batch or 'live'}"
+            found.append(Violation(PAID_AGAIN, identity, where))
+        ended_s = call.at_s if call.ended_s is None else call.ended_s
+        if call.outcome == OK and not any(from_s <= ended_s <= until_s for from_s, until_s in cuts):
+            paid[call.step] = call
     return found
 
 

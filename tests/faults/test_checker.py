@@ -80,6 +80,8 @@ def test_a_correct_history_passes() -> None:
         (checker.OF_ANOTHER, (asked(), published(), replied(identity="other"))),
         (checker.OF_ANOTHER, (asked(), published(), replied(text="echo: other"))),
         (checker.UNEXPECTED, (asked(), published(), replied(code="internal"))),
+        (checker.PAID_AGAIN, (*GOOD, called(at_s=0.7))),
+        (checker.PAID_AGAIN, (*PIPED, called(at_s=0.65, step="2.1"))),
         (checker.CALLED_AFTER_END, (*GOOD, called(at_s=1.5))),
         (checker.LOST, PIPED[:-1]),
         (checker.CALLED_AFTER_STEP, (*PIPED, called(at_s=0.7, step="1"))),
@@ -126,7 +128,7 @@ def test_a_call_that_the_provider_failed_is_not_a_repeated_call() -> None:
 def test_a_pipelines_calls_are_counted_by_step_and_item() -> None:
     verdict = check(PIPED)
     assert (verdict.violations, verdict.pipelines, verdict.repeated_calls) == ((), 1, 0)
-    again = check((*PIPED, called(at_s=0.65, step="2.1")))
+    again = check((*PIPED, fault(0.61, 0.62), called(at_s=0.65, step="2.1")))
     assert (again.violations, again.repeated_calls) == ((), 1), "its worker died before it was stored"
 
 
