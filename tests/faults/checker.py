@@ -181,9 +181,9 @@ SLOTS_LOST = "slots lost"
 NOT_POSTED = "not posted"
 POSTED_AGAIN = "posted again"
 PAID_AGAIN = "paid again"
-CUT_OFF = frozenset({"A1", "A2", "A3", "A4", "A5", "C4", "C5", "D5"})
-"""Faults between the provider's answer and its place in the store: it may have answered a worker that died, hung, or
-could not hear it."""
+CUT_OFF = ("A", "B", "C4", "C5", "D5")
+"""Faults that end or interrupt calls: of a worker, of its connection to the broker, which ends the work on what came
+over it, and of the line to the provider. The provider may have answered just then."""
 AROUND_S = 2.0
 """How long before such a fault an answer may have been given that it cut off, and after it."""
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
@@ -379,7 +379,7 @@ def _of_identity(
 def _of_payments(identity: str, calls: Sequence[Called], faults: Sequence[Disturbed]) -> list[Violation]:
     """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off or a
     batch took too long."""
-    cuts = [(each.at_s - AROUND_S, each.healed_s + AROUND_S) for each in faults if each.code in CUT_OFF]
+    cuts = [(each.at_s - AROUND_S, each.healed_s + AROUND_S) for each in faults if each.code.startswith(CUT_OFF)]
     paid: dict[str, Called] = {}
     found = []
     for call in calls:
