@@ -15,6 +15,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, assert_never
 
+import structlog
+
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import DEATHS_AT_MOST
 from consumers.clock import NowMs, now_ms
@@ -46,7 +48,7 @@ from consumers.replies import Parts, Replies
 from consumers.slots.pausing import Pausing
 from lanekeeper.contract.identity import shown
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.codec.decoding import Request
 
 SLACK_S = 1.0
@@ -60,7 +62,7 @@ LEAST_LEFT_S = 1.0
 DEADLINE_TOLERANCE_S = 0.1
 DEADLINE_PASSED = TransientError("no answer before the request's deadline", type=TIMEOUT)
 """The error that is reported to the provider's circuit breaker if the request's deadline ended the call."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class _FailedCall(NamedTuple):

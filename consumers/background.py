@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import structlog
+
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 
 T = TypeVar("T")
 CANCEL_AGAIN_S = 2.0
 RESTART_S = 1.0
-log = logger()
+log = structlog.get_logger()
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import structlog
 from cachetools import LRUCache
 
 from consumers.clock import NowMs, moment_ms, moment_text
@@ -16,11 +17,11 @@ from consumers.clock import now_ms as system_ms
 from consumers.job import Route
 from consumers.state.base import PAUSE_KINDS, PAUSES_AT_MOST, Pause, PauseKind, StoredPauses, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 READ_EVERY_S = 0.5
 LONGEST = {"name": 256, "who": 128, "why": 300}
-log = logs.logger()
+log = structlog.get_logger()
 _Key = tuple[PauseKind, str]
 
 

@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import structlog
+
 from consumers.background import Background, end_within
 from consumers.clock import now_ms
 from consumers.job import ASK_WITHIN_S, CLAIM_WITHIN_S, KEPT_AFTER_MS, STORE_WITHIN_S, Job
+from consumers.log_subject import about
 from consumers.progress import Progress, ProgressWriter
 from consumers.state.base import (
     Cancelling,
@@ -31,7 +34,7 @@ from consumers.state.base import (
     WaitingLimit,
 )
 from lanekeeper.contract.problems import PROBLEMS
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 RENEW_EVERY_S = 0.5
 """The seconds between two renewals of a process's claims. The store's answer to a renewal also says which requests were
@@ -51,7 +54,7 @@ DEATHS_AT_MOST = 4
 the queue `lane.dead` at its next delivery. The broker's delivery count is not used, because it also counts deliveries
 that ended because the connection was lost while the worker lived on."""
 T = TypeVar("T")
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Claiming:
@@ -91,7 +94,7 @@ class Claiming:
                 waiting.noting = self._background.begin(self._note_waiting(held), name=f"waits {waiting.id}")
         for held, why in stops.items():
             if (job := self._held.get(held)) is not None and job.stopped is None:
-                with logs.about(job):
+                with about(job):
                     log.info(signals.REQUEST_STOPPED, reason=why.value)
                 job.stop(why)
 

@@ -20,6 +20,8 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import structlog
+
 from consumers.background import background_task
 from consumers.brake import Brake, read_pause, too_many
 from consumers.claiming import Claiming
@@ -49,7 +51,7 @@ from lanekeeper.contract.problems import (
     answer_too_large,
     invalid_request,
 )
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, supervised
 from topology.broker.notices import Notices
 
@@ -68,7 +70,7 @@ AT_ONCE_S = 5
 """A tenant may send at once as many control messages as its limit allows in this many seconds."""
 REFUSED_AT_A_TIME = 32
 Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, assert_never
 
+import structlog
+
 from consumers.brake import Brake
 from consumers.claiming import DEATHS_AT_MOST, Claiming
 from consumers.clock import NowMs, now_ms
@@ -51,11 +53,11 @@ from consumers.state.base import (
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.codec.decoding import Request
 from topology.codec.headers import BatchHop, provider_headers_json
 
-log = logs.logger()
+log = structlog.get_logger()
 
 
 Enter = Callable[[Job, Decoded], Awaitable[Outcome | None]]

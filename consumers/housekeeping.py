@@ -13,6 +13,8 @@ from math import ceil
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import structlog
+
 from consumers.clock import NowMs, now_ms
 from consumers.lifecycle import Lifecycle
 from consumers.state.base import DAY_S, Store, StoreUnavailable
@@ -21,7 +23,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.bodies import BodiesUnavailable, BodyStore, sync_folder
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.broker.deadletters import DeadLetter, held, line_of, scanned
 from topology.lanes import GIB, MIB
 
@@ -29,7 +31,7 @@ LOOK_EVERY_S = 60.0
 HELD: Final = 1000
 """How many letters are held at a time to be removed: meanwhile others do not see them."""
 DEAD_LEASE = "dead letters"
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

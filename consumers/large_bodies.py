@@ -16,6 +16,7 @@ from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
+import structlog
 
 from consumers.addresses import PrivateAddress, Resolver, is_private
 from consumers.background import Background
@@ -33,7 +34,7 @@ from lanekeeper.bodies import (
 )
 from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 from lanekeeper.contract.problems import answer_too_large
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.codec.bounds import ANSWER_BYTES
 
 SIZE_WITHIN_S = 5.0
@@ -49,7 +50,7 @@ MARGIN_S: Final = 3600.0
 """A large answer that is stored outside the broker is kept for this many seconds longer than the result that contains
 its address."""
 PAUSE_S: Final = 0.5
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class WebBodies:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, assert_never
 
+import structlog
+
 from consumers.clock import NowMs, moment_ms, now_ms
 from consumers.job import Job
 from consumers.outcomes import (
@@ -26,7 +28,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import shown
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing, record_outcome, record_request
 from topology.broker.notices import Notices
 from topology.codec.decoding import app_of
@@ -41,7 +43,7 @@ FAILURES: Final = 20
 _as_json = json.JSONEncoder(default=str).encode
 """Encodes events as JSON. One encoder is used for all events, because `json.dumps` with an option creates a new encoder
 at each call."""
-log = logs.logger()
+log = structlog.get_logger()
 KEPT_NAMES: Final[Mapping[type, str]] = {DeadLettered: "buried", Superseded: "dropped", PipelineAdvanced: "stepped"}
 """`lane.outcome` of spans, as dashboards read it."""
 

@@ -13,15 +13,18 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 from typing import Any
 
+import structlog
+
 from consumers.job import Job, Source
 from consumers.lifecycle import record
+from consumers.log_subject import about
 from consumers.outcomes import Outcome, end_with
 from consumers.settle import Settler
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, AtOnce, LaneSlots, PausedAdmitter, QueueAdmitter
 from consumers.state.base import Pause, StoreUnavailable
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session
 
@@ -33,7 +36,7 @@ FRONT_BYTES = 16 * 1024 * 1024
 LOOK_FOR_S = 5.0
 NEXT_LOOK_S = 10.0
 ENDED_AT_ONCE = 32
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Pool:
@@ -233,7 +236,7 @@ class Pool:
         assert task is not None
         self._undecided[job] = task
         try:
-            with logs.about(job):
+            with about(job):
                 await self._admit(job, admitter)
         finally:
             self._undecided.pop(job, None)

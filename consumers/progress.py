@@ -13,9 +13,11 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import structlog
+
 from consumers.background import Background
 from consumers.state.base import EVENT, RESTART, Following, Held, NewEntry, Part, Refused, StoreUnavailable, Submission
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 GATHER_S = 0.02
 AGAIN_S = 0.5
@@ -25,7 +27,7 @@ UNWRITTEN_BYTES = 1024 * 1024
 waiting events are discarded, and an entry `truncated` is written in their place."""
 PARTS_AT_ONCE = 100
 TRUNCATED = NewEntry("truncated", b"{}")
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Progress:

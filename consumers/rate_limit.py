@@ -8,9 +8,10 @@ if (count := throttle.count(tenant)): …   log that it happened `count` times s
 import time
 from collections.abc import Callable
 
+import structlog
 from cachetools import LRUCache
 
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 NAMES_KEPT = 10_000
 LOGGED_EVERY_S = 60.0
@@ -83,7 +84,7 @@ class LogThrottle:
 UNIT_BYTES = 64 * 1024
 INVALID_PER_HOUR = 1000
 HOUR_S = 3600
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Parking:

@@ -23,6 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import structlog
 from cachetools import LRUCache
 
 from consumers.job import Job
@@ -46,7 +47,7 @@ from lanekeeper.contract.problems import (
     answer_too_large,
 )
 from lanekeeper.replies import Part
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 JSON = "application/json"
 JSON_LINES = "application/jsonl"
@@ -57,7 +58,7 @@ KILLED_WITHIN_S = 2.0
 for the reason why the connection was lost."""
 TRIES = 3
 ADDRESSES_KEPT = 1000
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class ReplySender:

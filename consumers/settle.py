@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, assert_never
 
+import structlog
+
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
 from consumers.flows.webhooks import Webhooks
@@ -46,7 +48,7 @@ from lanekeeper.contract.identity import is_request_id, is_word, shown
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge, RequestProblem
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery
 from topology.codec.decoding import PACKED_BYTES, input_of
@@ -72,7 +74,7 @@ FAULTS_AT_MOST = 5
 RETURN_AFTER_S = 1.0
 """The broker delivers a returned message again at once, so without this pause a message that always fails would keep
 the worker busy."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)

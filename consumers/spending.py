@@ -20,12 +20,13 @@ from math import inf
 from secrets import token_hex
 from typing import NamedTuple, TypeVar
 
+import structlog
 from cachetools import LRUCache
 
 from consumers.background import Background
 from consumers.clock import NowMs, now_ms
 from consumers.state.base import DAY_S, Allowances, Period, Reservation, StoreUnavailable, period_of
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 LEVELS = (50, 80, 100)
 EVERY_TENANT = "*"
@@ -37,7 +38,7 @@ DAY, WEEK, MONTH = "day", "week", "month"
 _THIS = {DAY: "today", WEEK: "this week", MONTH: "this month"}
 Publish = Callable[..., None]
 T = TypeVar("T")
-log = logs.logger()
+log = structlog.get_logger()
 
 
 def _tell_nobody(event: str, **figures: object) -> None:

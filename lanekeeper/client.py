@@ -34,7 +34,6 @@ store for large bodies, it is read in pieces, so that it is never in memory as a
 PUBLISH_WITHIN_S = 30.0
 FULL_WITHIN_S = 2.0
 CANCEL_WITHIN_S = 3.0
-log = logs.logger()
 
 
 class Client:
@@ -283,12 +282,12 @@ class Client:
         except AccessRefused as error:
             # a refusal closes the channel that other control messages share, so send no further cancellations
             self._cancels_abandoned = False
-            log.warning(
+            logs.warning(
                 signals.CANCELLATION_UNSENT, request=id, error=str(error), hint="its user needs the role client"
             )
         except (BrokerError, ClientMisused, ControlRefused, TimeoutError) as error:
             why = str(error) or f"not within {CANCEL_WITHIN_S:g} s"
-            log.warning(signals.CANCELLATION_UNSENT, request=id, error=why)
+            logs.warning(signals.CANCELLATION_UNSENT, request=id, error=why)
 
 
 def _global_tracing() -> "Tracing | None":

@@ -55,7 +55,6 @@ DROP_WITHIN_S = 10.0
 FETCH_WITHIN_S = 60.0
 LARGEST_ANSWER_BYTES = 512 * MIB
 """Also the highest value of the setting `LANEKEEPER_RESULTS__ANSWER_BYTES`."""
-log = logs.logger()
 
 
 class OverAmqp:
@@ -235,7 +234,7 @@ class OverAmqp:
                 tenant=outgoing.tenant or message.user_id or "",
             )
         except BodiesUnavailable as error:
-            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            logs.warning(signals.BODY_UNAVAILABLE, error=error.cause)
             raise
         message.body, outgoing.content = b"", None
         message.headers = {**message.headers, **kept.headers}
@@ -265,7 +264,7 @@ class OverAmqp:
                 except TimeoutError:
                     raise BodiesUnavailable(f"the answer could not be fetched within {FETCH_WITHIN_S:g} s") from None
         except BodiesUnavailable as error:
-            log.warning(signals.BODY_UNAVAILABLE, error=error.cause)
+            logs.warning(signals.BODY_UNAVAILABLE, error=error.cause)
             raise
         return replace(final, body=body)
 

@@ -14,6 +14,8 @@ from textwrap import shorten
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+import structlog
+
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.errors import one_line
@@ -27,7 +29,6 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, CANCEL_KEY, SENT_MS, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.names import variable
 from service.config.settings import FIRST, Settings
@@ -42,7 +43,7 @@ from topology.codec.decoding import unpublished
 from topology.declaration import RECOMMENDED, Broker, declare, is_before
 from topology.plan import Difference
 
-log = logger()
+log = structlog.get_logger()
 CALL_WITHIN_S = 10.0
 
 

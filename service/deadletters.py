@@ -18,6 +18,8 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
+import structlog
+
 from consumers.clock import moment_text, now_ms
 from consumers.flows.webhooks import UNDELIVERED, redelivered
 from lanekeeper.amqp.connection import Connection
@@ -26,7 +28,6 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Encoded, Message, body_address_in
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing, trace_url
 from service.config.settings import Settings
 from topology.broker.deadletters import DeadLetter, held, line_of, message_of_line, normalised, scanned
@@ -45,7 +46,7 @@ HELD_SCANS: Final = 5
 """A replay or a removal holds at most so many letters at a time, and, at a rate, as many as it
 publishes in this time or in that of so many scans: meanwhile others do not see them."""
 PUBLISHED_WITHIN_S: Final = 30.0
-log = logger()
+log = structlog.get_logger()
 
 
 class ReplayRefused(LanekeeperError):

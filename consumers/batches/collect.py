@@ -25,6 +25,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
+import structlog
+
 from consumers.batches.ticket import Item, Stage, Ticket, UnreadTicket, items_in, message_of, pack, unpack
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.job import Route
@@ -36,7 +38,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import headers_with
 from topology.broker.consume import Deliveries, Delivery
 from topology.codec.headers import BatchHop, item_of, read_batch, with_batch
@@ -77,7 +79,7 @@ SPLIT: Final = frozenset({400, 413, 422})
 NOT_RUN: Final = frozenset({"expired", "canceled"})
 ASKED_AT_ONCE: Final = 500
 ASKS_FOR_S: Final = 1.0
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)

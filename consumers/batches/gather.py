@@ -16,6 +16,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import structlog
+
 from consumers.batches.ticket import Item, Ticket, message_of, pack, parts
 from consumers.brake import Brake
 from consumers.job import Route
@@ -25,7 +27,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, supervised
 from topology.codec.decoding import app_of
 from topology.codec.headers import BatchHop, read_batch, split_tail, with_batch, without_params
@@ -50,7 +52,7 @@ GROUPS_PER_TENANT: Final = 16
 """A tenant's requests open at most so many batches at a time: what would open another one runs live. So a tenant that
 varies its models or `anthropic-beta` makes no small batches without end."""
 MILLION: Final = 1_000_000
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class _Group(NamedTuple):

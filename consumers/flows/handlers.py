@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import jiter
+import structlog
 
 from consumers.background import Background, end_within
 from consumers.failures import HandlerDied, HandlerError, RejectedError
@@ -30,7 +31,7 @@ from consumers.flows.pool_worker import (
 )
 from consumers.flows.process_pool import NotImported, PoolProcess, ProcessDied, ProcessPool
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.bounds import ANSWER_BYTES
 
@@ -38,7 +39,7 @@ PROVIDER: Final = "handler"
 """The header `x-lane-provider` of what a handler answered; `x-lane-model` is the handler's name."""
 CANCELLED_WITHIN_S = 1.0
 """How long an async handler may take to end after it was cancelled. Then it is left behind."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Final
 
+import structlog
 from standardwebhooks import Webhook
 from yarl import URL
 
@@ -39,7 +40,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     BrokerError,
 )
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import record_status
 from topology.broker.consume import Deliveries, Delivery
 
@@ -54,7 +55,7 @@ UNIT_BYTES: Final = 16 * 1024
 """Each begun one counts in the number of posts that a tenant may have waiting."""
 FAULTS_AT_MOST: Final = 5
 """A message that causes a fault of ours at each of this many deliveries becomes a dead letter."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False, repr=False)

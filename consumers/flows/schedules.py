@@ -14,6 +14,7 @@ from itertools import takewhile
 from typing import Any, Final, Literal
 from zoneinfo import ZoneInfo
 
+import structlog
 from cronsim import CronSim
 
 from consumers.brake import Brake
@@ -24,7 +25,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 LOOK_EVERY_S: Final = 1.0
 LEASE: Final = "schedules"
@@ -36,7 +37,7 @@ TOLD_MS: Final = 3_600_000
 """A time that was missed counts as late for so long, or until the schedule fires again."""
 NOTHING: Final[Mapping[str, str | None]] = {"trouble": None, "failed": None, "late_since": None}
 NO_FAILURES: Final = frozenset({"cancelled", "superseded"})
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final, Self
 
+import structlog
 from yarl import URL
 
 from consumers.addresses import is_private
@@ -37,7 +38,6 @@ from lanekeeper.contract.problems import (
     answer_too_large,
     invalid_request,
 )
-from lanekeeper.telemetry import logs
 
 LONGEST_PAUSE_S: Final = 6 * 3600.0
 """Between two posts that failed."""
@@ -46,7 +46,7 @@ PRIVATE: Final = "its host has a private address"
 STATES: Final = ("delivered", "retrying", "gone", "undelivered")
 UNDELIVERED: Final = "webhook_undelivered"
 _ENTRY = re.compile(r"(?P<host>\*|(\*\.)?[a-z0-9_.-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?", re.IGNORECASE)
-log = logs.logger()
+log = structlog.get_logger()
 
 
 def is_host(entry: str) -> bool:

@@ -13,6 +13,8 @@ from math import inf
 from operator import lt
 from typing import Final, Protocol
 
+import structlog
+
 from consumers.limits import forecast
 from consumers.limits.account import Account, Waiter
 from consumers.limits.base import (
@@ -27,11 +29,11 @@ from consumers.limits.base import (
     Waiting,
     WaitTooLong,
 )
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 LATE_S: Final = 0.0005
 """The time that is added when the timer for the next waiting request is set."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class BudgetQueue(Protocol):

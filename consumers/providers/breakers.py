@@ -38,6 +38,8 @@ from logging import INFO, WARNING
 from math import inf
 from typing import Any, NamedTuple, assert_never
 
+import structlog
+
 from consumers.background import Background
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, TransientError, Trips
@@ -46,7 +48,7 @@ from consumers.limits.base import Kind
 from consumers.providers.routes import OTHER
 from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.contract.problems import ProviderFailure
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 FAILURES = 10
 """If 30 % of all calls fail by chance, that many failures in a row happen once in 240,000 calls."""
@@ -80,7 +82,7 @@ AGAIN_S = 120.0
 """A provider that is paused again within this many seconds after a pause goes on with that pause: the probe has not
 shown what is wrong. It is then probed as seldom as at the end of that pause, and only by calls of a model."""
 Probe = Callable[[Route, bool], Awaitable[None]]
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import anthropic
+import structlog
 
 from consumers.limits.base import LEAST_LIMITS, BucketHeaders, RateHeaders
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 WITHIN_S: Final = 5.0
 TYPES: Final = ("requests_per_minute", "input_tokens_per_minute", "output_tokens_per_minute")
@@ -17,7 +18,7 @@ MODELS, BATCHES = "model_group", "batch"
 """The groups of limits, as the Admin API names them."""
 CACHE_AWARE: Final = "_cache_aware"
 """The end of the name of a limit that does not count what is read from the cache, as the budget does not."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)

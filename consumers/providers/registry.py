@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Protocol
 
+import structlog
 from cachetools import LRUCache
 from opentelemetry.trace import Span
 
@@ -18,7 +19,7 @@ from consumers.prices import Prices
 from consumers.providers.answers import CONTENT, NO_CATEGORY, REFUSAL, Answer, OnEvent
 from consumers.providers.batches import Batches
 from consumers.providers.routes import OTHER
-from lanekeeper.telemetry import logs, signals, tracing
+from lanekeeper.telemetry import signals, tracing
 from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.decoding import Request
@@ -52,7 +53,7 @@ class Calls:
         self.unpriced += answer.cost_usd is None
 
 
-log = logs.logger()
+log = structlog.get_logger()
 STOP_REASONS = frozenset(
     {
         "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "compaction", REFUSAL,

@@ -17,8 +17,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 from typing import Final, Protocol
 
+import structlog
+
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 LOOK_EVERY_S: Final = 0.05
 """The time between two checks of the conditions. They are polled, because they are attributes of very different
@@ -31,7 +33,7 @@ WATCH_EVERY_S: Final = 2.0
 EMPTY_FOR: Final = 5
 STILL_S: Final = 30.0
 Condition = Callable[[], str | None]
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Pausable(Protocol):

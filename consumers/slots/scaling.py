@@ -30,15 +30,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final, Protocol
 
+import structlog
+
 from consumers.clock import every
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import QueueSlots
 from lanekeeper.contract.problems import BrokerError
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 LOOK_EVERY_S: Final = 0.25
 LOOKS_A_SECOND: Final = 4
-log = logs.logger()
+log = structlog.get_logger()
 
 Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 

@@ -45,7 +45,6 @@ BACKOFF_CAP_S = 2.5
 """So a worker is connected at most about this long after the broker has started, and a hundred workers make about a
 hundred tries a second."""
 DEPTH_TIMEOUT_S = 5
-log = logs.logger()
 
 
 class Connection:
@@ -209,7 +208,7 @@ class Connection:
         self.openings += 1
         self.trouble = None
         self._opened.set()
-        log.info(signals.BROKER_CONNECTED, connection=self._name, broker=self.address, version=self.version)
+        logs.info(signals.BROKER_CONNECTED, connection=self._name, broker=self.address, version=self.version)
 
     async def _supervise(self) -> None:
         while True:
@@ -223,7 +222,7 @@ class Connection:
             self.blocked = None
             self._unblocked.set()
             self.loss.set_result(reason)
-            log.warning(signals.BROKER_LOST, connection=self._name, broker=self.address, reason=reason)
+            logs.warning(signals.BROKER_LOST, connection=self._name, broker=self.address, reason=reason)
             self._use_next_url()
             await self._reopen()
 
@@ -236,7 +235,7 @@ class Connection:
             except Exception as error:
                 self.trouble = reason = text_of(error)
                 attempt += 1
-                log.warning(signals.BROKER_UNREACHABLE, connection=self._name, reason=reason, attempt=attempt)
+                logs.warning(signals.BROKER_UNREACHABLE, connection=self._name, reason=reason, attempt=attempt)
             else:
                 return
 
@@ -245,12 +244,14 @@ class Connection:
         if reason is None:
             self.blocked = None
             self._unblocked.set()
-            log.info(signals.BROKER_UNBLOCKED, connection=self._name, blocked_s=round(now_s - self._blocked_since_s, 1))
+            logs.info(
+                signals.BROKER_UNBLOCKED, connection=self._name, blocked_s=round(now_s - self._blocked_since_s, 1)
+            )
             return
         if self.blocked is None:
             self._blocked_since_s = now_s
             self.blocks += 1
-            log.warning(signals.BROKER_BLOCKED, connection=self._name, broker=self.address, reason=reason)
+            logs.warning(signals.BROKER_BLOCKED, connection=self._name, broker=self.address, reason=reason)
         self.blocked = reason
         self._unblocked.clear()
 

@@ -79,9 +79,10 @@ async def _serve(
     simulate: bool,
 ) -> None:
     declares = new_keys is not None
+    import structlog
+
     from consumers.background import background_task, end, restarted
     from lanekeeper.telemetry import signals
-    from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service import checks
     from service.cli.process import SERVICE_NAME
@@ -96,7 +97,7 @@ async def _serve(
     from service.worker.figures import sources
     from service.worker.running import reread_caps, tune
 
-    log = logger()
+    log = structlog.get_logger()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         if simulate:
@@ -184,9 +185,10 @@ def gateway(given: options.Given) -> None:
 async def _gateway(
     settings: "Settings", new_keys: "Changed[Mapping[str, GatewayKey]]", traces: "TracerProvider | None"
 ) -> None:
+    import structlog
+
     from consumers.state import open_store
     from lanekeeper.telemetry import signals
-    from lanekeeper.telemetry.logs import logger
     from lanekeeper.telemetry.tracing import Tracing
     from service import checks
     from service.cli.process import SERVICE_NAME
@@ -195,7 +197,7 @@ async def _gateway(
     from service.metrics import measuring, of_client, of_http, of_store
     from service.telemetry.exporters import resource_of
 
-    log = logger()
+    log = structlog.get_logger()
     async with AsyncExitStack() as stack:
         stop = stack.enter_context(stop_signals())
         checks.warn_of_plain_text(settings)

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+import structlog
 from aiohttp import web
 from multidict import MultiMapping
 
@@ -20,7 +21,6 @@ from consumers.flows.pipelines import PipelineSpec
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey
 from service.gateway.problems import ApiError, api_error_of
 from topology.lanes import LaneSpec, usual
@@ -28,7 +28,7 @@ from topology.lanes import LaneSpec, usual
 PREFIX = "lane-"
 JSON = "application/json"
 _LONGEST = 256
-log = logger()
+log = structlog.get_logger()
 
 
 def new_key() -> str:

@@ -22,13 +22,14 @@ from collections.abc import (
 from contextlib import asynccontextmanager, suppress
 from typing import BinaryIO, Final, TypeVar
 
+import structlog
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import StreamWriter
 
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract.messages import BodyAddress
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from service.gateway.problems import ApiError, refused
 from service.gateway.shares import Parsing, SharedLimit
 
@@ -39,7 +40,7 @@ IN_MEMORY_AT_ONCE: Final = 4
 FETCHED_WITHIN_S: Final = 60.0
 PIECE_BYTES: Final = 128 * 1024
 T = TypeVar("T")
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Drain:

@@ -12,6 +12,7 @@ from functools import cache, partial
 from importlib.resources import files
 from typing import Any, Final
 
+import structlog
 from aiohttp import web
 
 from consumers.background import Background, background_task, restarted
@@ -21,7 +22,6 @@ from lanekeeper import Client, __version__
 from lanekeeper.contract.problems import LanekeeperError, SettingsError
 from lanekeeper.replies import ControlRefused, NotEnded
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import Access, is_loopback
@@ -44,7 +44,7 @@ IDLE_CONNECTIONS: Final = 1000
 _CallHandler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 ASK_EVERY_S: Final = 60.0
 ANYBODY = "gateway"
-log = logger()
+log = structlog.get_logger()
 
 
 def client_for(settings: Settings, tracing: Tracing | None = None) -> Client:

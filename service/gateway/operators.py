@@ -12,6 +12,7 @@ from dataclasses import asdict
 from datetime import datetime
 from typing import Any, Final
 
+import structlog
 from aiohttp import web
 from cachetools import LRUCache
 
@@ -22,7 +23,6 @@ from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, invalid_request
 from lanekeeper.replies import ControlRefused
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey, Settings
 from service.deadletters import (
     PAGE,
@@ -50,7 +50,7 @@ FILTERS: Final = {
 }  # fmt: skip
 LIST_QUERY: Final = FILTERS.keys() | {"since", "limit", "after"}
 REPLAY_FIELDS: Final = (FILTERS.keys() - {"id"}) | {"since", "edit", "to_lane", "model", "rate", "dry_run"}
-log = logger()
+log = structlog.get_logger()
 
 
 class OperatorPaths:

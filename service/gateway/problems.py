@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
+import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from multidict import istr
@@ -31,7 +32,6 @@ from lanekeeper.contract.names import BODY, CODE, PROVIDER_REQUEST_ID
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.replies import NoReply, Problem
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from lanekeeper.telemetry.tracing import trace_id_of
 
 TYPES: Mapping[int, str] = {
@@ -66,7 +66,7 @@ NO_SNIFFING = istr("X-Content-Type-Options")
 _ANTHROPICS = ("/v1/messages", "/v1/models")
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 _away = LogThrottle()
-log = logger()
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, NamedTuple
 
+import structlog
 from aiohttp import web
 
 from consumers.background import Background, background_task
@@ -30,7 +31,6 @@ from lanekeeper.contract.messages import BodyAddress, body_address_in
 from lanekeeper.contract.problems import BrokerError, ClientMisused, LanekeeperError, RequestProblem, invalid_request
 from lanekeeper.replies import ControlRefused, NoReply, Problem
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey
 from service.gateway.access import Access
 from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, send_pieces
@@ -55,7 +55,7 @@ PACE_AGE_S = 60.0
 _WAIT = re.compile(r"(?P<number>\d{1,6}(\.\d{1,3})?)(?P<unit>ms|s|m)?")
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
 _HEADER_FIELDS = {n.MODEL: "model", n.PROVIDER: "provider", n.WAIT_MS: "wait_ms", n.RUN_MS: "run_ms"}
-log = logger()
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)

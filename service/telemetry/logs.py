@@ -16,8 +16,8 @@ from typing import Any, Final, Literal, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from consumers.log_subject import fields_of_subject
 from lanekeeper.contract.problems import LanekeeperError
-from lanekeeper.telemetry import logs as loggers
 from lanekeeper.telemetry import signals
 from service.telemetry import redaction
 
@@ -41,7 +41,9 @@ def configured(
         # Loggers are created at import; if they were cached, a later configuration (as in tests) would have no effect.
         cache_logger_on_first_use=False,
     )
-    used_before = loggers.use(structlog.get_logger().bind())
+    client = logging.getLogger("lanekeeper")
+    client_level = client.level
+    client.setLevel(level.upper())
     libraries = _Libraries()
     root = logging.getLogger()
     # If this block is inside another one, the outer block has added the handler, which uses the current configuration.
@@ -53,7 +55,7 @@ def configured(
     finally:
         if added:
             root.removeHandler(libraries)
-        loggers.use(used_before)
+        client.setLevel(client_level)
         if before is None:
             structlog.reset_defaults()
         else:
@@ -66,7 +68,7 @@ def _processors(service: str, *, console: bool, colours: bool, with_content: boo
         return {**first, "service": service, **event}
 
     def subject(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-        return {**loggers.fields_of_subject(), **event}
+        return {**fields_of_subject(), **event}
 
     def explain(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
         if error := _error_of(event.pop("exc_info", None)):
@@ -122,10 +124,11 @@ def _error_of(exc_info: Any) -> BaseException | None:
 
 
 class _Libraries(logging.Handler):
-    """Makes events of libraries' messages; of OpenTelemetry's exporter at most one a minute."""
+    """Makes events of libraries' messages; of OpenTelemetry's exporter at most one a minute. Those of our own client
+    are events already."""
 
     def __init__(self) -> None:
-        super().__init__(level=logging.WARNING)
+        super().__init__()
         self._log = structlog.get_logger()
         self._quiet_until_s = 0.0
         self._suppressed = 0
@@ -134,9 +137,13 @@ class _Libraries(logging.Handler):
         try:
             # Only the first line, because asyncio quotes a task and its exception in further lines.
             text = record.getMessage().partition("\n")[0]
-            if record.name.startswith("opentelemetry.trace."):
+            if record.name == "lanekeeper":
+                self._log.log(record.levelno, record.__dict__["event"], **record.__dict__["fields"])
+            elif record.levelno < logging.WARNING:
+                return
+            elif record.name.startswith("opentelemetry.trace."):
                 return  # about headers, which anybody may have written, and with their text
-            if record.name.startswith("opentelemetry."):
+            elif record.name.startswith("opentelemetry."):
                 self._log_lost_spans(text)
             else:
                 self._log.log(

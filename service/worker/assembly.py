@@ -6,6 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import structlog
 from opentelemetry.trace import TracerProvider
 
 from consumers import gates
@@ -67,7 +68,7 @@ from lanekeeper.contract.problems import (
     SettingsError,
     TopologyMismatch,
 )
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.names import variable
 from service.config.settings import FIRST, WEB, Settings
@@ -81,7 +82,7 @@ from topology.codec import decoding
 from topology.declaration import RECOMMENDED, Topology, declare, is_before
 from topology.lanes import LaneSpec
 
-log = logs.logger()
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
+import structlog
+
 from consumers.background import Background, background_task, end
 from consumers.control import MESSAGE_BYTES, object_in
 from consumers.housekeeping import probing, sweeping
@@ -18,7 +20,7 @@ from consumers.spending import CapsSpec, Spending
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import ASKED_OF_ALL, PROBE_KEY, STATUS_KEY
 from lanekeeper.contract.problems import BrokerError, RequestProblem, SettingsError, invalid_request
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from service.status import quantiles
 from service.worker.assembly import Worker
 from service.worker.figures import status
@@ -31,7 +33,7 @@ BIND_EVERY_S = 30
 CAPS_EVERY_S = 2.0
 PROBED_WITHIN_S = 45.0
 """Two calls, each of at most ten seconds, and two more if a probe runs already."""
-log = logs.logger()
+log = structlog.get_logger()
 
 
 async def run(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lanekeeper.telemetry import logs
+from consumers.log_subject import fields_of_subject
 from tests.support.brokers import Vhost
 from tests.support.requester import requester
 from tests.support.serving import serving
@@ -44,7 +44,7 @@ def walked() -> Iterator[Walk]:
         if event != "call" or (file := ours(frame)) is None:
             return
         caller = ours(frame.f_back)
-        if caller is not None and caller != file and (caller, file) not in walk.borders and logs.fields_of_subject():
+        if caller is not None and caller != file and (caller, file) not in walk.borders and fields_of_subject():
             walk.borders.add((caller, file))
 
     sys.setprofile(seen)

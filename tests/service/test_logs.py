@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanekeeper.contract.problems import BrokerUnreachable
+from lanekeeper.telemetry import logs as client_logs
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import context_in
 from service.telemetry import logs, redaction
@@ -65,6 +66,15 @@ def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warni
     assert ours["event"] == "ours"
     assert (theirs["event"], theirs["library"]) == (signals.LIBRARY_WARNED, "aiormq")
     assert theirs["message"] == "lost amqp://…@h/"
+
+
+def test_an_event_of_the_client_is_an_event_with_its_fields() -> None:
+    out = io.StringIO()
+    with logs.configured(service="s", level="info", stream=out):
+        client_logs.info(signals.BROKER_CONNECTED, connection="publish")
+    client_logs.warning(signals.BROKER_LOST, connection="publish")
+    (line,) = lines(out)
+    assert (line["event"], line["level"], line["connection"]) == ("broker.connected", "info", "publish")
 
 
 def test_hostile_trace_headers_are_not_logged() -> None:

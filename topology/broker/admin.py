@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import structlog
 from aio_pika.abc import AbstractConnection
 from aiormq.exceptions import (
     AMQPConnectionError,
@@ -25,7 +26,7 @@ from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, close, open_chan
 from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.broker.management import Management, is_same_broker
 from topology.declaration import Exchange, Queue, Topology
 from topology.plan import Difference, What, compare
@@ -34,7 +35,7 @@ _DIFFERENT = re.compile(
     r"inequivalent arg '(?P<field>[^']+)' for (?P<what>\w+) '(?P<name>[^']*)' in vhost '(?P<vhost>[^']*)': "
     r"received (?P<wanted>.+?) but current is (?P<found>.+)"
 )
-log = logs.logger()
+log = structlog.get_logger()
 _VALUE = re.compile(r"(?:the value )?'(.*?)'")
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+import structlog
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
@@ -26,7 +27,7 @@ from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from topology.broker.memory import HELD_BYTES, HeldBytes, Waiting, size_of
 
 OPEN_TIMEOUT_S = 5
@@ -35,7 +36,7 @@ BACKOFF_CAP_S = 5.0
 SHORT_S = 10
 """If a channel is lost so soon after it was opened, the pause before the next one gets longer."""
 WAITING = 1000
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class ChannelLost(BrokerError):

@@ -8,6 +8,7 @@ import asyncio
 from contextlib import suppress
 from typing import Self
 
+import structlog
 from aiormq.abc import ChannelFrame, FrameType
 from aiormq.channel import Channel
 from pamqp.body import ContentBody
@@ -19,7 +20,7 @@ from lanekeeper.amqp.driver import translate_errors
 from lanekeeper.amqp.tolerant import Properties
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerBlocked
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 
 WAITING = 1000
 TOGETHER = 100
@@ -28,7 +29,7 @@ GATHER_S = 0.025
 tenth more CPU."""
 WRITE_TIMEOUT_S = 5
 _Notice = tuple[str, str, Properties, bytes]
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class Notices:

@@ -23,13 +23,15 @@ from itertools import repeat
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import quote, unquote
 
+import structlog
+
 from consumers.state import base
 from consumers.state.base import Fingerprint, Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import KEEP, Change, Progress, Row, Times
 from consumers.state.redis.client import STORE, Argument, RedisClient
 from consumers.state.requests import Decide, Requests
 from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
-from lanekeeper.telemetry import logs, signals
+from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.figures import timings
 
 T = TypeVar("T")
@@ -51,7 +53,7 @@ FULL_AT: Final = 7 / 8
 """Redis refuses writes when its memory reaches `maxmemory`, and then no worker can work. So the store removes rows when
 this part of it is used."""
 ENTRIES_IN_A_LOOK: Final = 2000
-log = logs.logger()
+log = structlog.get_logger()
 
 
 class RedisStore(Requests):

@@ -1,8 +1,6 @@
 import logging
-import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from opentelemetry import context, trace
@@ -201,25 +199,13 @@ def test_a_trace_has_a_page_where_there_is_a_jaeger(jaeger: str | None, trace: s
     assert trace_url(jaeger, trace) == url
 
 
-def test_without_structlog_an_event_goes_to_the_standard_logger(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logs._Logger, "service", None)
-    monkeypatch.delitem(sys.modules, "structlog", raising=False)
+def test_an_event_of_the_client_goes_to_the_standard_logger(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lanekeeper"):
-        logs.logger().warning("broker.lost", lane="normal")
-        logs.logger().info("broker.connected")
-        logs.logger().log(logging.ERROR, "broker.lost")
+        logs.warning("broker.lost", lane="normal")
+        logs.info("broker.connected")
     assert [(each.levelname, each.message, each.filename) for each in caplog.records] == [
         ("WARNING", "event='broker.lost' lane='normal'", "test_tracing.py"),
-        ("ERROR", "event='broker.lost'", "test_tracing.py"),
     ]
-
-
-def test_lines_about_a_request_have_its_fields_until_the_block_ends() -> None:
-    with logs.about(Mock(log_fields=lambda: {"lane": "normal"})):
-        assert logs.fields_of_subject() == {"lane": "normal"}
-    assert logs.fields_of_subject() == {}
 
 
 def test_a_chat_span_has_the_model_the_parameters_and_the_usage(recorded: Recorded) -> None:
