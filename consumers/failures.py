@@ -224,8 +224,9 @@ class AccountError(ProviderError):
         status: int = 0,
         type: str = "",
         request_id: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
-        super().__init__(detail, status=status, type=type, request_id=request_id)
+        super().__init__(detail, status=status, type=type, request_id=request_id, retry_after_s=retry_after_s)
         self.reason = reason
         self.otherwise = otherwise
 

@@ -49,7 +49,6 @@ STEP_EVERY_S: Final = 10.0
 REFUSED_WITHIN_S: Final = 5.0
 """Refusals (429) within this time halve the limits only once: the calls began before the limits were halved."""
 LEAST_FACTOR: Final = 1 / 64
-HOLD_AT_MOST_S: Final = 60.0
 NO_LIMIT: Final = 1e9
 """This number stands for "no limit"."""
 ESTIMATED_BY: Final = 1.5
@@ -253,7 +252,7 @@ class Account:
             is_explained = is_explained or left < ESTIMATED_BY * self.calls.largest(index)
         if is_429 and not is_explained:
             news.is_refused = not self.announces(news)
-            news.stop_s = min(feedback.retry_after_s or 0.0, HOLD_AT_MOST_S)
+            news.stop_s = feedback.retry_after_s or 0.0
         return news
 
     def announces(self, news: News) -> bool:

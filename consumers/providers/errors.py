@@ -209,7 +209,9 @@ def classify(
 ) -> ProviderError:
     """The exception for an error response. `type`, `code`: the error's in Anthropic's format, or empty."""
     detail = f"{status} {type}: {message}" if type else f"{status}: {message}"
-    fields: dict[str, Any] = {"status": status, "type": type or f"http_{status}", "request_id": request_id}
+    fields: dict[str, Any] = {
+        "status": status, "type": type or f"http_{status}", "request_id": request_id, "retry_after_s": retry_after_s
+    }  # fmt: skip
     effective = _STATUS_OF_TYPE.get(type, status)
     if code in REQUEST_CODES:
         return RejectedError(detail, **fields)
@@ -224,10 +226,10 @@ def classify(
     if effective == 401:
         return AccountError(detail, reason="it refuses the service's key", **fields)
     if effective == 429:
-        return RateLimitedError(detail, retry_after_s=retry_after_s, **fields)
+        return RateLimitedError(detail, **fields)
     # a 503 that says when to come back means the same as a 529
     if 529 in (effective, status) or (status == 503 and retry_after_s is not None):
-        return OverloadedError(detail, retry_after_s=retry_after_s, **fields)
+        return OverloadedError(detail, **fields)
     is_temporary = effective >= 500 or effective in _TEMPORARY
     found = TransientError(detail, **fields) if is_temporary else RejectedError(detail, **fields)
     if is_html:
@@ -347,7 +349,13 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
     )
     should_retry = headers.get("x-should-retry")
     if should_retry == "true" and isinstance(found, RejectedError):
-        found = TransientError(found.detail, status=found.status, type=found.type, request_id=found.request_id)
+        found = TransientError(
+            found.detail,
+            status=found.status,
+            type=found.type,
+            request_id=found.request_id,
+            retry_after_s=found.retry_after_s,
+        )
     for each in (found, found.otherwise if isinstance(found, AccountError) else None):
         if each is not None:
             each.body = _body_text(error.response.content, secret)

@@ -68,6 +68,7 @@ def delays_ms(error: ProviderError, attempts: int) -> tuple[int, int]:
         (RateLimitedError("x", retry_after_s=40), [(40_000, 41_000)] * 3),
         (RateLimitedError("x", retry_after_s=0), [(250, 250)] * 2),
         (OverloadedError("x", retry_after_s=5), [(5000, 5500)] * 2),
+        (TransientError("x", retry_after_s=5), [(5000, 5500)] * 2),
         (OverloadedError("x", retry_after_s=1), [(1000, 1500), (2000, 3000), (4000, 6000)]),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

@@ -413,11 +413,11 @@ async def test_after_a_rate_limit_with_a_long_retry_after_what_is_refused_says_w
         reply = await app.ask({"prompt": "the next"}, headers={"x-lane-deadline-ms": 5000})
 
         assert (reply.code, reply.json["attempts"]) == ("deadline_exceeded", 0)
-        assert 5000 < reply.json["retry_after_ms"] <= 60_000, "the account is tried again each minute"
+        assert 590_000 < reply.json["retry_after_ms"] <= 600_000
         async with (
             aiohttp.ClientSession(headers={"x-lane-deadline-ms": "5000"}) as http,
             http.post(f"{url}/v1/messages", json=body("over HTTP")) as got,
         ):
             assert (got.status, got.headers["x-should-retry"]) == (504, "false")
-            assert 5 <= int(got.headers["retry-after"]) <= 60
+            assert 590 < int(got.headers["retry-after"]) <= 600
         assert len(worker.api.calls) == calls

@@ -110,8 +110,8 @@ def test_a_refusal_explained_by_its_headers_only_corrects_the_levels(cause: dict
     assert account.per_minute().input_tokens == 6000
 
 
-@pytest.mark.parametrize("retry_after_s", [None, 0.0, 3.0])
-def test_only_a_refusal_that_says_how_long_to_wait_stops_all_calls(retry_after_s: float | None) -> None:
+@pytest.mark.parametrize("retry_after_s", [None, 0.0, 3.0, 3600.0])
+def test_a_refusal_that_says_how_long_to_wait_stops_all_calls_for_that_long(retry_after_s: float | None) -> None:
     account = new_account()
 
     account.learn(Feedback(kind=Kind.RATE_LIMITED, retry_after_s=retry_after_s), 100)
