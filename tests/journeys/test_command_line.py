@@ -103,6 +103,31 @@ async def test_serve_answers_requests_of_send_and_stops_on_a_signal(cli: Cli) ->
         assert service.told("service.stopped")[0]["orphaned"] == 0
 
 
+async def test_caps_in_the_settings_file_change_without_a_restart(cli: Cli) -> None:
+    file = cli.folder / "lanekeeper.toml"
+
+    def cap(requests: int) -> str:
+        return f"[caps.lanes.normal]\nrequests = {requests}\n"
+
+    async def ask(prompt: str) -> int:
+        body = {"prompt": prompt}
+        async with session.post(f"{url}/v1/messages", json=body, headers={"x-lane-deadline-ms": "20000"}) as got:
+            return got.status
+
+    file.write_text(cap(1))
+    async with cli.serving("serve") as service, aiohttp.ClientSession() as session:
+        url = await service.ready()
+        assert [await ask("within"), await ask("over")] == [200, 504]
+
+        file.write_text(cap(2))
+        await service.tells("caps.read")
+        assert [await ask("more"), await ask("over again")] == [200, 504]
+
+        file.write_text("[caps.lanes.normal]\nrequests = -1\n")
+        assert "requests" in (await service.tells("caps.unread"))["reason"]
+        assert await ask("the last caps hold") == 504
+
+
 FLOWS = """
 [handlers.turned]
 run = "own:turned"

@@ -315,7 +315,9 @@ def unpacked(message: Message) -> bytes:
             raise _no_data_section()
         return message.body
     if encoding != "gzip":
-        raise RequestProblem("unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity and gzip")
+        raise RequestProblem(
+            "unsupported_media", f"content_encoding {encoding[:40]!r}: allowed are identity, utf-8 and gzip"
+        )
     unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         body = unpacker.decompress(message.body, UNPACKED_BYTES + 1)
