@@ -18,6 +18,7 @@ from consumers.limits.base import Amounts, CallInProgress, Reservation
 from consumers.progress import Progress
 from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, ProviderFailure, RequestProblem, invalid_request
@@ -269,6 +270,7 @@ class Job:
             redelivered=self.delivery.redelivered if self.source is Source.SIDE else self.redelivered,
             nonce=(b"s" if self.source is Source.SIDE else b"q") + uuid.uuid4().bytes[:7],
             dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
+            group=self.group,
             keep_until_ms=self._keep_until_ms(),
         )
 
@@ -278,6 +280,12 @@ class Job:
         if self.decoded is not None and self.decoded.request.pipeline:
             return self.decoded.request.deadline_ms + KEPT_AFTER_MS
         return 0
+
+    @property
+    def group(self) -> str | None:
+        """The group to which the request belongs."""
+        group = self.message.headers.get(n.GROUP)
+        return group if isinstance(group, str) and is_request_id(group) else None
 
     @property
     def attempts(self) -> int:

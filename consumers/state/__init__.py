@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 if TYPE_CHECKING:
-    from consumers.state.base import FollowedStore, StoreSpec
+    from consumers.state.base import StoreSpec
+    from consumers.state.groups import GroupedStore
 
 SQLITE = "sqlite:///"
 
 
-def open_store(url: str, *, namespace: str, spec: "StoreSpec", former: Path | None = None) -> "FollowedStore":
+def open_store(url: str, *, namespace: str, spec: "StoreSpec", former: Path | None = None) -> "GroupedStore":
     """Returns the store at this URL; the caller opens it with `async with`. The settings have checked the URL before,
     so a ValueError is a bug. `former`: the file that becomes the store's if it exists, and the store's does not.
 

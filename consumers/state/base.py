@@ -100,6 +100,8 @@ class Fingerprint:
     message. It differs between a request in its lane's queue and its copy in a side queue."""
     dead_at_ms: int | None = None
     """If the message is a dead letter that was published again: when its request ended (ms since 1970)."""
+    group: str | None = None
+    """The group to which the request belongs (`groups.py`)."""
     keep_until_ms: int = 0
     """Until when at least the claim and the outcome are kept: of a pipeline, and of its steps and items, to the end of
     its deadline, because what is forgotten before is called and paid again."""

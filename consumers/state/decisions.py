@@ -74,6 +74,7 @@ class Row(NamedTuple):
     headers: str | None = None
     ended_ms: int | None = None
     body: bytes | None = None
+    group_id: str | None = None
     progress: Progress | None = None
 
     def is_over(self, at: Times) -> bool:
@@ -254,7 +255,7 @@ def release(
 def complete(
     row: Row | None, at: Times, message: Fingerprint, completion: Completion, token: int | None, spec: StoreSpec
 ) -> Change[Completion | None]:
-    keep_ms = max(message.keep_until_ms, at.today + spec.keep_ms)
+    keep_ms = max(message.keep_until_ms, _kept_for_group(row), at.today + spec.keep_ms)
     if row is not None and row.token == token:
         if row.ended:
             return Change(row.completion())
@@ -266,7 +267,7 @@ def complete(
             return Change(row.completion(), _marked(row, message))
         if token is not None or row.is_held_against(message, at.now):
             return Change(None)
-    ours = _new(row, at, keep_ms, body_hash=message.body_hash, mark=message.mark, claimed_ms=at.now)
+    ours = _new(row, at, keep_ms, message, body_hash=message.body_hash, mark=message.mark, claimed_ms=at.now)
     return _again(row, Change(completion, ours.ended_by(completion)))
 
 
@@ -296,6 +297,20 @@ def cancel(row: Row | None, at: Times, completion: Completion, spec: StoreSpec) 
         return Change(Cancelling.TOLD, KEEP if row.cancelling else row._replace(cancelling=1).ended_by(completion))
     # The token stays the same, so that a holder whose lease has expired learns that it was cancelled, not fenced.
     return Change(Cancelling.RECORDED, _ended_as_cancelled(row.ended_by(completion), at, spec))
+
+
+def cancel_waiting(row: Row | None, at: Times, completion: Completion, spec: StoreSpec) -> Change[None]:
+    """Of a group that was cancelled: a request that runs goes on."""
+    if row is None or row.ended or row.lease_ms > at.now:
+        return Change(None)
+    return Change(None, cancel(row, at, completion, spec).row)
+
+
+def join(row: Row | None, at: Times, group_id: str, keep_until_ms: int) -> Change[bool]:
+    """A request that is about to be published belongs to a group. Returns False if it was known before, without it."""
+    if row is not None:
+        return Change(row.group_id == group_id)
+    return Change(True, _new(None, at, keep_until_ms, noted=1, group_id=group_id))
 
 
 def forget_unseen(row: Row | None, _: Times) -> Change[None]:
@@ -379,8 +394,17 @@ def take(used: float, freed: Sequence[float], amount: float, limit: float) -> ba
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 
-def _new(row: Row | None, at: Times, keep_ms: int, **fields: Any) -> Row:
-    """A row in place of this one, as if the request were new."""
+def _kept_for_group(row: Row | None) -> int:
+    """The results of a group are kept together, until the last of them need not be kept any longer."""
+    return 0 if row is None or row.group_id is None else row.keep_ms
+
+
+def _new(row: Row | None, at: Times, keep_ms: int, message: Fingerprint | None = None, **fields: Any) -> Row:
+    """A row in place of this one, as if the request were new. `message`: the one that claims or ends it."""
+    if row is not None and row.group_id is not None:
+        fields["group_id"] = row.group_id
+    elif message is not None:
+        fields["group_id"] = message.group
     # Without a row, the time is higher than all tokens that the request may have had in a row that was removed or lost.
     token = at.today if row is None else row.token + 1
     return Row(token=token, keep_ms=keep_ms, progress=None if row is None else row.progress, **fields)
@@ -392,7 +416,8 @@ def _granted(
     held = _new(
         row,
         at,
-        max(message.keep_until_ms, at.today + spec.keep_ms + spec.lease_ms),
+        max(message.keep_until_ms, _kept_for_group(row), at.today + spec.keep_ms + spec.lease_ms),
+        message,
         body_hash=message.body_hash,
         mark=message.mark,
         lease_ms=at.now + spec.lease_ms,

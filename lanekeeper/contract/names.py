@@ -131,6 +131,7 @@ BODY_SHA256 = "x-lane-body-sha256"
 TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 PARK_INVALID = "x-lane-park-invalid"
+GROUP = "x-lane-group"
 KEY = "x-lane-key"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC = "anthropic-"
@@ -139,7 +140,7 @@ ANTHROPIC_BETA = "anthropic-beta"
 ANTHROPIC_VERSION = "anthropic-version"
 PUBLIC = frozenset({
     DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, PARK_INVALID, SENT_MS,
-    BODY, BODY_SHA256, KEY, PARTS_TOGETHER,
+    BODY, BODY_SHA256, KEY, PARTS_TOGETHER, GROUP,
 })  # fmt: skip
 
 STATUS = "x-lane-status"
@@ -162,6 +163,8 @@ WEBHOOK_LOG = "x-lane-webhook-log"
 CONTROL = "x-lane-control"
 """On answers to control messages, never beside STATUS: `accepted`, `pending` or `error`."""
 CODE = "x-lane-code"
+BATCHED = "x-lane-batched"
+"""On answers about Message Batches: `live` if their requests go into no provider's batch."""
 TYPE = "x-lane-type"
 """On calls of a gateway: the property `type` of the message, which names a handler."""
 

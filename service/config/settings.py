@@ -490,6 +490,11 @@ class GatewaySettings(Section):
     lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
     """How many calls of `count_tokens` and `models` the gateway passes on in a minute; one of several tenants may use
     half."""
+    batches_per_tenant: Number[int] = Field(default=1000, ge=1, le=100_000)
+    """How many Message Batches of one tenant are kept. Further ones get the status 429, until some are deleted, or are
+    kept no longer."""
+    batch_bytes_per_tenant: Number[int] = Field(default=GIB, ge=MIB, le=1024 * GIB)
+    """The maximum size of all Message Batches of one tenant that have not ended. Further ones get the status 429."""
     cancel_abandoned: bool = True
     """Whether a request without `Idempotency-Key` is cancelled when its client disconnects. Example: false"""
 
@@ -892,6 +897,15 @@ class Settings(BaseSettings):
             fallbacks=self.models.fallbacks,
             tenants=self.models.tenants,
             lines={pattern: line for line, patterns in self.limits.lines.items() for pattern in patterns},
+        )
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a provider may have batches, as far as these settings say."""
+        return (
+            not self.providers
+            or self.api_key is not None
+            or any(section.kind == "anthropic" for section in self.providers.values())
         )
 
     def lane_specs(self) -> tuple[LaneSpec, ...]:

@@ -18,6 +18,7 @@ from aiohttp import web
 from consumers.background import Background, background_task, restarted
 from consumers.clock import now_ms
 from consumers.state.base import QUEUED, FollowedStore, NewEntry, Submission
+from consumers.state.groups import GroupedStore
 from lanekeeper import Client, __version__
 from lanekeeper.contract.problems import LanekeeperError, SettingsError
 from lanekeeper.replies import ControlRefused, NotEnded
@@ -26,6 +27,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import Access, is_loopback
 from service.gateway.answers import StoredAnswers
+from service.gateway.batches import BatchPaths
 from service.gateway.calls import BODIES_BYTES, Bodies, CallReader
 from service.gateway.messages import LookupPaths, Messages
 from service.gateway.operators import OperatorPaths
@@ -69,7 +71,7 @@ class Gateway:
         self,
         settings: Settings,
         client: Client,
-        store: FollowedStore,
+        store: GroupedStore,
         *,
         new_keys: Callable[[], Mapping[str, GatewayKey] | None] = lambda: None,
     ) -> None:
@@ -96,13 +98,15 @@ class Gateway:
             names_keys=bool(settings.caps.keys),
             handlers=settings.handlers.keys(),
             pipelines={spec.name: spec for spec in settings.pipeline_specs()},
+            has_batches=settings.has_batches,
         )
+        # bodies that are too large for an AMQP message are accepted only if there is a store for them
+        most_bytes = PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes
         bodies = Bodies(
             call_reader,
             self._shares,
             over_bytes=settings.bodies.over_bytes,
-            # bodies that are too large for an AMQP message are accepted only if there is a store for them
-            most_bytes=PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes,
+            most_bytes=most_bytes,
         )
         self._poller = Poller(store, self._access, followers=spec.followers)
         requests = SubmittedRequests(client, store, self._poller)
@@ -111,6 +115,16 @@ class Gateway:
         self._paths = RequestPaths(requests, bodies, answers, ping_every_s=ping_s)
         self._sockets = Sockets(requests, call_reader, self._shares, answers, ping_every_s=ping_s)
         self._lookups = LookupPaths(settings, bodies, self._access)
+        self._batches = BatchPaths(
+            client,
+            store,
+            bodies,
+            call_reader,
+            answers,
+            spec=spec,
+            kept=settings.store_spec(),
+            most_item_bytes=most_bytes,
+        )
         connection = None if client.amqp is None else client.amqp.connection
         self._operators = OperatorPaths(settings, store, bodies, connection=connection)
         self._live = Live(self._operators.status, self._poller, jaeger_url=settings.traces_page)
@@ -132,6 +146,7 @@ class Gateway:
             ("DELETE", "/v1/requests/{id}"): self._paths.delete,
             ("GET", "/v1/requests/{id}/events"): self._paths.events,
             ("GET", "/v1/ws"): self._sockets.get,
+            **self._batches.handlers(),
         }
         handlers: dict[tuple[str, str], _CallHandler] = {
             ("POST", "/v1/messages"): partial(self._for_tenant, self._messages.answer),

@@ -16,9 +16,10 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import BinaryIO, Final
 
 import jiter
@@ -37,6 +38,7 @@ from service.gateway.access import lane_of, only_value, require_allowed_model, r
 from service.gateway.problems import ApiError
 from service.gateway.shares import SharedLimit, Shares, Taken
 from topology.codec import bounds
+from topology.codec import headers as header_rules
 from topology.codec.decoding import Request, decode, too_large
 from topology.codec.headers import UNSUPPORTED, read_provider_headers, unknown_header
 from topology.lanes import LaneSpec
@@ -60,9 +62,12 @@ REFUSED_HEADERS = {
     n.BODY_SHA256: "the body comes with the call",
 }
 _ACCEPTED = (n.PUBLIC | {n.LANE_NAME, n.TYPE}) - REFUSED_HEADERS.keys()
+_OF_BATCHES = frozenset({n.LANE_NAME, n.DEADLINE_MS, n.NO_BATCH, n.PARK_INVALID})
+"""The headers that the creation of a Message Batch may have, for all of its requests."""
 BODY_WITHIN_S: Final = 30.0
 LEAST_BYTES_PER_S: Final = 256 * 1024
 HELD_BYTES: Final = 128 * 1024
+PIECE_BYTES: Final = 256 * 1024
 BODIES_BYTES: Final = 256 * 1024 * 1024
 FILED_BYTES: Final = 2 * 1024 * 1024 * 1024
 COUNTED_BYTES: Final = 4 * 1024 * 1024
@@ -87,6 +92,18 @@ class CheckedCall:
             return content_hash(self.sha256)
         assert isinstance(self.body, bytes)
         return content_hash(self.body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCall:
+    """What all requests of a Message Batch have in common."""
+
+    caller: GatewayKey
+    lane: LaneSpec
+    key: str
+    headers: Mapping[str, str | int | bool]
+    is_live: bool
+    """Whether they go into no provider's batch."""
 
 
 def request_id_of(headers: MultiMapping[str]) -> str:
@@ -127,6 +144,8 @@ class CallReader:
     """Whether requests name the caller's key, because there are caps for keys."""
     handlers: Collection[str] = ()
     pipelines: Mapping[str, PipelineSpec] = field(default_factory=dict)
+    has_batches: bool = True
+    """Whether a provider may have batches, as far as this process knows."""
 
     def read(
         self,
@@ -190,6 +209,43 @@ class CallReader:
             request=request,
         )
 
+    def read_batch(self, call_headers: MultiMapping[str], caller: GatewayKey, *, sent_ms: int) -> BatchCall:
+        """Checks the headers of a call that creates a Message Batch. Raises RequestProblem, ApiError."""
+        lane = self._lane_of_batch(caller, only_value(call_headers, n.LANE_NAME))
+        found = _headers(call_headers)
+        if wrong := sorted(name for name in found if name.startswith(PREFIX) and name not in _OF_BATCHES):
+            raise invalid_request(f"header {wrong[0]}: not allowed for a Message Batch")
+        headers: dict[str, str | int | bool] = {n.PARK_INVALID: False, **found, n.SENT_MS: sent_ms}
+        if self.names_keys and caller.name:
+            headers[n.KEY] = caller.name
+        asked = header_rules.read(headers)
+        deadline_s = lane.deadline_s if asked.deadline_ms is None else asked.deadline_ms / 1000
+        may_wait = deadline_s >= lane.batches.least_s and not asked.no_batch
+        is_live = not (lane.batches.enabled and self.has_batches and may_wait)
+        key = f"{lane.name}.{self.app}.batches"
+        return BatchCall(caller=caller, lane=lane, key=key, headers=headers, is_live=is_live)
+
+    def _lane_of_batch(self, caller: GatewayKey, named: str | None) -> LaneSpec:
+        """`named`; else the first of the caller's that has batches, as far as there is one."""
+        if named is None:
+            allowed = [self.lanes[name] for name in caller.lanes or self.lanes]
+            if (found := next((lane for lane in allowed if lane.batches.enabled), None)) is not None:
+                return found
+        return lane_of(caller, named, self.lanes)
+
+    def read_item(self, batch: BatchCall, params: bytes, *, request_id: str) -> Request:
+        """Checks a request of a Message Batch. Raises RequestProblem."""
+        if (excess := bounds.excess(params, max_values=self.max_values)) is not None:
+            raise too_large(excess)
+        if _streams(params):
+            raise invalid_request("stream: not supported in batches")
+        message = Message(body=params, routing_key=batch.key, headers=batch.headers)
+        request = decode(
+            message, lane=batch.lane, request_id=request_id, hop=None, now_ms=int(time.time() * 1000), raw=params
+        )
+        require_allowed_model(batch.caller.models, request.model)
+        return request
+
 
 def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:
     found: dict[str, str] = {}
@@ -250,7 +306,7 @@ class Bodies:
             self._files.taken(caller.tenant, 0) as files,
             ExitStack() as stack,
         ):
-            came = await self._received(request, caller, stack, memory, files)
+            came = await self._received(request, caller, stack, memory, files, most_bytes=self._most_bytes)
 
             def check() -> tuple[CheckedCall, int]:
                 whole = _unpacked(came if isinstance(came, bytes) else came.read(), packed, most_bytes=self._most_bytes)
@@ -298,19 +354,47 @@ class Bodies:
             memory.change(len(body))
             yield body
 
+    @asynccontextmanager
+    async def in_file(self, request: web.Request, caller: GatewayKey, *, most_bytes: int) -> AsyncIterator[BinaryIO]:
+        """The body in a temporary file, unpacked."""
+        packed = _packed(request, most_bytes=most_bytes)
+        with (
+            self._shares.calls.taken(caller.tenant),
+            self._shares.memory.taken(caller.tenant, 0) as memory,
+            self._files.taken(caller.tenant, 0) as files,
+            ExitStack() as stack,
+        ):
+            came = await self._received(request, caller, stack, memory, files, most_bytes=most_bytes)
+            if packed is None and not isinstance(came, bytes):
+                yield came
+                return
+            file = stack.enter_context(await asyncio.to_thread(tempfile.TemporaryFile))
+            source = BytesIO(came) if isinstance(came, bytes) else came
+            files.change(files.amount + (len(came) if packed is None and isinstance(came, bytes) else most_bytes))
+            await asyncio.to_thread(_unpack_into, file, source, packed, most_bytes)
+            memory.change(0)
+            yield file
+
     async def _received(
-        self, request: web.BaseRequest, caller: GatewayKey, stack: ExitStack, memory: Taken, files: Taken
+        self,
+        request: web.BaseRequest,
+        caller: GatewayKey,
+        stack: ExitStack,
+        memory: Taken,
+        files: Taken,
+        *,
+        most_bytes: int,
     ) -> bytes | BinaryIO:
         announced = request.content_length
-        most = self._most_bytes if announced is None else announced
+        most = most_bytes if announced is None else announced
         file: BinaryIO | None = None
         held = bytearray()
         async with _arriving(BODY_WITHIN_S + max(0, most - self._over_bytes) / LEAST_BYTES_PER_S):
             _send_100(request)
             async for piece in request.content.iter_any():
                 held += piece
-                if files.amount + len(held) > self._most_bytes:
-                    raise _too_large(self._most_bytes)
+                if files.amount + len(held) > most_bytes:
+                    raise _too_large(most_bytes)
                 if file is None and max(len(held), announced or 0) > self._over_bytes:
                     file = stack.enter_context(await asyncio.to_thread(tempfile.TemporaryFile))
                 if file is None or len(held) < HELD_BYTES:
@@ -357,19 +441,35 @@ def _packed(request: web.BaseRequest, *, most_bytes: int) -> str | None:
 def _unpacked(body: bytes, packed: str | None, *, most_bytes: int) -> bytes:
     if packed is None:
         return body
+    return b"".join(_pieces_of(BytesIO(body), packed, most_bytes=most_bytes, piece_bytes=len(body) + 1))
+
+
+def _unpack_into(file: BinaryIO, source: BinaryIO, packed: str | None, most_bytes: int) -> None:
+    source.seek(0)
+    pieces = iter(lambda: source.read(PIECE_BYTES), b"")
+    file.writelines(pieces if packed is None else _pieces_of(source, packed, most_bytes=most_bytes))
+    file.flush()
+
+
+def _pieces_of(source: BinaryIO, packed: str, *, most_bytes: int, piece_bytes: int = PIECE_BYTES) -> Iterator[bytes]:
+    came = source.read(piece_bytes)
     wbits = 16 + zlib.MAX_WBITS
     if packed == "deflate":  # some senders leave out the head that the standard demands
-        wbits = zlib.MAX_WBITS if body[:1] and body[0] & 0x0F == 8 else -zlib.MAX_WBITS
-    unpacker = zlib.decompressobj(wbits)
-    try:
-        whole = unpacker.decompress(body, most_bytes + 1)
-    except zlib.error:
-        raise _wrongly_packed() from None
-    if len(whole) > most_bytes:
-        raise _too_large(most_bytes)
-    if not unpacker.eof or unpacker.unused_data:
+        wbits = zlib.MAX_WBITS if came[:1] and came[0] & 0x0F == 8 else -zlib.MAX_WBITS
+    unpacker, size = zlib.decompressobj(wbits), 0
+    while came:
+        try:
+            piece = unpacker.decompress(came, most_bytes - size + 1)
+        except zlib.error:
+            raise _wrongly_packed() from None
+        if (size := size + len(piece)) > most_bytes:
+            raise _too_large(most_bytes)
+        yield piece
+        came = unpacker.unconsumed_tail or source.read(piece_bytes)
+        if unpacker.eof:
+            break
+    if not unpacker.eof or unpacker.unused_data or came:
         raise _wrongly_packed()
-    return whole
 
 
 def _wrongly_packed() -> ApiError:

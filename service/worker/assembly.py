@@ -16,6 +16,7 @@ from consumers.batches import ticket
 from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
+from consumers.batches.groups import GroupGate
 from consumers.brake import Brake
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
@@ -55,7 +56,8 @@ from consumers.slots.pausing import Pausing, Watchdog
 from consumers.slots.scaling import QueueLoad, ScaledQueue, Scaling
 from consumers.spending import Spending, Spent
 from consumers.state import open_store
-from consumers.state.base import FollowedStore, Store, StoreUnavailable
+from consumers.state.base import Store, StoreUnavailable
+from consumers.state.groups import GroupedStore
 from consumers.strays import Strays
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
@@ -388,7 +390,7 @@ class Worker:
 
     lanes: tuple[LaneSpec, ...]
     broker: BrokerParts
-    store: FollowedStore
+    store: GroupedStore
     settler: Settler
     budgeting: Budgeting
     control: Control
@@ -616,6 +618,7 @@ async def assemble(
             settings,
             settler,
             budgeting,
+            store=store,
             brake=brake,
             pausing=pausing,
             parsing=parsing,
@@ -701,7 +704,7 @@ async def assemble(
 def _settler(
     settings: Settings,
     broker: BrokerParts,
-    store: FollowedStore,
+    store: GroupedStore,
     *,
     lifecycle: Lifecycle,
     tracing: Tracing,
@@ -778,6 +781,7 @@ def _handler(
     settler: Settler,
     budgeting: Budgeting,
     *,
+    store: GroupedStore,
     brake: Brake,
     pausing: Pausing,
     parsing: Parsing,
@@ -793,6 +797,7 @@ def _handler(
         pipelines=settings.pipelines.keys(),
     )
     brake_gate = gates.BrakeGate(brake, claiming, publish=lifecycle.publish)
+    group_gate = GroupGate(store)
     claim_gate, caps_gate = gates.ClaimGate(claiming), budgeting.caps_gate
 
     def has_batches(provider: str) -> bool:
@@ -807,6 +812,7 @@ def _handler(
             Gate(partial(gates.refuse_if_late, breakers=breakers, now_ms=now_ms)),
             Gate(partial(gates.defer_until_due, claiming=claiming, bodies=settler.bodies, now_ms=now_ms)),
             Gate(brake_gate.enter),
+            Gate(group_gate.enter),
             Gate(claim_gate.enter, claim_gate.leave),
             Gate(partial(gates.fetch_body, fetching=settler.bodies, decoding=decoding, now_ms=now_ms)),
             Gate(pipelines.enter),

@@ -225,6 +225,9 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     called_with = headers.get(names.KEY)
     if called_with is not None and not (isinstance(called_with, str) and is_request_id(called_with)):
         raise _wrong(names.KEY, called_with, "the name of an API key: 1 to 128 of A-Z a-z 0-9 . _ : -")
+    group = headers.get(names.GROUP)  # `Job.group` reads it
+    if group is not None and not (isinstance(group, str) and is_request_id(group)):
+        raise _wrong(names.GROUP, group, "the id of a group: 1 to 128 of A-Z a-z 0-9 . _ : -")
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")

@@ -4,11 +4,25 @@
 -- has come, is the hash `followed`. Its entries are the stream `entries`, with the ids `0-<number>`.
 local FIELDS = {
   'token', 'hash', 'mark', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'nonce', 'deaths', 'due',
-  'status', 'code', 'headers', 'ended',
+  'status', 'code', 'headers', 'ended', 'group',
 }
 local NEW = {'body', ''}
 for _, name in ipairs(FIELDS) do
   NEW[#NEW + 1], NEW[#NEW + 2] = name, ''
+end
+-- Counts in its group that a request is another kind now: that before and after (`-`: it is a new member), when it has
+-- ended, its id, and the keys of the group and its members.
+local function count(change)
+  local was, now, ended, id, group, members = change:match('^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
+  if redis.call('EXISTS', group) == 0 then return end
+  if was == '-' then
+    redis.call('RPUSH', members, id)
+    redis.call('PEXPIRE', members, math.max(1, redis.call('PTTL', group)))
+  else
+    redis.call('HINCRBY', group, was, -1)
+  end
+  redis.call('HINCRBY', group, now, 1)
+  if tonumber(ended) > tonumber(redis.call('HGET', group, 'ended') or 0) then redis.call('HSET', group, 'ended', ended) end
 end
 local PROGRESS = {'hash', 'last', 'events', 'bytes'}
 local function read(request, followed)
@@ -35,13 +49,14 @@ end
 -- and for each request 1, or what it is if it is another, or if the decision is older than `stale_ms`. The arguments for
 -- each request, after these three: what is expected (the values that `read` returns, joined by zero bytes; nothing: no
 -- request), until when it is kept (0: it is removed; nothing: as before), the numbers of arguments for its hash, its
--- progress and its entries, which entries to remove, the number of the first one, and these arguments.
+-- progress and its entries, which entries to remove, the number of the first one, what to count in its group (nothing:
+-- nothing), and these arguments.
 function run.swap(at, stale_ms, with_body)
   local next, results = 4, {now}
   for k = 1, #KEYS, 3 do
     local request, followed, entries = KEYS[k], KEYS[k + 1], KEYS[k + 2]
-    local expected, keep_ms, fields, progress, added, forget, first = unpack(ARGV, next, next + 6)
-    local from = next + 7
+    local expected, keep_ms, fields, progress, added, forget, first, counted = unpack(ARGV, next, next + 7)
+    local from = next + 8
     fields, progress, added = tonumber(fields), tonumber(progress), tonumber(added)
     next = from + fields + progress + added
     local found, result = read(request, followed), 1
@@ -64,6 +79,7 @@ function run.swap(at, stale_ms, with_body)
       for i = k, k + 2 do
         if keep_ms ~= '' then redis.call('PEXPIREAT', KEYS[i], keep_ms) end
       end
+      if counted ~= '' then count(counted) end
     end
     results[#results + 1] = result
   end

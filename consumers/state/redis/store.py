@@ -25,11 +25,12 @@ from urllib.parse import quote, unquote
 
 import structlog
 
-from consumers.state import base
+from consumers.state import base, groups
 from consumers.state.base import Fingerprint, Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import KEEP, Change, Progress, Row, Times
+from consumers.state.groups import MEMBER_BYTES, MEMBERS_AT_ONCE, Groups
 from consumers.state.redis.client import STORE, Argument, RedisClient
-from consumers.state.requests import Decide, Requests
+from consumers.state.requests import Decide
 from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.figures import timings
@@ -37,7 +38,7 @@ from lanekeeper.telemetry.figures import timings
 T = TypeVar("T")
 FIELDS: Final = (
     *("token", "hash", "mark", "lease", "claimed", "attempts", "noted", "cancelling", "nonce", "deaths", "due"),
-    *("status", "code", "headers", "ended"),
+    *("status", "code", "headers", "ended", "group"),
 )
 SWAPPED_AT_ONCE: Final = 100
 TRIES_AT_MOST: Final = 30
@@ -56,8 +57,8 @@ ENTRIES_IN_A_LOOK: Final = 2000
 log = structlog.get_logger()
 
 
-class RedisStore(Requests):
-    """Implements `FollowedStore`."""
+class RedisStore(Groups):
+    """Implements `GroupedStore`."""
 
     is_full = False
 
@@ -115,7 +116,7 @@ class RedisStore(Requests):
             keys = [key for nth in asked for key in self._keys(wanted[nth][0])]
             values: list[Argument] = [at.now, STALE_MS, int(bodies)]
             for nth, change in asked.items():
-                values += _swap(change, seen[nth], after[nth])
+                values += _swap(change, seen[nth], after[nth], self._counted(wanted[nth][0], change, seen[nth]))
             time_ms, *results = await self._run("swap", keys, *values, name=name)
             self._time_ms, self._read_at_ms = time_ms, _monotonic_ms()
             at, again = Times(now=time_ms, today=time_ms), {}
@@ -136,6 +137,12 @@ class RedisStore(Requests):
             if tries > 1:  # others change the same requests at the same time
                 await asyncio.sleep(random.uniform(0, 0.002 * tries))
         raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
+
+    def _counted(self, identity: Identity, change: Change[Any], before: "_Seen") -> str:
+        if not isinstance(change.row, Row) or (counts := groups.counted(before.row, change.row)) is None:
+            return ""
+        group = Identity(identity.tenant, counts.group_id)
+        return f"{counts.was or '-'} {counts.now} {counts.ended_ms} {identity.id} {' '.join(self._group(group))}"
 
     def _remember(self, identity: Identity, now: "_Seen") -> None:
         if now.row is not None and now.row.lease_ms and now.row.status is None:
@@ -314,6 +321,49 @@ class RedisStore(Requests):
                 found[begin + at] = base.Look(entries=read, last=last, ended=ended == 1, is_known=is_known == 1)
         return found
 
+    # ---- groups ----
+
+    async def change_group(self, identity: Identity, decide: groups.Decide) -> Any:
+        keys = [self._group(identity)[0], self._of_tenant("groups", identity.tenant)]
+        for _ in range(TRIES_AT_MOST):
+            now_ms, values = await self._run("group", keys[:1], name="change_group")
+            found = _group_of(identity, values)
+            change = decide(found, now_ms)
+            if (head := change.head) is None:
+                return change.answer
+            expected = "" if found is None else found.head.as_json()
+            if await self._run("swap_group", keys, identity.id, expected, head.as_json(), head.keep_ms):
+                return change.answer
+        raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
+
+    async def groups_of(self, tenant: str) -> list[groups.Group]:
+        found: list[groups.Group] = []
+        for id in await self._run("groups_of_tenant", [self._of_tenant("groups", tenant)]):
+            identity = Identity(tenant, id.decode())
+            _, values = await self._run("group", [self._group(identity)[0]])
+            if (group := _group_of(identity, values)) is not None:
+                found.append(group)
+        return found
+
+    async def members(
+        self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
+    ) -> list[groups.Member]:
+        keys, requests = self._group(group)[1:], self._keys(Identity(group.tenant, ""))[0]
+        while True:  # some of them may have been removed
+            after, rows = await self._run("members", keys, requests, after, most, MEMBER_BYTES if bodies else 0)
+            if rows or not after:
+                return [_member(row) for row in rows]
+
+    async def remove_members(self, group: Identity) -> int:
+        removed: int = await self._run(
+            "remove_members", self._group(group)[1:], *self._keys(Identity(group.tenant, "")), MEMBERS_AT_ONCE
+        )
+        return removed
+
+    def _group(self, identity: Identity) -> list[str]:
+        end = f"{quote(identity.tenant, safe='')}:{identity.id}"
+        return [f"{self._namespace}:group:{end}", f"{self._namespace}:members:{end}"]
+
     async def take(
         self,
         name: str,
@@ -411,7 +461,7 @@ def _seen(found: list[Any], now_ms: int) -> _Seen:
         return NOTHING
     *values, left_ms, body = found
     token, hash, mark, lease, claimed, attempts, noted, cancelling, nonce, deaths, due = values[:11]
-    status, code, headers, ended, submitted, last, events, size = values[11:]
+    status, code, headers, ended, group, submitted, last, events, size = values[11:]
     row = Row(
         token=int(token),
         keep_ms=now_ms + left_ms,
@@ -430,6 +480,7 @@ def _seen(found: list[Any], now_ms: int) -> _Seen:
         headers=headers.decode() or None,
         ended_ms=int(ended) if ended else None,
         body=body,
+        group_id=group.decode() or None,
         progress=Progress(submitted, int(last), int(events), int(size)) if submitted else None,
     )
     return _Seen(row, values)
@@ -457,16 +508,17 @@ def _after(change: Change[Any], before: _Seen) -> _Seen:
         (row.code or "").encode(),
         (row.headers or "").encode(),
         b"" if row.ended_ms is None else b"%d" % row.ended_ms,
+        (row.group_id or "").encode(),
         *((b"",) * 4 if progress is None else (progress.body_hash, *(b"%d" % each for each in progress[1:]))),
     )
     return _Seen(row, values)
 
 
-def _swap(change: Change[Any], before: _Seen, after: _Seen) -> list[Argument]:
+def _swap(change: Change[Any], before: _Seen, after: _Seen, counted: str) -> list[Argument]:
     """The arguments for one request of the script's function `swap`."""
     expected = b"\0".join(before.values)
     if change.row is KEEP or change.row is None:
-        return [expected, "" if change.row is KEEP else 0, 0, 0, 0, "", 0]
+        return [expected, "" if change.row is KEEP else 0, 0, 0, 0, "", 0, ""]
     row, old = change.row, before.row
     fields: list[Argument] = []
     for name, new, kept in zip(FIELDS, after.values, before.values or repeat(b""), strict=False):
@@ -488,12 +540,38 @@ def _swap(change: Change[Any], before: _Seen, after: _Seen) -> list[Argument]:
     if change.submission is not None:
         progress += _of_submission(change.submission)
     sizes = (len(fields), len(progress), len(entries))
-    return [expected, keep_ms, *sizes, change.forget, first, *fields, *progress, *entries]
+    return [expected, keep_ms, *sizes, change.forget, first, counted, *fields, *progress, *entries]
 
 
 def _of_submission(submission: base.Submission) -> list[Argument]:
     times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
     return ["hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms]
+
+
+def _group_of(identity: Identity, values: list[bytes]) -> groups.Group | None:
+    found = {name.decode(): value for name, value in zip(values[::2], values[1::2], strict=True)}
+    if "head" not in found:
+        return None
+    return groups.Group(
+        identity=identity,
+        head=groups.Head.of_json(found["head"]),
+        counts={kind: int(found.get(kind, 0)) for kind in groups.KINDS},
+        last_ended_ms=int(found.get("ended", 0)),
+    )
+
+
+def _member(row: Sequence[Any]) -> groups.Member:
+    position, id, status, code, headers, ended, cancelling, body = row
+    completion = None
+    if status and cancelling != b"1":
+        completion = base.Completion(
+            status="ok" if status == b"ok" else "error",
+            code=code.decode(),
+            headers=json.loads(headers),
+            ended_ms=int(ended),
+            body=body,
+        )
+    return groups.Member(position, id.decode(), completion)
 
 
 def _monotonic_ms() -> int:

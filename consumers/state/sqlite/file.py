@@ -47,6 +47,7 @@ CREATE TABLE request (
     code TEXT,
     headers TEXT,
     ended_ms INTEGER,
+    group_id TEXT,                -- NULL: it belongs to no group
     body BLOB,                    -- last, because a row is read from its beginning
     UNIQUE (tenant, id)
 ) STRICT;
@@ -165,7 +166,25 @@ CREATE TABLE IF NOT EXISTS hold (
 CREATE INDEX IF NOT EXISTS hold_by_end ON hold (until_ms);
 """
 """Not in any version of the schema: files of version 8 get it, and earlier programs do not mind it."""
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES + _HOLDS
+_GROUPS = """
+CREATE TABLE IF NOT EXISTS request_group (
+    tenant TEXT NOT NULL,
+    id TEXT NOT NULL,
+    head TEXT NOT NULL,         -- JSON
+    processing INTEGER NOT NULL DEFAULT 0,  -- how many requests it has of each kind
+    succeeded INTEGER NOT NULL DEFAULT 0,
+    errored INTEGER NOT NULL DEFAULT 0,
+    canceled INTEGER NOT NULL DEFAULT 0,
+    expired INTEGER NOT NULL DEFAULT 0,
+    ended_ms INTEGER NOT NULL DEFAULT 0,    -- since 1970: when the last of those that have ended did so
+    until_ms INTEGER NOT NULL,  -- since 1970
+    PRIMARY KEY (tenant, id)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS group_by_end ON request_group (until_ms);
+CREATE INDEX IF NOT EXISTS request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
+"""
+"""Like `_HOLDS`; files that were made before also get the column `group_id`."""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES + _HOLDS + _GROUPS
 MIGRATIONS: dict[int, str] = {
     1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
     2: _SHARES,
@@ -288,6 +307,9 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: 
         for version in range(found, VERSION):
             _run(connection, MIGRATIONS[version])
     _run(connection, _HOLDS)
+    if not connection.execute("SELECT 1 FROM pragma_table_info('request') WHERE name = 'group_id'").fetchone():
+        connection.execute("ALTER TABLE request ADD COLUMN group_id TEXT")
+    _run(connection, _GROUPS)
     if found != VERSION:
         connection.execute(f"PRAGMA user_version={VERSION}")
     (owner,) = connection.execute("SELECT namespace FROM store").fetchone()

@@ -23,7 +23,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from consumers.state import base
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import Change, Times
-from consumers.state.requests import Decide, Requests
+from consumers.state.groups import MEMBERS_AT_ONCE, Group, Groups, Member
+from consumers.state.requests import Decide
 from consumers.state.shedding import Surplus, next_step
 from consumers.state.sqlite.file import (
     ROOM_BYTES,
@@ -297,8 +298,8 @@ def _in_writer(
     return run
 
 
-class SqliteStore(Requests):
-    """Implements `FollowedStore`. The file must not be on a network file system, because SQLite's locks and shared
+class SqliteStore(Groups):
+    """Implements `GroupedStore`. The file must not be on a network file system, because SQLite's locks and shared
     memory do not work there."""
 
     is_full = False
@@ -379,6 +380,18 @@ class SqliteStore(Requests):
     fired = _in_writer(Tables.fired)
     firings = _in_writer(Tables.firings, durable=False)
     resume = _in_writer(Tables.resume)
+
+    change_group = _in_writer(Tables.change_group)
+    remove_members = _in_writer(Tables.remove_members)
+
+    async def groups_of(self, tenant: str) -> Sequence[Group]:
+        return await self._read(lambda tables: tables.groups(self._clock.since_1970_ms(), tenant))
+
+    async def members(
+        self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
+    ) -> Sequence[Member]:
+        today = self._clock.since_1970_ms()
+        return await self._read(lambda tables: tables.members(today, group, after=after, most=most, bodies=bodies))
 
     async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
         return await self._read(lambda tables: tables.look(wanted))

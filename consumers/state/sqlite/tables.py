@@ -10,9 +10,10 @@ from functools import cache
 from math import inf
 from typing import Final, TypeVar
 
-from consumers.state import base, decisions
+from consumers.state import base, decisions, groups
 from consumers.state.base import Fingerprint, Firing, Identity, Pause, Submission, WaitingLimit
 from consumers.state.decisions import KEEP, Change, Progress, Row, Times, as_json
+from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
 from consumers.state.shedding import LOW_WATER, STEP_ROWS, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.contract.names import ATTEMPT
 
@@ -38,6 +39,24 @@ _ENDINGS: Final = (
     " (SELECT key, json_extract(value, '$[0]') AS tenant, json_extract(value, '$[1]') AS id FROM json_each(?)) AS held"
     " CROSS JOIN request ON request.tenant = held.tenant AND request.id = held.id WHERE keep_ms > ? OR lease_ms > ?"
 )
+
+
+_GROUP: Final = f"SELECT id, head, ended_ms, {', '.join(KINDS)} FROM request_group WHERE tenant = ? AND until_ms > ?"
+_SET_HEAD: Final = (
+    "INSERT INTO request_group (tenant, id, head, until_ms) VALUES (?, ?, ?, ?)"
+    " ON CONFLICT DO UPDATE SET head = excluded.head, until_ms = excluded.until_ms"
+)
+_MEMBERS: Final = "FROM request WHERE tenant = ? AND group_id = ? AND rowid > ? AND keep_ms > ? ORDER BY rowid LIMIT ?"
+_REMOVE_MEMBERS: Final = (
+    "DELETE FROM request WHERE rowid IN"
+    f" (SELECT rowid FROM request WHERE tenant = ? AND group_id = ? LIMIT {STEP_ROWS})"
+)
+
+
+@cache
+def _count(was: str | None, now: str) -> str:
+    less = f"{was} = {was} - 1, " if was else ""
+    return f"UPDATE request_group SET {less}{now} = {now} + 1, ended_ms = max(ended_ms, ?) {_OF}"
 
 
 @cache
@@ -206,6 +225,8 @@ class Tables:
                 self._update(me, row, new)
             if change.entries and new.progress is not None:
                 self._go_on(me, new.progress, change)
+        if isinstance(new, Row) and (counts := groups.counted(row, new)) is not None:
+            self._execute(_count(counts.was, counts.now), (counts.ended_ms, identity.tenant, counts.group_id))
         if isinstance(left := row if new is KEEP else new, Row) and left.lease_ms:
             self._known[me] = left
         return change
@@ -273,6 +294,48 @@ class Tables:
             left -= len(entries)
             found.append(base.Look(entries=entries, last=last, ended=bool(ended)))
         return found
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
+
+    def change_group(self, at: Times, identity: Identity, decide: groups.Decide) -> object:
+        found = next(iter(self.groups(at.today, identity.tenant, identity.id)), None)
+        change = decide(found, at.today)
+        if (head := change.head) is not None:
+            self._execute(_SET_HEAD, (identity.tenant, identity.id, head.as_json(), head.keep_ms))
+        return change.answer
+
+    def groups(self, today: int, tenant: str, *id: str) -> list[Group]:
+        rows = self._execute(f"{_GROUP}{' AND id = ?' if id else ''}", (tenant, today, *id))
+        return [
+            Group(
+                identity=Identity(tenant, name),
+                head=Head.of_json(head),
+                counts=dict(zip(KINDS, counts, strict=True)),
+                last_ended_ms=ended_ms,
+            )
+            for name, head, ended_ms, *counts in rows
+        ]
+
+    def members(self, today: int, group: Identity, *, after: int, most: int, bodies: bool) -> list[Member]:
+        columns = f"rowid, id, status, code, headers, ended_ms, cancelling, {'body' if bodies else 'NULL'}"
+        found: list[Member] = []
+        size = 0
+        for row in self._execute(f"SELECT {columns} {_MEMBERS}", (group.tenant, group.id, after, today, most)):
+            position, id, status, code, headers, ended_ms, cancelling, body = row
+            completion = None
+            if status is not None and not cancelling:
+                completion = base.Completion(
+                    status=status, code=code, headers=json.loads(headers), ended_ms=ended_ms, body=body or b""
+                )
+            found.append(Member(position, id, completion))
+            size += len(body or b"")
+            if size >= MEMBER_BYTES:
+                break
+        return found
+
+    def remove_members(self, _: Times, group: Identity) -> int:
+        self._known.clear()
+        return self._execute(_REMOVE_MEMBERS, (group.tenant, group.id)).rowcount
 
     # ---- counters and pauses -----------------------------------------------------------------------------------------
 
@@ -470,6 +533,7 @@ class Tables:
             (_EXPIRED_BATCHED, at.today),
             (_EXPIRED_LEASES, at.now),
             ("DELETE FROM enqueued WHERE until_ms <= ?", at.today),
+            ("DELETE FROM request_group WHERE until_ms <= ?", at.today),
         )
         removed = sum(self._execute(statement, (value,)).rowcount for statement, value in others)
         ended = self._execute(_ENDED, (at.today,)).fetchall()

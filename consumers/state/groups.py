@@ -1,0 +1,285 @@
+"""Groups: requests that belong together, with one state, one count of how they have ended, and one list of results. A
+Message Batch of the gateway is a group. Here is what is decided about a group, for every engine.
+
+A group is `open` while its requests are published, and no worker runs one of them. Its creator then seals it, from
+which moment on they run. If the creator dies before, its lease ends: the group is `void`, and workers drop its
+requests. So all of them run, or none.
+
+How many requests of a group have ended, and how, is counted by the change that ends the request (`Counted`).
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from consumers.state import decisions
+from consumers.state.base import Completion, FollowedStore, Identity
+from consumers.state.decisions import CANCELLED, Row
+from consumers.state.requests import Requests
+from topology.lanes import MIB
+
+Kind = Literal["processing", "succeeded", "errored", "canceled", "expired"]
+KINDS: Final[tuple[Kind, ...]] = ("processing", "succeeded", "errored", "canceled", "expired")
+"""Anthropic's words for the requests of a batch."""
+EXPIRED: Final = "deadline_exceeded"
+MEMBERS_AT_ONCE: Final = 200
+MEMBER_BYTES: Final = 4 * MIB
+"""So much of the results of a group is read at a time, unless one is larger."""
+
+
+class State(StrEnum):
+    """How far a group has come. `VOID`: it counts as one that never was."""
+
+    OPEN = "open"
+    SEALED = "sealed"
+    VOID = "void"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What is stored of a group besides its counts. Times are ms since 1970."""
+
+    state: State = State.OPEN
+    lease_ms: int
+    """An open group is void from then on, if it was neither sealed nor its lease renewed."""
+    owner: str
+    """The name of the API key that created it; only it may see the group."""
+    digest: str
+    """Of what was submitted: the same id with another digest is a conflict."""
+    requests: int
+    size_bytes: int
+    created_ms: int
+    expires_ms: int
+    """When its last request ends at the latest."""
+    keep_ms: int
+    cancelled_ms: int = 0
+    """When it was cancelled; 0: it was not."""
+    is_live: bool = False
+    """Whether its requests go into no provider's batch."""
+
+    def as_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in self.__slots__})
+
+    @classmethod
+    def of_json(cls, text: str | bytes) -> "Head":
+        found = json.loads(text)
+        return cls(**{**found, "state": State(found["state"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A group as it is at this moment."""
+
+    identity: Identity
+    head: Head
+    counts: Mapping[Kind, int]
+    last_ended_ms: int
+    """When the last of the requests that have ended did so; 0: none has."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.head.state is State.SEALED and not self.counts["processing"]
+
+    def has_lapsed(self, now_ms: int) -> bool:
+        return self.head.state is State.OPEN and self.head.lease_ms <= now_ms
+
+
+class Opened(StrEnum):
+    """Whether a group was created now."""
+
+    NEW = "new"
+    KNOWN = "known"
+    """It was created before, with the same requests."""
+    BUSY = "busy"
+    """Another call is creating it."""
+    CONFLICT = "conflict"
+    """It was created before, with other requests."""
+
+
+class Member(NamedTuple):
+    """A request of a group. `position`: its place in the group, for the next page."""
+
+    position: int
+    id: str
+    completion: Completion | None
+    """None: it has not ended."""
+
+
+class GroupChange(NamedTuple):
+    """What was decided about a group. `head`: as it is to be; None: as it was."""
+
+    answer: "Opened | Group | None"
+    head: Head | None = None
+
+
+Decide = Callable[[Group | None, int], GroupChange]
+"""Decides about a group at a time (ms since 1970). None: the store knows none with this id."""
+
+
+# ---- what is decided about a group -----------------------------------------------------------------------------------
+
+
+def open_new(group: Group | None, now_ms: int, *, head: Head) -> GroupChange:
+    """A group that is void may be created again, with the same requests."""
+    if group is None:
+        return GroupChange(Opened.NEW, head)
+    if group.head.digest != head.digest:
+        return GroupChange(Opened.CONFLICT)
+    if group.head.state is State.SEALED:
+        return GroupChange(Opened.KNOWN)
+    if group.head.state is State.OPEN and not group.has_lapsed(now_ms):
+        return GroupChange(Opened.BUSY)
+    return GroupChange(Opened.NEW, head)
+
+
+def renew(group: Group | None, now_ms: int, *, lease_ms: int) -> GroupChange:
+    """Answers None if the group is not open any more."""
+    if group is None or group.head.state is not State.OPEN or group.has_lapsed(now_ms):
+        return GroupChange(None)
+    return GroupChange(group, replace(group.head, lease_ms=lease_ms))
+
+
+def seal(group: Group | None, now_ms: int) -> GroupChange:
+    """Answers None if the group is not open any more."""
+    if group is None or group.head.state is not State.OPEN or group.has_lapsed(now_ms):
+        return GroupChange(None)
+    head = replace(group.head, state=State.SEALED)
+    return GroupChange(replace(group, head=head), head)
+
+
+def look(group: Group | None, now_ms: int) -> GroupChange:
+    """A group that has lapsed becomes void for good, so that no worker drops a request of a group that is sealed."""
+    if group is None or not group.has_lapsed(now_ms):
+        return GroupChange(group)
+    return discard(group, now_ms)
+
+
+def discard(group: Group | None, _: int) -> GroupChange:
+    """A group that is open, or has ended, becomes void."""
+    if group is None or not (group.head.state is State.OPEN or group.has_ended):
+        return GroupChange(group)
+    head = replace(group.head, state=State.VOID)
+    return GroupChange(replace(group, head=head), head)
+
+
+def cancel(group: Group | None, now_ms: int) -> GroupChange:
+    """Requests that run go on; no other one begins."""
+    if group is None or group.has_ended or group.head.state is not State.SEALED or group.head.cancelled_ms:
+        return GroupChange(group)
+    head = replace(group.head, cancelled_ms=now_ms)
+    return GroupChange(replace(group, head=head), head)
+
+
+# ---- how its requests are counted ------------------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """What a change of a request's row changes in the counts of its group. `was`: None if it is a new member.
+    `ended_ms`: when it ended; 0: it has not."""
+
+    group_id: str
+    was: Kind | None
+    now: Kind
+    ended_ms: int
+
+
+def counted(before: Row | None, after: Row) -> Counted | None:
+    """None: nothing changes."""
+    if after.group_id is None:
+        return None
+    was = None if before is None or before.group_id is None else kind_of(before)
+    now = kind_of(after)
+    return None if was == now else Counted(after.group_id, was, now, after.ended_ms or 0 if after.ended else 0)
+
+
+def kind_of(row: Row) -> Kind:
+    """As what a request counts."""
+    if not row.ended:
+        return "processing"
+    if row.status == "ok":
+        return "succeeded"
+    return "canceled" if row.code == CANCELLED else "expired" if row.code == EXPIRED else "errored"
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+class GroupedStore(FollowedStore, Protocol):
+    """The whole store, with groups. All methods raise StoreUnavailable."""
+
+    async def open_group(self, identity: Identity, head: Head) -> Opened: ...
+
+    async def join(self, group: Identity, ids: Sequence[str], *, keep_until_ms: int) -> bool:
+        """Note that these requests, which are about to be published, belong to a group. Returns False if one of them is
+        known without it."""
+
+    async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:
+        """Returns False if the group is not open any more."""
+
+    async def seal_group(self, identity: Identity) -> Group | None:
+        """Returns None if the group was not open any more."""
+
+    async def group(self, identity: Identity) -> Group | None: ...
+
+    async def groups_of(self, tenant: str) -> Sequence[Group]:
+        """All groups of a tenant, in no order."""
+
+    async def discard_group(self, identity: Identity) -> Group | None: ...
+
+    async def cancel_group(self, identity: Identity) -> Group | None: ...
+
+    async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
+        """Cancel requests of a group that are not running."""
+
+    async def members(
+        self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
+    ) -> Sequence[Member]:
+        """The next of a group's requests, in the order in which they joined it. Without `bodies`, results are empty;
+        with them, fewer are returned if they are large (`MEMBER_BYTES`), but at least one."""
+
+    async def remove_members(self, group: Identity) -> int:
+        """Remove some requests of a group with their results. Returns how many; 0: none is left."""
+
+
+class Groups(Requests, ABC):
+    """The part of the store that is the same for every engine."""
+
+    @abstractmethod
+    async def change_group(self, identity: Identity, decide: Decide) -> Any:
+        """Decide about a group, and swap its head. Returns the answer."""
+
+    async def open_group(self, identity: Identity, head: Head) -> Opened:
+        opened: Opened = await self.change_group(identity, partial(open_new, head=head))
+        return opened
+
+    async def join(self, group: Identity, ids: Sequence[str], *, keep_until_ms: int) -> bool:
+        decide = partial(decisions.join, group_id=group.id, keep_until_ms=keep_until_ms)
+        done = await self.change_all("join", [(Identity(group.tenant, id), decide) for id in ids], bodies=False)
+        return all(change.answer for change in done)
+
+    async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:
+        return await self.change_group(identity, partial(renew, lease_ms=lease_ms)) is not None
+
+    async def seal_group(self, identity: Identity) -> Group | None:
+        return await self._changed(identity, seal)
+
+    async def group(self, identity: Identity) -> Group | None:
+        return await self._changed(identity, look)
+
+    async def discard_group(self, identity: Identity) -> Group | None:
+        return await self._changed(identity, discard)
+
+    async def cancel_group(self, identity: Identity) -> Group | None:
+        return await self._changed(identity, cancel)
+
+    async def _changed(self, identity: Identity, decide: Decide) -> Group | None:
+        group: Group | None = await self.change_group(identity, decide)
+        return group
+
+    async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
+        wanted = [(each, partial(decisions.cancel_waiting, completion=end, spec=self.spec)) for each, end in requests]
+        await self.change_all("cancel", wanted, bodies=False)

@@ -1,0 +1,47 @@
+-- The functions of the Redis store for groups (consumers/state/groups.py). A group is a hash: its head as JSON, and how
+-- many requests it has of each kind, which `count` in requests.lua keeps. The ids of its requests are a list, in their
+-- order. A tenant's groups are in a sorted set by their ends.
+function run.group()
+  return {now, redis.call('HGETALL', KEYS[1])}
+end
+
+-- Swaps a group's head, if it is as expected (nothing: there is no group).
+function run.swap_group(id, expected, head, keep_ms)
+  if (redis.call('HGET', KEYS[1], 'head') or '') ~= expected then return 0 end
+  redis.call('HSET', KEYS[1], 'head', head)
+  redis.call('PEXPIREAT', KEYS[1], keep_ms)
+  redis.call('ZADD', KEYS[2], keep_ms, id)
+  redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
+  redis.call('PEXPIREAT', KEYS[2], redis.call('ZRANGE', KEYS[2], -1, -1, 'WITHSCORES')[2])
+  return 1
+end
+
+function run.groups_of_tenant()
+  return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')
+end
+
+-- The next requests of a group that are still kept, and the place of the last one that was looked at (0: there was
+-- none). Of their results, no more than `most_bytes` are read, but at least one.
+function run.members(requests, after, most, most_bytes)
+  local ids = redis.call('LRANGE', KEYS[1], after, after + most - 1)
+  local found, last, size = {}, 0, 0
+  most_bytes = tonumber(most_bytes)
+  for i, id in ipairs(ids) do
+    last = after + i
+    local row = redis.call('HMGET', requests .. id, 'status', 'code', 'headers', 'ended', 'cancelling')
+    if row[1] then
+      local body = most_bytes > 0 and row[1] ~= '' and redis.call('HGET', requests .. id, 'body') or ''
+      found[#found + 1] = {last, id, row[1], row[2], row[3], row[4], row[5], body}
+      size = size + #body
+    end
+    if most_bytes > 0 and size >= most_bytes then break end
+  end
+  return {last, found}
+end
+
+function run.remove_members(requests, followed, entries, count)
+  local ids = redis.call('LRANGE', KEYS[1], 0, count - 1)
+  redis.call('LTRIM', KEYS[1], count, -1)
+  for _, id in ipairs(ids) do redis.call('DEL', requests .. id, followed .. id, entries .. id) end
+  return #ids
+end

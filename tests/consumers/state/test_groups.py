@@ -1,0 +1,202 @@
+"""Groups of requests in the store."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from consumers.clock import now_ms
+from consumers.state.base import Completion, Fingerprint, Granted, Identity
+from consumers.state.groups import Group, GroupedStore, Head, Opened, State
+
+GROUP = Identity("crm", "msgbatch_1")
+IDS = ["msgbatch_1.a", "msgbatch_1.b", "msgbatch_1.c", "msgbatch_1.d"]
+
+
+def head(**given: Any) -> Head:
+    now = now_ms()
+    made: dict[str, Any] = {
+        "lease_ms": now + 60_000, "owner": "key", "digest": "d", "requests": len(IDS), "size_bytes": 10,
+        "created_ms": now, "expires_ms": now + 3_600_000, "keep_ms": now + 7_200_000,
+    }  # fmt: skip
+    return Head(**{**made, **given})
+
+
+def message(body: bytes = b"1", **given: Any) -> Fingerprint:
+    return Fingerprint(body_hash=body * 16, mark=b"m" * 16, redelivered=False, nonce=b"q1234567", **given)
+
+
+def ended(status: Any = "ok", code: str = "", body: bytes = b"{}") -> Completion:
+    return Completion(status=status, code=code, body=body, headers={"x": 1}, ended_ms=now_ms())
+
+
+async def created(store: GroupedStore) -> None:
+    assert await store.open_group(GROUP, head()) is Opened.NEW
+    assert await store.join(GROUP, IDS, keep_until_ms=now_ms() + 7_200_000)
+    assert await store.seal_group(GROUP) is not None
+
+
+async def counts(store: GroupedStore) -> str:
+    group = await found(store)
+    return " ".join(f"{kind}={number}" for kind, number in group.counts.items() if number)
+
+
+async def found(store: GroupedStore) -> Group:
+    group = await store.group(GROUP)
+    assert group is not None
+    return group
+
+
+async def runs(store: GroupedStore, id: str, completion: Completion) -> None:
+    identity = Identity("crm", id)
+    granted = await store.claim(identity, message())
+    assert isinstance(granted, Granted)
+    await store.complete(identity, message(), completion, token=granted.token)
+
+
+async def test_its_counts_are_true_from_the_first_request_to_the_last(store: GroupedStore) -> None:
+    await created(store)
+    assert await counts(store) == "processing=4"
+
+    await runs(store, IDS[0], ended())
+    await runs(store, IDS[1], ended("error", "attempts_exhausted"))
+    await store.claim(Identity("crm", IDS[2]), message())
+    assert await counts(store) == "processing=2 succeeded=1 errored=1"
+    assert not (await found(store)).has_ended
+
+    await store.cancel(Identity("crm", IDS[2]), ended("error", "cancelled"))  # its holder has still to end it
+    assert await counts(store) == "processing=2 succeeded=1 errored=1"
+    await store.cancel(Identity("crm", IDS[3]), ended("error", "cancelled"))
+    assert await counts(store) == "processing=1 succeeded=1 errored=1 canceled=1"
+
+
+async def test_it_has_ended_with_the_last_of_its_requests(store: GroupedStore) -> None:
+    await created(store)
+    for id in IDS:
+        await runs(store, id, last := ended())
+
+    group = await found(store)
+    assert group.has_ended
+    assert group.last_ended_ms == last.ended_ms
+
+
+async def test_a_request_that_ends_twice_counts_once(store: GroupedStore) -> None:
+    await created(store)
+    await runs(store, IDS[0], ended())
+    await store.complete(Identity("crm", IDS[0]), message(), ended("error", "internal"), token=None)
+    await store.join(GROUP, IDS, keep_until_ms=now_ms() + 1000)
+
+    assert await counts(store) == "processing=3 succeeded=1"
+
+
+async def test_a_dead_letter_that_runs_again_is_processing_again(store: GroupedStore) -> None:
+    await created(store)
+    failed = ended("error", "attempts_exhausted")
+    await runs(store, IDS[0], failed)
+
+    await store.claim(Identity("crm", IDS[0]), message(dead_at_ms=failed.ended_ms))
+
+    assert await counts(store) == "processing=4"
+
+
+async def test_a_requester_may_name_the_group_itself(store: GroupedStore) -> None:
+    await store.open_group(GROUP, head(state=State.SEALED))
+    identity = Identity("crm", "k-1")
+    granted = await store.claim(identity, message(group=GROUP.id))
+    assert isinstance(granted, Granted)
+    assert await counts(store) == "processing=1"
+
+    await store.complete(identity, message(group=GROUP.id), ended(), token=granted.token)
+
+    assert await counts(store) == "succeeded=1"
+
+
+async def test_its_results_come_in_its_order_and_in_pages(store: GroupedStore) -> None:
+    await created(store)
+    for id in reversed(IDS[1:]):
+        await runs(store, id, ended(body=id.encode()))
+
+    first = await store.members(GROUP, most=3)
+    second = await store.members(GROUP, after=first[-1].position, most=3)
+
+    assert [each.id for each in (*first, *second)] == IDS
+    assert first[0].completion is None
+    assert [each.completion and each.completion.body for each in (*first, *second)][1:] == [
+        id.encode() for id in IDS[1:]
+    ]
+    assert await store.members(GROUP, after=second[-1].position) == []
+
+
+async def test_large_results_come_in_smaller_pages(store: GroupedStore) -> None:
+    await created(store)
+    for id in IDS:
+        await runs(store, id, ended(body=b"x" * 3 * 1024 * 1024))
+
+    assert [each.id for each in await store.members(GROUP)] == IDS[:2]
+
+
+async def test_a_cancelled_group_ends_what_does_not_run(store: GroupedStore) -> None:
+    await created(store)
+    await store.claim(Identity("crm", IDS[0]), message())
+    assert (await found(store)).head.cancelled_ms == 0
+
+    await store.cancel_group(GROUP)
+    cancelled = ended("error", "cancelled")
+    await store.cancel_waiting([(Identity("crm", id), cancelled) for id in IDS])
+
+    assert (await found(store)).head.cancelled_ms > 0
+    assert await counts(store) == "processing=1 canceled=3"
+
+
+async def test_the_same_group_again_is_known_and_another_one_under_its_id_a_conflict(store: GroupedStore) -> None:
+    assert await store.open_group(GROUP, head()) is Opened.NEW
+    assert await store.open_group(GROUP, head()) is Opened.BUSY
+    await store.seal_group(GROUP)
+
+    assert await store.open_group(GROUP, head()) is Opened.KNOWN
+    assert await store.open_group(GROUP, head(digest="other")) is Opened.CONFLICT
+
+
+async def test_a_group_whose_creator_died_is_void_for_good_and_may_be_created_again(store: GroupedStore) -> None:
+    await store.open_group(GROUP, head(lease_ms=now_ms() + 50))
+    await asyncio.sleep(0.1)
+
+    assert (await found(store)).head.state is State.VOID
+    assert await store.seal_group(GROUP) is None
+    assert not await store.renew_group(GROUP, lease_ms=now_ms() + 1000)
+    assert await store.open_group(GROUP, head()) is Opened.NEW
+    assert await store.seal_group(GROUP) is not None
+
+
+async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: GroupedStore) -> None:
+    await created(store)
+    assert (await store.discard_group(GROUP) or await found(store)).head.state is State.SEALED  # it has not ended
+    for id in IDS:
+        await runs(store, id, ended())
+
+    await store.discard_group(GROUP)
+    while await store.remove_members(GROUP):
+        pass
+
+    assert (await found(store)).head.state is State.VOID
+    assert await store.members(GROUP) == []
+    assert await store.find(Identity("crm", IDS[0])) is None
+
+
+async def test_each_tenant_has_its_own_groups(store: GroupedStore) -> None:
+    await store.open_group(GROUP, head())
+    await store.open_group(Identity("crm", "msgbatch_2"), head())
+    await store.open_group(Identity("other", GROUP.id), head(digest="x"))
+
+    assert {each.identity.id for each in await store.groups_of("crm")} == {"msgbatch_1", "msgbatch_2"}
+    assert [each.head.digest for each in await store.groups_of("other")] == ["x"]
+
+
+@pytest.mark.parametrize("opened_with", [{"keep_s": 0.05}])
+async def test_the_results_of_a_group_are_kept_together(opened: Any, opened_with: dict[str, float]) -> None:
+    store: GroupedStore = await opened(**opened_with)
+    await created(store)
+    await runs(store, IDS[0], ended())
+    await asyncio.sleep(0.1)
+
+    assert (await store.members(GROUP))[0].completion is not None
