@@ -1,5 +1,4 @@
-"""`/v1/messages/batches`: Anthropic's Message Batches. A batch is a group of requests (`consumers/state/groups.py`), which
-are published to their lane like any others.
+"""`/v1/messages/batches`: Anthropic's Message Batches. A batch is a group of requests (`consumers/state/groups.py`).
 
 In this order: the body is received into a file and checked as a whole, so that a wrong request refuses the batch; the
 group is opened in the store; its requests are noted there and published, some at a time; the group is sealed, and

@@ -223,13 +223,14 @@ async def test_a_gateway_that_dies_while_it_publishes_leaves_nothing(
                     creating.cancel()
         assert not (await client.messages.batches.list()).data
 
+        again: MessageBatch | None = None
+
         async def created() -> bool:
             nonlocal again
             with suppress(anthropic.ConflictError):  # while the other gateway may still be creating it
                 again = await client.messages.batches.create(requests=some(10), extra_headers={"Idempotency-Key": "k"})
             return again is not None
 
-        again: MessageBatch | None = None
         await until(created, within_s=20)
         assert not worker.api.calls
         assert again is not None
