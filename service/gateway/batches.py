@@ -16,6 +16,7 @@ from itertools import islice
 from mmap import ACCESS_READ, mmap
 from typing import Any, BinaryIO, Final
 
+import structlog
 from aiohttp import web
 
 from consumers.background import Background
@@ -29,7 +30,6 @@ from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.replies import Problem
 from lanekeeper.requests import Options
 from lanekeeper.telemetry import signals
-from lanekeeper.telemetry.logs import logger
 from service.config.settings import GatewayKey, GatewaySettings
 from service.gateway.access import only_value
 from service.gateway.answers import StoredAnswers, Writing
@@ -53,7 +53,7 @@ SHOWN_WITHIN_S: Final = 2.0
 """For so long a call waits for what it has begun, so that its answer tells what came of it."""
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 1000
-log = logger()
+log = structlog.get_logger()
 _Handler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import anthropic
 import pytest
@@ -44,7 +43,7 @@ async def door(
     lane = {"slots": 32, "batches": {"enabled": batches, "window_s": 0.2, "first_poll_s": 0.1}}
     simulated = SimulatedOptions(batches=BatchOptions(processing_s=processing_s))
     async with (
-        serving(vhost, lanes={"batch": lane}, simulated=simulated, speakers=(urlsplit(vhost.url).username or "",)) as worker,
+        serving(vhost, lanes={"batch": lane}, simulated=simulated, speakers=(vhost.user,)) as worker,
         gate(worker, **spec) as url,
     ):
         yield worker, url
