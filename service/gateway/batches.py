@@ -48,7 +48,7 @@ PUBLISHED_AT_ONCE: Final = 256
 PUBLISHED_BYTES: Final = 8 * MIB
 LEASE_MS: Final = 30_000
 """If this process dies while it publishes a batch, the batch is void after this time."""
-CANCELLED_AT_ONCE: Final = 200
+CANCELLED_AGAIN_S: Final = (0.0, 0.5, 2.0, 8.0, 30.0)
 SHOWN_WITHIN_S: Final = 2.0
 """For so long a call waits for what it has begun, so that its answer tells what came of it."""
 PAGE: Final = 20
@@ -230,14 +230,18 @@ class BatchPaths:
         return self._answer(await self._asked(request, caller), request)
 
     async def _cancel_waiting(self, identity: Identity) -> None:
-        """End what does not run. What this does not reach, because this process dies, ends when it would begin."""
+        """End what does not run; look again for what ran for a moment, because it was on its way into a provider's
+        batch. What this does not reach, because this process dies, ends when it would begin."""
         try:
-            async for members in self._members(identity, bodies=False):
-                waiting = [
-                    (Identity(identity.tenant, each.id), _cancelled(each.id)) for each in members if not each.completion
-                ]
-                if waiting:
-                    await self.store.cancel_waiting(waiting)
+            for pause_s in CANCELLED_AGAIN_S:
+                await asyncio.sleep(pause_s)
+                is_left = False
+                async for members in self._members(identity, bodies=False):
+                    waiting = [each.id for each in members if each.completion is None]
+                    await self.store.cancel_waiting([(Identity(identity.tenant, id), _cancelled(id)) for id in waiting])
+                    is_left |= bool(waiting)
+                if not is_left:
+                    return
         except StoreUnavailable as error:
             log.warning(signals.GROUP_UNCANCELLED, group=identity.id, error=str(error))
 

@@ -149,7 +149,7 @@ async def test_each_caller_sees_its_own_in_pages(vhost: Vhost) -> None:
 async def test_a_cancelled_batch_ends_with_what_was_not_begun_and_can_be_deleted(vhost: Vhost) -> None:
     async with door(vhost, processing_s=60) as (worker, url), sdk(url) as client:
         created = await client.messages.batches.create(requests=some(10))
-        await until(lambda: worker.api.batches.stats()["processing"] == 1, within_s=20)
+        await until(lambda: worker.api.batches.stats()["processing"] >= 1, within_s=20)
         with pytest.raises(anthropic.BadRequestError, match="cannot be deleted"):
             await client.messages.batches.delete(created.id)
         with pytest.raises(anthropic.NotFoundError, match="no results"):
