@@ -87,6 +87,7 @@ class Attempts:
     rng: random.Random = field(default_factory=random.Random)
     handlers: Handlers = field(default_factory=Handlers)
     call_begins: Callable[[Job], Awaitable[None]]
+    hold_again: Callable[[Job, Decoded], Awaitable[bool]]
     fallback_on_refusal: bool = False
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
@@ -268,6 +269,8 @@ class Attempts:
     async def _enter(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> Permit | None:
         """`used`: what the call before used; None: no call was made."""
         clock = asyncio.get_running_loop().time
+        if used is not None and used.output_tokens > 0 and not await self.hold_again(job, decoded):
+            return None
         permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
             return None

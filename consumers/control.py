@@ -441,7 +441,7 @@ class Control:
                 answer = await self.settler.webhooks.carry_out(kind, body)
                 await self.answers.send(message, answer, control="accepted")
             elif (command := self._read_command(message)) is not None:
-                await self._carry_out(message, command)
+                await self._carry_out(delivery, command)
         except RequestProblem as problem:
             await self.answers.refuse(message, problem)
         except StoreUnavailable as away:
@@ -458,12 +458,17 @@ class Control:
             await self.answers.refuse(message, fault)
         return True
 
-    async def _carry_out(self, message: Message, command: Command) -> None:
-        identity = command.identity
+    async def _carry_out(self, delivery: Delivery, command: Command) -> None:
+        message, identity = delivery.message, command.identity
+        (ending,) = await self.claiming.endings([identity])
+        size = 0 if ending is None else ending.size
         if command.kind == n.CANCEL_KEY:
-            answer = await self._cancel(identity)
+            # the bytes of an outcome are not needed
+            known = None if size else await self.claiming.find(identity)
+            answer = await self._cancel(identity, attempts=0 if known is None else known.attempts)
             await self.answers.send(message, answer, control="accepted")
             return
+        await delivery.room(size)
         found = await self.claiming.find(identity)
         if found is not None and found.completion is not None:
             webhook = await self.settler.webhooks.describe(identity)
@@ -471,9 +476,7 @@ class Control:
         else:
             await self.answers.send(message, _state(identity.id, found), control="pending")
 
-    async def _cancel(self, identity: Identity) -> dict[str, Any]:
-        known = await self.claiming.find(identity)
-        attempts = known.attempts if known else 0
+    async def _cancel(self, identity: Identity, *, attempts: int) -> dict[str, Any]:
         problem = RequestProblem("cancelled", "cancelled by its owner")
         ending = Completion(
             status="error",

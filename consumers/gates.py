@@ -5,6 +5,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from secrets import token_hex
 from typing import NamedTuple, assert_never
 
 import structlog
@@ -45,6 +46,7 @@ from consumers.state.base import (
     Ended,
     Granted,
     Pause,
+    Reservation,
     Running,
     StoreUnavailable,
     WaitingLimit,
@@ -269,7 +271,7 @@ async def fetch_body(
     left_s = max(0.0, (decoded.request.deadline_ms - now_ms()) / 1000)
     try:
         async with job.interruptible(min(FETCH_WITHIN_S, left_s)):
-            raw = await fetching.fetch(kept)
+            raw = await fetching.fetch(kept, room=job.delivery.room)
         if raw is not None:
             job.decoded = await decoding.decode_body(raw, job, decoded.lane)
             return None
@@ -331,16 +333,20 @@ Estimate = Callable[[Job, Request, Route], Amounts]
 
 
 class _Held(NamedTuple):
-    """`likely`: what the call is expected to use. It is counted if the call fails and may have to be paid for."""
+    """`likely`: what the call is expected to use. It is counted if the call fails and may have to be paid for. `again`:
+    what is held for a second call."""
 
     hold: Hold
     likely: Spent
+    again: Hold | None = None
 
 
 @dataclass(slots=True, eq=False)
 class CapsGate:
-    """Lets a request pass if its lane, tenant, key and user have enough left of their caps for all that it can use:
-    its `max_tokens` of output. `estimate`: `BudgetGate.amounts`. `publish`: `Lifecycle.publish`."""
+    """Lets a request pass if its lane, tenant, key and user have enough left of their caps for all that one call of it
+    can use: its `max_tokens` of output, at the dearest of its routes. A second call, after one that has to be paid, is
+    made only if there is enough left for it, too (`hold_again`). `estimate`: `BudgetGate.amounts`. `publish`:
+    `Lifecycle.publish`."""
 
     spending: Spending
     breakers: Breakers
@@ -358,38 +364,60 @@ class CapsGate:
         if not bounds or job.stopped is not None:
             return None
         if job.batch is not None and job.batch.held:  # it was counted when it was gathered
-            hold = self._counted(job, job.batch, bounds)
+            hold = self._counted(job, decoded, job.batch)
             self._held[job] = _Held(hold, hold.spent)
             job.batch = replace(job.batch, held=(), held_until_ms=0)
             return None
         if job.batch_result is not None:  # it is paid for already
             self._held[job] = _Held(Hold(bounds, Spent(), self.now_ms()), Spent())
             return None
-        route = self.breakers.usable(decoded.chain.routes)[0]
-        if not self.prices.has(route.model, route.name) and any(bound.what == "usd" for bound in bounds):
+        routes, model = decoded.chain.routes, request.model
+        if any(bound.what == "usd" for bound in bounds):
+            routes = tuple(route for route in routes if self.prices.has(route.model, route.name))
+            job.decoded = replace(decoded, chain=replace(decoded.chain, routes=routes))
+        if not routes:
             return end_with(
                 "forbidden_model",
-                f"model {route.model[:80]!r} has no price, and what is spent here is capped in dollars; "
+                f"model {model[:80]!r} has no price, and what is spent here is capped in dollars; "
                 "the operator can set its price (LANEKEEPER_PRICES__MODELS)",
             )
-        likely = self.estimate(job, request, route)
-        most = likely._replace(output_tokens=max(likely.output_tokens, request.max_tokens))
+        likely, most = Spent(), Spent()
+        for route in routes:
+            amounts = self.estimate(job, request, route)
+            likely = _greater(likely, self._spent(amounts, route.model, route.name))
+            amounts = amounts._replace(output_tokens=max(amounts.output_tokens, request.max_tokens))
+            most = _greater(most, self._spent(amounts, route.model, route.name))
         try:
-            wanted = self._spent(most, route.model, route.name)
-            async with asyncio.timeout(TAKE_WITHIN_S):
-                found = await self._take(job, decoded, bounds, wanted)
+            found = await self._take(job, decoded, bounds, most)
         except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
             return Deferred(delay_ms=STORE_AWAY_MS, reason="store")
         if isinstance(found, Over):
             return self._over(job, request, found)
-        self._held[job] = _Held(found, self._spent(likely, route.model, route.name))
+        self._held[job] = _Held(found, likely)
         return None
+
+    async def hold_again(self, job: Job, decoded: Decoded) -> bool:
+        """Hold as much as before for a second call, whose cost comes to that of the first one. Returns False if there
+        is not enough left, or the store does not answer."""
+        held = self._held.get(job)
+        if held is None or held.again is not None:
+            return True
+        try:
+            found = await self._take(job, decoded, held.hold.bounds, held.hold.spent._replace(requests=0), nth=" again")
+        except (StoreUnavailable, TimeoutError):
+            return False
+        if isinstance(found, Over):
+            return False
+        self._held[job] = held._replace(again=found)
+        return True
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Correct what `enter` counted against the caps. After a failure nothing is counted, unless the failed call may
         have to be paid for: then the estimate stays counted."""
         held, attempted = self._held.pop(job, None), job.attempted
-        hold, likely = (None, Spent()) if held is None else held
+        hold, likely, again = (None, Spent(), None) if held is None else held
+        if again is not None:
+            self.spending.correct(again, Spent())
         answer = outcome.answer if isinstance(outcome, PipelineAdvanced) else outcome
         if hold is not None and job.batch is not None:
             is_in_message = job.hop.batch is not None and job.hop.batch.held != ()
@@ -433,22 +461,24 @@ class CapsGate:
             case Replayed(completion=completion) if completion.code != "cancelled":
                 return  # it was delivered twice, and the first one has counted it
             case Refused() | DeadLettered() | Superseded() | Replayed():
-                bounds = self._bounds(job, decoded.request)
-                self.spending.correct(self._counted(job, job.batch, bounds), Spent())
+                self.spending.correct(self._counted(job, decoded, job.batch), Spent())
 
     def _bounds(self, job: Job, request: Request) -> tuple[Bound, ...]:
         return self.spending.bounds(job.lane_name, job.identity.tenant, key=request.key, user=request.user)
 
-    async def _take(self, job: Job, decoded: Decoded, bounds: tuple[Bound, ...], wanted: Spent) -> Hold | Over:
-        publish = partial(self.publish, job)
-        if decoded.lane.batches.enabled:  # what is held may go on with its message, for longer than any call
-            return await self.spending.take(bounds, wanted, publish=publish)
-        whose, until_ms = f"{job.identity.tenant}/{job.identity.id}", decoded.request.deadline_ms + HELD_AFTER_MS
-        return await self.spending.take(bounds, wanted, publish=publish, whose=whose, until_ms=until_ms)
+    async def _take(
+        self, job: Job, decoded: Decoded, bounds: tuple[Bound, ...], wanted: Spent, *, nth: str = ""
+    ) -> Hold | Over:
+        # one that may go into a batch has to be told again when its request comes back
+        nonce = "" if decoded.lane.batches.enabled else token_hex(4)
+        reservation, publish = _reservation(job, decoded.request, nonce, nth=nth), partial(self.publish, job)
+        async with asyncio.timeout(TAKE_WITHIN_S):
+            return await self.spending.take(bounds, wanted, publish=publish, reservation=reservation)
 
-    def _counted(self, job: Job, batch: BatchHop, bounds: tuple[Bound, ...]) -> Hold:
+    def _counted(self, job: Job, decoded: Decoded, batch: BatchHop) -> Hold:
         """What was counted on the day that ended, or will end, at `held_until_ms`."""
-        return Hold(bounds, Spent(*batch.held), batch.held_until_ms - 1)
+        bounds, reservation = self._bounds(job, decoded.request), _reservation(job, decoded.request)
+        return Hold(bounds, Spent(*batch.held), batch.held_until_ms - 1, reservation)
 
     def _spent(self, amounts: Amounts, model: str, name: str = "") -> Spent:
         usage = Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))
@@ -471,6 +501,15 @@ class CapsGate:
             return end_with("deadline_exceeded", text, retry_after_ms=wait_ms if fits else None)
         delay_ms = min(wait_ms + round(self.rng.uniform(0, SPREAD_MS)), left_ms)
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
+
+
+def _reservation(job: Job, request: Request, nonce: str = "", *, nth: str = "") -> Reservation:
+    whose = f"{job.identity.tenant}/{job.identity.id}{nth}"
+    return Reservation(whose, nonce, request.deadline_ms + HELD_AFTER_MS)
+
+
+def _greater(one: Spent, other: Spent) -> Spent:
+    return Spent(*map(max, one, other))
 
 
 def _may_be_paid(attempted: Attempted) -> bool:

@@ -9,7 +9,7 @@ DNS look-up.
 
 import asyncio
 import json
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Final
@@ -50,6 +50,8 @@ MARGIN_S: Final = 3600.0
 """A large answer that is stored outside the broker is kept for this many seconds longer than the result that contains
 its address."""
 PAUSE_S: Final = 0.5
+Room = Callable[[int], Awaitable[None]]
+"""Awaited with the size of a body before it is fetched (`Delivery.room`)."""
 log = structlog.get_logger()
 
 
@@ -68,7 +70,7 @@ class WebBodies:
         except ValueError:
             return False
 
-    async def fetch(self, kept: BodyAddress, *, most_bytes: int) -> bytes:
+    async def fetch(self, kept: BodyAddress, *, most_bytes: int, room: Room) -> bytes:
         if not self._private and is_private(urlsplit(kept.address).hostname or ""):
             raise BodyError("its host has a private address")
         connector = aiohttp.TCPConnector(resolver=Resolver(private=self._private))
@@ -78,6 +80,7 @@ class WebBodies:
                 session.get(kept.address, allow_redirects=False, headers={"Accept-Encoding": "identity"}) as response,
             ):
                 _check(response, most_bytes)
+                await room(most_bytes if response.content_length is None else response.content_length)
                 body = bytearray()
                 async for piece in response.content.iter_chunked(PIECE_BYTES):
                     body += piece
@@ -126,9 +129,12 @@ class Fetching:
         self._most_bytes = most_bytes
         self._background = Background()
 
-    async def fetch(self, kept: BodyAddress) -> bytes:
+    async def fetch(self, kept: BodyAddress, *, room: Room) -> bytes:
         for place in self._places:
             if place.holds(kept.address):
+                if isinstance(place, WebBodies):
+                    return await place.fetch(kept, most_bytes=self._most_bytes, room=room)
+                await room(min(await place.size(kept), self._most_bytes))
                 return await place.fetch(kept, most_bytes=self._most_bytes)
         raise BodyError("this address is not allowed (LANEKEEPER_BODIES__ALLOW)")
 

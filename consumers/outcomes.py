@@ -118,6 +118,21 @@ class Batched:
 Outcome = Answered | Deferred | Retried | Refused | DeadLettered | Superseded | Replayed | PipelineAdvanced | Batched
 
 
+def bytes_of(outcome: Outcome) -> int:
+    """How many bytes it adds to those of its message."""
+    match outcome:
+        case Answered(body=body) | Batched(params=body):
+            return len(body)
+        case Replayed(completion=completion):
+            return len(completion.body)
+        case PipelineAdvanced(state=state, answer=answer):
+            return len(state) + (0 if answer is None else len(answer.body))
+        case Deferred() | Retried() | Refused() | DeadLettered() | Superseded():
+            return 0
+        case _:
+            assert_never(outcome)
+
+
 def end_with_problem(problem: RequestProblem) -> Refused | DeadLettered:
     """The outcome of a request that ends with this error: `DeadLettered` if it is kept in `lane.dead` after such an
     error (docs/contract.md lists them), else `Refused`."""

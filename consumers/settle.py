@@ -37,6 +37,7 @@ from consumers.outcomes import (
     Replayed,
     Retried,
     Superseded,
+    bytes_of,
 )
 from consumers.rate_limit import Parking
 from consumers.replies import Replies, ReplyRetries
@@ -102,6 +103,7 @@ class Settler:
         it was. Return None if the delivery could not be settled, so that the broker delivers it again."""
         if isinstance(outcome, DeadLettered) and not job.parks(outcome.problem.code):
             outcome = Refused(outcome.problem)
+        job.delivery.count(bytes_of(outcome))
         try:
             async with asyncio.timeout(SETTLE_WITHIN_S):
                 if self.large_answers.is_slow(outcome):

@@ -8,7 +8,11 @@ enough to wait for them. The totals are counted in memory, for this process alon
 
 Adding and correcting run in tasks of their own. So what is held for a cancelled request is given back, and an answer
 does not wait for the correction, and is not lost if the correction fails. A correction is tried again while the store
-is unavailable. What a process held that died is given back when its request takes again, or has surely ended."""
+is unavailable. What a process held that died is given back when its request takes again, or has surely ended.
+
+What is held for the requests of one tenant may be no more than what is left of a lane's cap, as with bytes of memory
+(`topology/broker/memory.py`): so there is always some left for others, however large a tenant's `max_tokens` are. One
+request may always be held for. A third counter, of lane and tenant, has this sum."""
 
 import asyncio
 from collections import OrderedDict
@@ -17,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from math import inf
-from secrets import token_hex
 from typing import NamedTuple, TypeVar
 
 import structlog
@@ -115,10 +118,13 @@ class Bound(NamedTuple):
     what: str
     limit: float
     per: str = DAY
+    held_by: str = ""
+    """Not empty: it is this tenant's share of what is left."""
 
     @property
     def name(self) -> str:
-        return f"cap {self.reason} {self.who} {self.what}" + ("" if self.per == DAY else f" {self.per}")
+        name = f"cap {self.reason} {self.who} {self.what}" + ("" if self.per == DAY else f" {self.per}")
+        return f"held {name} {self.held_by}" if self.held_by else name
 
     def period(self, now_ms: int) -> Period:
         return PERIODS[self.per](now_ms)
@@ -182,7 +188,7 @@ class Spending:
             (KEY, f"{tenant}/{key}", _of(spec.keys, key) if key else None),
             (USER, f"{tenant}/{user}", _of(spec.users, user) if user else None),
         )
-        return tuple(
+        bounds = tuple(
             Bound(reason=reason, who=who, what=what, limit=limit, per=per)
             for reason, who, caps in whose
             if caps is not None
@@ -190,13 +196,15 @@ class Spending:
             for what in Spent._fields
             if (limit := getattr(cap, what)) is not None
         )
+        shared = [each for each in bounds if each.reason == LANE and each.what != "requests"] if tenant else []
+        return (*(each._replace(held_by=tenant) for each in shared), *bounds)
 
     async def take(
-        self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish, whose: str = "", until_ms: int = 0
+        self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish, reservation: Reservation | None = None
     ) -> Hold | Over:
-        """`whose`, `until_ms`: the request, and when it has ended at the latest. If this process has died, what is held
-        is given back then, or when the request takes again. Without them it counts until it is corrected."""
-        hold = Hold((), spent, self._now_ms(), Reservation(whose, token_hex(4), until_ms) if whose else None)
+        """`reservation`: of the request. If this process has died, what is held is given back when the request has
+        surely ended, or takes again. Without one it counts until it is corrected."""
+        hold = Hold((), spent, self._now_ms(), reservation)
         taking = self._take(bounds, hold, publish)
         return await self._background.sheltered(taking, name="caps", if_left=self._give_back)
 
@@ -228,9 +236,11 @@ class Spending:
     async def _take(self, bounds: tuple[Bound, ...], hold: Hold, publish: Publish) -> Hold | Over:
         try:
             for bound in bounds:
-                wanted, period = getattr(hold.spent, bound.what), bound.period(hold.at_ms)
+                wanted, period, limit = getattr(hold.spent, bound.what), bound.period(hold.at_ms), bound.limit
+                if bound.held_by:
+                    limit = max(wanted, limit - await self._used_of(bound._replace(held_by="").name, period))
                 taken = await self._allowances.take(
-                    bound.name, wanted, limit=bound.limit, period=period, reservation=hold.reservation
+                    bound.name, wanted, limit=limit, period=period, reservation=hold.reservation
                 )
                 if not taken.granted:
                     await self._correct(hold, Spent(), publish)
@@ -242,18 +252,23 @@ class Spending:
         return hold
 
     async def _over(self, bound: Bound, wanted: float, period: Period, publish: Publish) -> Over:
-        used = (await self._allowances.take(f"spent {bound.name}", 0, limit=inf, period=period)).used
-        ends_soon = used + wanted <= bound.limit
+        ends_soon, bound = bound.held_by != "", bound._replace(held_by="")
+        used = await self._used_of(f"spent {bound.name}", period)
+        ends_soon = ends_soon or used + wanted <= bound.limit
         if not ends_soon and wanted <= bound.limit:
             await self._report(bound, used, is_full=True, period=period, publish=publish)
         resets_in_s = (period.ends_ms - self._now_ms()) / 1000
         return Over(bound=bound, wanted=wanted, used=used, resets_in_s=resets_in_s, ends_soon=ends_soon)
 
+    async def _used_of(self, name: str, period: Period) -> float:
+        return (await self._allowances.take(name, 0, limit=inf, period=period)).used
+
     async def _correct(self, hold: Hold, used: Spent, publish: Publish) -> None:
         now_ms, allowances = self._now_ms(), self._allowances
         began_s = asyncio.get_running_loop().time()
         for bound in hold.bounds:
-            held, spent, period = getattr(hold.spent, bound.what), getattr(used, bound.what), bound.period(now_ms)
+            held, period = getattr(hold.spent, bound.what), bound.period(now_ms)
+            spent = 0.0 if bound.held_by else getattr(used, bound.what)
             if bound.period(hold.at_ms) != period:  # what was held ended with its period
                 continue
             until_s = began_s + min(CORRECT_WITHIN_S, (period.ends_ms - now_ms) / 1000)

@@ -86,6 +86,7 @@ log = structlog.get_logger()
 class _Visit:
     """The work on a ticket that was delivered."""
 
+    delivery: Delivery
     began_s: float
     """By the event loop's clock."""
     owner: str = field(default_factory=partial(secrets.token_hex, 8))
@@ -213,7 +214,7 @@ class Collector:
             try:
                 if ticket.id not in self._at_work:  # else it was published again, because of a confirm that was lost
                     is_repeated = delivery.redelivered or _tries(message) > 0
-                    found = await self._work_on(ticket, is_repeated=is_repeated)
+                    found = await self._work_on(ticket, delivery, is_repeated=is_repeated)
             except* (BrokerError, StoreUnavailable):
                 raise
             except* Exception:  # by a fault of ours no request may stay in it beyond its deadline
@@ -231,8 +232,8 @@ class Collector:
         self.waiting[ticket.id] = ticket.lane, len(found.ticket.items), settler.now_ms() + found.delay_ms
         settler.failpoints.reach("after_submitted")
 
-    async def _work_on(self, ticket: Ticket, *, is_repeated: bool) -> _Next | None:
-        visit = self._at_work[ticket.id] = _Visit(asyncio.get_running_loop().time())
+    async def _work_on(self, ticket: Ticket, delivery: Delivery, *, is_repeated: bool) -> _Next | None:
+        visit = self._at_work[ticket.id] = _Visit(delivery, asyncio.get_running_loop().time())
         try:
             match ticket.stage:
                 case Stage.GATHERED:
@@ -453,6 +454,7 @@ class Collector:
         ended = await self._ended(ticket.items)
         # others may have been answered by this batch, before its results had to be read again
         cancelled = {number for number, is_cancelled in ended.items() if is_cancelled}
+        await self._at_work[ticket.id].delivery.room(BACK_BYTES)
         returning: list[Returning] = []
 
         async def send() -> None:

@@ -72,6 +72,8 @@ PUBLISH_WITHIN_S: Final = 60.0
 """For so long one delivery publishes items; the next one goes on."""
 FILL_IN_WITHIN_S: Final = 15.0
 """For so long a delivery waits for its templates, which others' may go before; then it comes later."""
+ROOM_WITHIN_S: Final = 30.0
+"""For so long a delivery waits until this process may hold the items' outcomes; then it comes later."""
 FULL_MS: Final = 1000
 LONGEST_FULL_MS: Final = 10_000
 """After how long at least and at most the items that found their queue full are published."""
@@ -294,7 +296,14 @@ class Pipelines:
         if not job.standing.state:
             job.message.body = await self.claiming.state(state_identity(job.identity, job.standing.flow))
             job.standing = replace(job.standing, state=job.message.body)
+            job.delivery.count(len(job.message.body))
         return job.standing.state != b""
+
+    async def _has_room(self, job: Job, size: int) -> bool:
+        async with job.interruptible(ROOM_WITHIN_S):
+            await job.delivery.room(min(size, UNPACKED_BYTES))
+            return True
+        return False
 
     async def _before(self, job: Job) -> Completion | None:
         """The stored outcome of the step, if it ran before."""
@@ -586,26 +595,30 @@ class Pipelines:
         return _Look(done, ended_count, again, failed)
 
     async def _join(self, job: Job, step: _Step, count: int) -> Outcome:
-        """All items have ended: their outputs, in order, are the step's. Their outcomes are fetched a few at a time."""
+        """All items have ended: their outputs, in order, are the step's. Outcomes are fetched when there is room for
+        them, a few at a time."""
         pieces, size = list[bytes](), 0
         assert job.standing is not None
+        wanted: list[tuple[int, int]] = []
         for begin in range(0, count, AT_ONCE):
             some = range(begin, min(begin + AT_ONCE, count))
-            ends = await self._endings(job, some)
-            wanted: list[tuple[int, int]] = []
-            for k, end in zip(some, ends, strict=True):
+            for k, end in zip(some, await self._endings(job, some), strict=True):
                 if end is None or end.status is None:  # the store has lost it since
                     return await self._round(job, replace(job.standing.flow, done=0), LEAST_WAIT_MS)
                 if end.status == "ok" or step.spec.on_failure != "skip":
                     wanted.append((k, end.size))
-            for numbers in _together(wanted):
-                for found in await self._find(job, numbers):
-                    if found is None or (came := found.completion) is None:
-                        return await self._round(job, replace(job.standing.flow, done=0), LEAST_WAIT_MS)
-                    pieces.append(came.body if came.status == "error" else output_of(came.body, step.spec))
-                    size += len(pieces[-1]) + 1
-                    if size > UNPACKED_BYTES:
-                        raise _too_large(size)
+        if not await self._has_room(job, sum(size for _, size in wanted)):
+            if job.stopped is not None:
+                return stopped_by(job.stopped, doing=f"was at step {step.spec.name}")
+            return await self._round(job, job.standing.flow, FULL_MS)
+        for numbers in _together(wanted):
+            for found in await self._find(job, numbers):
+                if found is None or (came := found.completion) is None:
+                    return await self._round(job, replace(job.standing.flow, done=0), LEAST_WAIT_MS)
+                pieces.append(came.body if came.status == "error" else output_of(came.body, step.spec))
+                size += len(pieces[-1]) + 1
+                if size > UNPACKED_BYTES:
+                    raise _too_large(size)
         output = b"[" + b",".join(pieces) + b"]"
         if job.standing.following is None:
             model = step.spec.handler or step.spec.model or self.lanes[self._lane_of(job, step.spec.name)].model

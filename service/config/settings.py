@@ -817,8 +817,8 @@ class Settings(BaseSettings):
     """How many keys and values the JSON of a request (else `too_large`) or an answer (else `answer_too_large`) may
     have."""
     held_bytes: Number[int] = Field(default=HELD_BYTES, ge=16 * MIB, le=1024 * GIB)
-    """How many bytes of messages a worker holds at a time, running and waiting; the others stay in the broker. The
-    default is for 512 MiB of memory; with more slots for large requests, raise both."""
+    """How many bytes of messages a worker holds at a time, running and waiting, with what it loads for them; the others
+    stay in the broker. The default is for 512 MiB of memory; with more slots for large requests, raise both."""
     grace_s: Number[float] = Field(default=25, ge=0, le=3600)
     """How long running requests may take to finish when the process is stopped; Kubernetes kills it after 30 s."""
     log_format: Literal["auto", "json", "console"] = "auto"

@@ -831,6 +831,7 @@ def _handler(
             pausing=pausing,
             policy=settings.retry_policy(),
             call_begins=claiming.call_begins,
+            hold_again=caps_gate.hold_again,
             fallback_on_refusal=settings.models.fallback_on_refusal,
         ),
         replies=settler.replies,

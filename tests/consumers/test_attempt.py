@@ -31,7 +31,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
 from tests.support.faulty_api import FaultyAPI
-from tests.support.jobs import NOW_MS, Bench, Told, decoded, read
+from tests.support.jobs import NOW_MS, Bench, Told, decoded, granted, read
 from tests.support.memory_store import MemoryStore
 from topology.lanes import NORMAL
 
@@ -90,6 +90,7 @@ class TwoProviders:
             now_ms=self.now_ms,
             rng=rng,
             call_begins=Claiming(MemoryStore()).call_begins,
+            hold_again=granted,
         )
 
     def now_ms(self) -> int:

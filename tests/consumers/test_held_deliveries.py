@@ -5,7 +5,7 @@ import asyncio
 from typing import Any
 
 from consumers import claiming, gates, replies, settle
-from consumers.flows.pipelines import FILL_IN_WITHIN_S
+from consumers.flows.pipelines import FILL_IN_WITHIN_S, ROOM_WITHIN_S
 from consumers.job import (
     ASK_WITHIN_S,
     ATTEMPT_WITHIN_S,
@@ -28,7 +28,7 @@ WAITS_S = {
     "schedule gate: counting a long wait": ASK_WITHIN_S,
     "schedule gate: noting it, or asking whether the request has ended": ASK_WITHIN_S,
     "claim gate": CLAIM_WITHIN_S,
-    "body gate": gates.FETCH_WITHIN_S,
+    "body gate, or room for the outcomes of a pipeline's items": max(gates.FETCH_WITHIN_S, ROOM_WITHIN_S),
     "pipeline gate: filling in a template": FILL_IN_WITHIN_S,
     "route gate": gates.HOLD_S + gates.STAGGER_S,
     "caps gate": gates.TAKE_WITHIN_S,

@@ -29,15 +29,19 @@ def other(tmp_path: Path) -> Iterator[BodyStore]:
     store.close()
 
 
+async def room(size: int) -> None:
+    """There is always some."""
+
+
 def naming(kept: BodyAddress) -> Message:
     return Message(body=b"", message_id="m-1", headers={n.BODY: kept.address, n.BODY_SHA256: kept.sha256})
 
 
 async def test_a_body_at_another_address_is_refused(own: BodyStore, other: BodyStore) -> None:
     with pytest.raises(BodyError, match="LANEKEEPER_BODIES__ALLOW"):
-        await Fetching(own, most_bytes=10).fetch(await other.keep([b"{}"]))
+        await Fetching(own, most_bytes=10).fetch(await other.keep([b"{}"]), room=room)
     with pytest.raises(BodyError, match="LANEKEEPER_BODIES__ALLOW"):
-        await Fetching(None, most_bytes=10).fetch(await own.keep([b"{}"]))
+        await Fetching(None, most_bytes=10).fetch(await own.keep([b"{}"]), room=room)
 
 
 async def test_when_its_request_has_ended_a_body_is_removed_from_the_own_store_only(
@@ -51,8 +55,8 @@ async def test_when_its_request_has_ended_a_body_is_removed_from_the_own_store_o
     await fetching._background.finish(within_s=10)
 
     with pytest.raises(BodyError):
-        await fetching.fetch(mine)
-    assert await fetching.fetch(theirs) == b"{}"
+        await fetching.fetch(mine, room=room)
+    assert await fetching.fetch(theirs, room=room) == b"{}"
 
 
 async def test_all_stores_are_closed_when_what_is_removed_is_gone(own: BodyStore, other: BodyStore) -> None:
@@ -112,9 +116,12 @@ async def test_an_allowed_address_is_fetched_and_checked() -> None:
         bodies = WebBodies([f"{url}/in"], private=True)
         for path in ("body", "streamed"):
             for most_bytes in (1000, len(CONTENT)):
-                assert await bodies.fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=most_bytes) == CONTENT
+                assert (
+                    await bodies.fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=most_bytes, room=room)
+                    == CONTENT
+                )
         with pytest.raises(BodyError, match="SHA-256"):
-            await bodies.fetch(BodyAddress(f"{url}/in/body", "0" * 64), most_bytes=1000)
+            await bodies.fetch(BodyAddress(f"{url}/in/body", "0" * 64), most_bytes=1000, room=room)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,9 @@ async def test_what_is_too_large_or_gone_is_an_error_and_what_may_be_temporary_i
 ) -> None:
     async with host() as url:
         with pytest.raises(error, match=told):
-            await WebBodies([url], private=True).fetch(BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=most_bytes)
+            await WebBodies([url], private=True).fetch(
+                BodyAddress(f"{url}/in/{path}", SHA256), most_bytes=most_bytes, room=room
+            )
 
 
 async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> None:
@@ -142,14 +151,14 @@ async def test_a_private_address_is_refused_as_a_number_and_behind_a_name() -> N
         named = url.replace("127.0.0.1", "localhost")
         for each in (url, named, url.replace("127.0.0.1", "[::ffff:127.0.0.1]"), "http://169.254.169.254"):
             with pytest.raises(BodyError, match="private address"):
-                await WebBodies([each]).fetch(BodyAddress(f"{each}/in/body", SHA256), most_bytes=1000)
+                await WebBodies([each]).fetch(BodyAddress(f"{each}/in/body", SHA256), most_bytes=1000, room=room)
 
 
 @pytest.mark.parametrize("number", ["64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::1", "fd00::1"])
 async def test_a_private_address_inside_another_is_refused(number: str) -> None:
     url = f"http://[{number}]"
     with pytest.raises(BodyError, match="private address"):
-        await WebBodies([url]).fetch(BodyAddress(f"{url}/in/body", SHA256), most_bytes=1000)
+        await WebBodies([url]).fetch(BodyAddress(f"{url}/in/body", SHA256), most_bytes=1000, room=room)
 
 
 def test_the_usual_ports_need_not_be_named() -> None:
@@ -167,7 +176,7 @@ async def test_an_error_does_not_quote_the_address_which_may_hold_a_signature() 
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(BodiesUnavailable) as caught:
             await WebBodies([url], private=True).fetch(
-                BodyAddress(f"{url}/body?signature=secret", SHA256), most_bytes=1000
+                BodyAddress(f"{url}/body?signature=secret", SHA256), most_bytes=1000, room=room
             )
     assert "secret" not in str(caught.value)
 
@@ -204,4 +213,4 @@ async def test_a_name_that_cannot_be_resolved_now_is_tried_again_later(monkeypat
     monkeypatch.setattr("socket.getaddrinfo", fail)
     url = "http://files.example.com"
     with pytest.raises(BodiesUnavailable):
-        await WebBodies([url]).fetch(BodyAddress(f"{url}/body", SHA256), most_bytes=1000)
+        await WebBodies([url]).fetch(BodyAddress(f"{url}/body", SHA256), most_bytes=1000, room=room)

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.gates import CapsGate
-from consumers.job import Attempted, Chain, Job, LostCall
+from consumers.job import Attempted, Chain, Job, LostCall, Route
 from consumers.limits.base import Amounts
 from consumers.outcomes import (
     Answered,
@@ -26,7 +26,7 @@ from consumers.outcomes import (
     Retried,
     Superseded,
 )
-from consumers.prices import Prices
+from consumers.prices import Prices, Usage
 from consumers.providers.breakers import Breakers
 from consumers.spending import (
     PERIODS,
@@ -48,12 +48,22 @@ from tests.support.memory_store import MemoryAllowances, daily
 from tests.support.virtual_time import virtually
 from topology.codec.decoding import user_hash
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
+from topology.lanes import CRITICAL, BatchSpec
 
 MODEL = "claude-sonnet-5-5"
+CHEAP, DEAR = (
+    Route(provider="anthropic", model=model, name=model, account=model)
+    for model in ("claude-haiku-5-5", "claude-opus-5-5")
+)
+BATCHED = replace(CRITICAL, batches=BatchSpec(enabled=True))
 ESTIMATE = Amounts(1, 1000, 500)
 COST = (1000 * 2 + 500 * 10) / 1_000_000
 ANSWERED = Answered(body=b"{}", model=MODEL, provider="anthropic")
 RETRIED = Retried(delay_ms=0, error="")
+
+
+def cost_of(model: str, input_tokens: int, output_tokens: int) -> float:
+    return Prices().cost_usd(model, Usage(input_tokens=input_tokens, output_tokens=output_tokens)) or 0.0
 
 
 async def take(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> Hold | Over:
@@ -125,6 +135,7 @@ async def test_caps_are_of_lane_tenant_key_and_user_and_of_a_day_a_week_and_a_mo
     assert {each.name: each.limit for each in spending.bounds("batch", "shop", key="ci", user="ab12")} == {
         "cap lane batch requests": 1,
         "cap lane batch usd month": 2,
+        "held cap lane batch usd month shop": 2,
         "cap tenant shop tokens week": 3,
         "cap key shop/ci requests": 4,
         "cap user shop/ab12 requests month": 5,
@@ -325,13 +336,23 @@ class Ground:
         self.told: list[tuple[str, str, dict[str, Any]]] = []
 
     def job(
-        self, model: str = MODEL, *, max_tokens: int = 5, metadata: str = "{}", now_ms: int = NOW_MS, **properties: Any
+        self,
+        model: str = MODEL,
+        *,
+        max_tokens: int = 5,
+        metadata: str = "{}",
+        now_ms: int = NOW_MS,
+        routes: Sequence[Route] = (),
+        **properties: Any,
     ) -> Job:
         body = (
             f'{{"model":"{model}","max_tokens":{max_tokens},"metadata":{metadata},'
             '"messages":[{"role":"user","content":"hi"}]}'
         )
-        return read(Bench().job(body=body.encode(), **properties), now_ms=now_ms)
+        job = read(Bench().job(body=body.encode(), **properties), now_ms=now_ms)
+        if routes:
+            job.decoded = replace(decoded(job), chain=Chain(tuple(routes)))
+        return job
 
     async def enter(self, job: Job) -> Outcome | None:
         return await self.gate.enter(job, decoded(job))
@@ -374,6 +395,78 @@ async def test_what_a_killed_worker_held_gives_its_place_to_the_same_request_and
     await ground.gate.leave(again, decoded(again), ANSWERED)
     await ground.spending.finish(within_s=30)
     assert counted(ground.store) == {"cap lane critical requests": 1}
+
+
+async def test_a_cap_holds_for_64_callers_at_once_whichever_of_their_routes_is_called() -> None:
+    limit = 1.0
+    ground = Ground(lanes={"critical": daily(usd=limit)})
+    jobs = [ground.job(message_id=f"m-{k}", max_tokens=2000, routes=(CHEAP, DEAR)) for k in range(64)]
+    outcomes = await asyncio.gather(*map(ground.enter, jobs))
+    run = [job for job, outcome in zip(jobs, outcomes, strict=True) if outcome is None]
+    dearest = cost_of(DEAR.model, 1000, 2000)
+    assert len(run) == int(limit / dearest)
+    assert all(isinstance(each, Deferred) for each in outcomes if each is not None), "they wait for what runs"
+    for job in run:
+        job.attempted = Attempted(started_ms=NOW_MS, usage=Amounts(1, 1000, 2000), cost_usd=dearest)
+        await ground.gate.leave(job, decoded(job), ANSWERED)
+    await ground.spending.finish(within_s=30)
+    assert limit / 2 < ground.store.used["spent cap lane critical usd"] <= limit
+
+
+async def test_a_second_call_after_one_that_must_be_paid_is_made_only_if_there_is_enough_left_for_it() -> None:
+    ground = Ground(lanes={"critical": daily(requests=2, tokens=10_000)})
+    first, second = (ground.job(message_id=id, max_tokens=2000, routes=(CHEAP, DEAR)) for id in "ab")
+    assert [await ground.enter(each) for each in (first, second)] == [None, None]
+
+    assert await ground.gate.hold_again(first, decoded(first))
+    assert not await ground.gate.hold_again(second, decoded(second))
+    assert counted(ground.store) == {"cap lane critical requests": 2, "cap lane critical tokens": 9000}
+
+    first.attempted = Attempted(started_ms=NOW_MS, usage=Amounts(1, 1000, 10), lost=(LostCall(CHEAP.model, ESTIMATE),))
+    await ground.gate.leave(first, decoded(first), ANSWERED)
+    await ground.spending.finish(within_s=30)
+    assert counted(ground.store) == {"cap lane critical requests": 2, "cap lane critical tokens": 3000 + 1010 + 1500}
+
+
+async def test_a_cap_in_dollars_leaves_out_routes_without_a_price() -> None:
+    ground = Ground(lanes={"critical": daily(usd=1)})
+    free = replace(DEAR, model="another", name="another")
+    job = ground.job(routes=(CHEAP, free))
+    assert await ground.enter(job) is None
+    assert decoded(job).chain.routes == (CHEAP,)
+    refused = await ground.enter(ground.job(routes=(free,)))
+    assert isinstance(refused, Refused | DeadLettered)
+    assert refused.problem.code == "forbidden_model"
+
+
+async def test_a_tenant_leaves_its_neighbours_as_much_of_a_lanes_cap_as_its_own_calls_hold() -> None:
+    ground = Ground(lanes={"critical": daily(tokens=100_000)})
+    large = [ground.job(message_id=f"l-{k}", user_id="large", max_tokens=24_000) for k in range(64)]
+    held = [each for each in large if await ground.enter(each) is None]
+    assert len(held) == 2, "half of the cap"
+    small = ground.job(user_id="small", max_tokens=4000)
+    assert await ground.enter(small) is None
+
+    for job in held:
+        job.attempted = Attempted(started_ms=NOW_MS, usage=ESTIMATE)
+        await ground.gate.leave(job, decoded(job), ANSWERED)
+    await ground.spending.finish(within_s=30)
+    assert await ground.enter(large[-1]) is None, "it only waited"
+
+
+async def test_one_request_of_a_tenant_may_hold_all_that_is_left_of_a_lanes_cap() -> None:
+    ground = Ground(lanes={"critical": daily(tokens=10_000)})
+    first, second = (ground.job(message_id=id, user_id="only", max_tokens=9000) for id in "ab")
+    assert await ground.enter(first) is None
+    assert isinstance(await ground.enter(second), Deferred)
+
+
+async def test_what_a_killed_worker_held_for_a_lane_with_batches_ends_with_its_request() -> None:
+    ground = Ground(lanes={"critical": daily(tokens=2000)})
+    assert await ground.enter(ground.job(message_id="a", lane=BATCHED)) is None
+    again = ground.job(message_id="a", lane=BATCHED)
+    assert await ground.enter(again) is None
+    assert counted(ground.store) == {"cap lane critical tokens": 1500}
 
 
 async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
@@ -581,8 +674,9 @@ def batched(**held: Any) -> dict[str, Any]:
 
 
 async def gathered(ground: Ground) -> dict[str, Any]:
-    """Lets a request into a batch. Returns the headers with which it comes back."""
-    job = ground.job(message_id=token_hex(4))
+    """Lets a request into a batch. Returns how it comes back."""
+    id = token_hex(4)
+    job = ground.job(message_id=id, lane=BATCHED)
     assert await ground.enter(job) is None
     job.batch = BatchHop()
     await ground.gate.leave(job, decoded(job), Batched(params=b""))
@@ -590,7 +684,8 @@ async def gathered(ground: Ground) -> dict[str, Any]:
     carried: Any = job.batch
     assert carried.held == (1, 1500, COST)
     assert carried.held_until_ms == NOW_MS // 86_400_000 * 86_400_000 + 86_400_000
-    return batched(held=carried.held, held_until_ms=carried.held_until_ms)
+    headers = batched(held=carried.held, held_until_ms=carried.held_until_ms)
+    return {"message_id": id, "lane": BATCHED, "exchange": "lane.due", "headers": headers}
 
 
 async def test_what_waits_in_batches_counts_against_the_cap() -> None:
@@ -604,9 +699,7 @@ async def test_what_waits_in_batches_counts_against_the_cap() -> None:
 
 async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() -> None:
     ground = Ground(lanes={"critical": daily(requests=1, usd=1)})
-    headers = await gathered(ground)
-
-    job = ground.job(exchange="lane.due", headers=headers)
+    job = ground.job(**await gathered(ground))
     await ground.through(job, ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.01)
     await ground.gate.leave_last(job, decoded(job), ANSWERED)
 
@@ -616,7 +709,7 @@ async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() ->
 
 async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(exchange="lane.due", headers=await gathered(ground))
+    job = ground.job(**await gathered(ground))
 
     before = job.batch
     assert await ground.enter(job) is None
@@ -635,10 +728,8 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
 @pytest.mark.parametrize(("day", "used"), [(1, 0), (0, 1)])
 async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: int, used: int) -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    headers = await gathered(ground) | batched(
-        held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000
-    )
-    job = ground.job(exchange="lane.due", headers=headers)
+    headers = batched(held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000)
+    job = ground.job(**await gathered(ground) | {"headers": headers})
     await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
     await ground.spending.finish(within_s=30)
 
@@ -647,7 +738,7 @@ async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: i
 
 async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_lost() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(exchange="lane.due", headers=await gathered(ground))
+    job = ground.job(**await gathered(ground))
     assert await ground.enter(job) is None
     await ground.gate.leave(job, decoded(job), None)
     await ground.spending.finish(within_s=30)
@@ -701,7 +792,7 @@ async def test_an_answer_that_is_paid_for_passes_a_cap_that_is_newer_and_counts(
 )
 async def test_what_ends_before_the_gate_gives_back_what_was_counted(outcome: Outcome | None, used: int) -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(exchange="lane.due", headers=await gathered(ground))
+    job = ground.job(**await gathered(ground))
 
     assert await ground.gate.enter_first(job, decoded(job)) is None
     await ground.gate.leave_last(job, decoded(job), outcome)

@@ -2,17 +2,20 @@
 each request is answered or refused. The test prints the most memory that the worker used so far after each part."""
 
 import asyncio
+import base64
 import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from consumers.flows.webhooks import Post
+from lanekeeper.bodies import BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.names import Names
 from tests.support.brokers import Vhost
@@ -56,14 +59,21 @@ class Limited:
 
 
 @asynccontextmanager
-async def limited(vhost: Vhost, folder: Path, hook: Endpoint) -> AsyncIterator[Limited]:
+async def limited(
+    vhost: Vhost,
+    folder: Path,
+    settings: Mapping[str, str],
+    *,
+    before: Callable[[Requester], Awaitable[None]] | None = None,
+) -> AsyncIterator[Limited]:
+    """`before`: publishes what waits when the worker starts."""
     with cgroup(LIMIT_BYTES) as group:
         async with HeldCalls() as api, requester(vhost) as app:
             api.batches.fail("create", "hang x1000")
-            environ = environment(vhost, api, CGROUP=str(group or ""), **SETTINGS, **hook.environment())
+            environ = environment(vhost, api, CGROUP=str(group or ""), **{**SETTINGS, **settings})
             assert (await run("topology", "apply", environ=environ, folder=folder))[0] == 0
-            for begin in range(0, GATHERED, 50):
-                await asyncio.gather(*(_publish_gathered(app, f"m-{number}") for number in range(begin, begin + 50)))
+            if before is not None:
+                await before(app)
             async with interpreter(
                 "consume", environ=environ, folder=folder, module="tests.support.limited"
             ) as running:
@@ -76,7 +86,7 @@ async def limited(vhost: Vhost, folder: Path, hook: Endpoint) -> AsyncIterator[L
 
 @pytest.mark.timeout(900)  # of more than two minutes on a busy machine
 async def test_a_worker_with_512_mebibytes_is_not_killed_and_answers_all(vhost: Vhost, tmp_path: Path) -> None:
-    async with endpoint() as hook, limited(vhost, tmp_path, hook) as worker:
+    async with endpoint() as hook, limited(vhost, tmp_path, hook.environment(), before=publish_gathered) as worker:
         worker.report("started")
         app = worker.app
         running = await app.publish({"prompt": f"neighbour {HELD}"}, key=KEY, headers={n.TENANT: "neighbour"})
@@ -90,6 +100,61 @@ async def test_a_worker_with_512_mebibytes_is_not_killed_and_answers_all(vhost: 
         assert (await app.final(running)).status == "ok"
         assert worker.report("end") < LIMIT_BYTES // MIB
         assert len(worker.api.calls) == len({call.prompt for call in worker.api.calls}), "none was called twice"
+
+
+LOADED = """
+[handlers.mebibytes]
+run = "tests.support.functions:mebibytes"
+kind = "async"
+
+[[pipelines.large.steps]]
+name = "lots"
+each = "input"
+handler = "mebibytes"
+"""
+
+
+@pytest.mark.timeout(600)
+async def test_what_a_worker_loads_for_its_requests_is_bounded_as_well(vhost: Vhost, tmp_path: Path) -> None:
+    """Bodies that lie in a store, the outcomes that a fan-out joins, and answers that are asked for again."""
+    (tmp_path / "lanekeeper.toml").write_text(LOADED)
+    store = BodyStore(f"file://{tmp_path}/bodies")
+    settings = {
+        "LANEKEEPER_BODIES__ALLOW": store.url,
+        "LANEKEEPER_LANES__NORMAL__SLOTS": "32",
+        "LANEKEEPER_LANES__NORMAL__SLOTS_MAX": "32",
+        "LANEKEEPER_BODIES__ANSWERS_OVER_BYTES": str(12 * MIB),
+    }
+    with TemporaryDirectory(dir="/var/tmp") as disk:  # files in memory would count against the limit
+        settings["LANEKEEPER_STORE_URL"] = f"sqlite:///{disk}/store.sqlite"
+        async with limited(vhost, tmp_path, settings) as worker:
+            worker.report("started")
+            app, image = worker.app, base64.b64encode(os.urandom(MIB * 3 // 4)).decode()
+            source = {"type": "base64", "media_type": "image/png", "data": image}
+            content = [*([{"type": "image", "source": source}] * 30), {"type": "text", "text": "what is this?"}]
+            asked = {"model": "claude-haiku-5-5", "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
+            kept = await store.keep([json.dumps(asked).encode()])
+            store.close()
+            large = [await app.publish(b"", key=KEY, headers=dict(kept.headers)) for _ in range(24)]
+            assert {(await app.final(each, within_s=240)).status for each in large} == {"ok"}
+            worker.report("24 requests with bodies of 30 MiB are answered")
+
+            headers = {"x-lane-pipeline": "large"}
+            joined = [await app.publish([3, 3], key=KEY, headers=headers, message_id=f"p-{k}") for k in range(24)]
+            sizes = {len((await app.final(each, within_s=240)).body) for each in joined}
+            assert sizes == {6 * MIB + 7}
+            worker.report("24 fan-outs are joined to 6 MiB each")
+
+            commands = [{"result": f"p-{number % 24}"} for number in range(100)]
+            found = [
+                await app.publish(command, exchange="lane.control", key="result", message_type="result")
+                for command in commands
+            ]
+            for each in found:
+                assert len((await app.final(each, within_s=240)).body) == 6 * MIB + 7
+                app.replies.pop(each)
+            worker.report("100 results of 6 MiB are sent again")
+            assert not worker.running.has_ended
 
 
 GATHERED = 1500
@@ -165,6 +230,11 @@ async def webhooks(worker: Limited, hook: Endpoint) -> None:
         )
     await until(lambda: len({post.id for post in hook.posts}) == 16)
     worker.report("16 outcomes of 12 MiB are posted")
+
+
+async def publish_gathered(app: Requester) -> None:
+    for begin in range(0, GATHERED, 50):
+        await asyncio.gather(*(_publish_gathered(app, f"m-{number}") for number in range(begin, begin + 50)))
 
 
 async def _publish_gathered(app: Requester, id: str) -> None:

@@ -22,6 +22,10 @@ async def echo(given: Any) -> Any:
     return {"echo": given}
 
 
+async def mebibytes(given: int) -> Any:
+    return "x" * (given * 1024 * 1024)
+
+
 async def traced(given: Any) -> Any:
     return trace.get_current_span().get_span_context().span_id
 

@@ -66,6 +66,7 @@ class FakeDelivery(Delivery):
     times_delivered: int | None = 1
     is_lost: bool = False
     cut_bytes: int = 0
+    _session: Session | None = field(default=None, init=False)
 
     @override
     async def ack(self) -> None:
@@ -210,6 +211,10 @@ class Bench:
         return found
 
 
+async def granted(job: Job, decoded: Decoded) -> bool:
+    return True
+
+
 def attempts(
     registry: Registry,
     *,
@@ -242,6 +247,7 @@ def attempts(
         now_ms=now_ms,
         rng=rng,
         call_begins=(claiming or Claiming(MemoryStore())).call_begins,
+        hold_again=granted,
     )
 
 

@@ -122,7 +122,7 @@ class MemoryAllowances:
         self._look()
         nonce, amount = self._reserved.get((name, reservation.id), ("", 0.0))
         if nonce == reservation.nonce:
-            del self._reserved[name, reservation.id]
+            self._reserved.pop((name, reservation.id), None)
             self.used[name] = max(0.0, self._used_in(name, period) - amount)
         self.used[name] = self._used_in(name, period) + used
 

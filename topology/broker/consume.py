@@ -45,10 +45,10 @@ class ChannelLost(BrokerError):
 
 class Delivery:
     """A message that was delivered and must be settled by `ack`, `nack` or `reject`. `cut_bytes`: the size of a body
-    that was larger than its queue allows, and was dropped."""
+    that was larger than its queue allows, and was dropped. `session`: counts its bytes; None: nobody does."""
 
     __slots__ = (
-        "_channel", "_counted", "_is_settled", "_on_settled", "cut_bytes", "message", "queue", "redelivered", "tag",
+        "_channel", "_counted", "_is_settled", "_session", "cut_bytes", "message", "queue", "redelivered", "tag",
     )  # fmt: skip
 
     def __init__(
@@ -59,11 +59,11 @@ class Delivery:
         channel: Channel,
         counted: bool = True,
         cut_bytes: int = 0,
-        on_settled: Callable[[int], None] = lambda tag: None,
+        session: "Session | None" = None,
     ) -> None:
         self.message: Message = delivered.message
         self.cut_bytes = cut_bytes
-        self._on_settled = on_settled
+        self._session = session
         self.queue = queue
         self.redelivered = delivered.redelivered
         self.tag = delivered.tag
@@ -86,6 +86,17 @@ class Delivery:
         count = headers.get(names.DELIVERY_COUNT, 0 if names.ACQUIRED_COUNT in headers else None)
         return count + 1 if self._counted and isinstance(count, int) else None
 
+    async def room(self, size: int) -> None:
+        """Before so many bytes are loaded for this delivery: wait until this process may hold them. Call it at most
+        once, because what two deliveries hold could be what both wait for. Until it is settled they count."""
+        if self._session is not None:
+            await self._session.room(self.tag, size)
+
+    def count(self, size: int) -> None:
+        """Count bytes that are in memory for this delivery already, until it is settled."""
+        if self._session is not None:
+            self._session.count(self.tag, size)
+
     async def ack(self) -> None:
         await self._settle(lambda: self._channel.basic_ack(self.tag, wait=False))
 
@@ -102,7 +113,8 @@ class Delivery:
         if self._is_settled:  # as after an error that comes later: the broker would close the channel, with all others
             return
         self._is_settled = True
-        self._on_settled(self.tag)
+        if self._session is not None:
+            self._session.on_settled(self.tag)
         with translate_errors(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
             await call()
 
@@ -133,9 +145,16 @@ class Share:
     most_bytes: int
     weight: Callable[[Message], int] = lambda message: len(message.body)
 
+    @property
+    def holder_of_loaded(self) -> str:
+        return f"{self.holder}, loaded"
+
     def size(self, message: Message) -> int:
+        return self.most(self.weight(message) + size_of(message.headers))
+
+    def most(self, size: int) -> int:
         """Never so large that there could be no room for it."""
-        return min(self.weight(message) + size_of(message.headers), self.held.at_most // 2)
+        return min(size, self.held.at_most // 2)
 
 
 class Session:
@@ -148,7 +167,10 @@ class Session:
         self._counted = counted
         self._share = share
         self._held: dict[int, int] = {}
-        """The size of each message that is not settled, by its tag."""
+        """How many bytes are held for each message that is not settled, by its tag."""
+        self._loaded: dict[int, int] = {}
+        """For how many bytes more it got room, to load them from elsewhere. They are another holder's: a lane whose
+        messages all wait for such room does not hold what they wait for."""
         self._without_room: dict[int, Waiting] = {}
         self._tag: str | None = None
         self.prefetch = 0
@@ -201,6 +223,32 @@ class Session:
     async def close(self) -> None:
         await close(self._channel)
 
+    async def room(self, tag: int, size: int) -> None:
+        held, holder, size = self._share.held, self._share.holder_of_loaded, self._share.most(size)
+        has_room = asyncio.get_running_loop().create_future()
+
+        def on_room() -> None:
+            if tag in self._held:
+                self._loaded[tag] = size
+            else:  # it was settled, or the channel was lost, meanwhile
+                held.release(holder, size)
+            if not has_room.done():
+                has_room.set_result(None)
+
+        if held.take(holder, self._queue, size, redelivered=False):
+            on_room()
+            return
+        waiting = held.wait(holder, size, on_room)
+        try:
+            await has_room
+        finally:
+            held.forget(waiting)
+
+    def count(self, tag: int, size: int) -> None:
+        if tag in self._held:
+            self._held[tag] += size
+            self._share.held.add(self._share.holder, size)
+
     @property
     def waiting(self) -> int:
         return self._arrived.qsize()
@@ -247,12 +295,15 @@ class Session:
             channel=self._channel,
             counted=self._counted,
             cut_bytes=cut_bytes,
-            on_settled=self._settled,
+            session=self,
         )
 
-    def _settled(self, tag: int) -> None:
+    def on_settled(self, tag: int) -> None:
+        share = self._share
         if (size := self._held.pop(tag, None)) is not None:
-            self._share.held.release(self._share.holder, size)
+            share.held.release(share.holder, size)
+        if (loaded := self._loaded.pop(tag, None)) is not None:
+            share.held.release(share.holder_of_loaded, loaded)
 
     def _give_back(self, tag: int, size: int) -> None:
         self._share.held.expect(self._share.holder, self._queue, size)
@@ -283,7 +334,7 @@ class Session:
             while self._without_room:
                 self._share.held.forget(self._without_room.popitem()[1])
             while self._held:
-                self._settled(next(iter(self._held)))
+                self.on_settled(next(iter(self._held)))
             self._arrived.put_nowait(None)
 
 

@@ -73,11 +73,16 @@ class HeldBytes:
             return True
         if holder in self._waiting or not self._has_room(holder, size):
             return False
-        self._count(holder, size)
+        self.add(holder, size)
         return True
 
+    def add(self, holder: str, size: int) -> None:
+        """Count what is in memory already, whether or not there was room for it."""
+        self.in_all += size
+        self._held[holder] += size
+
     def release(self, holder: str, size: int) -> None:
-        self._count(holder, -size)
+        self.add(holder, -size)
         self._serve()
 
     def wait(
@@ -115,10 +120,6 @@ class HeldBytes:
     def _has_room(self, holder: str, size: int) -> bool:
         return self._held[holder] + size <= self.at_most - self.in_all
 
-    def _count(self, holder: str, size: int) -> None:
-        self.in_all += size
-        self._held[holder] += size
-
     def _serve(self) -> None:
         for holder in sorted(self._waiting, key=lambda each: self._held[each]):
             while (line := self._waiting.get(holder)) and self._has_room(holder, line[0].size):
@@ -142,7 +143,7 @@ class HeldBytes:
             del self._waiting[waiting.holder]
         if waiting.timer is not None:
             waiting.timer.cancel()
-        self._count(waiting.holder, waiting.size)
+        self.add(waiting.holder, waiting.size)
         waiting.then()
 
 

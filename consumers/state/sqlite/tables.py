@@ -116,7 +116,7 @@ _GATHER: Final = (
     "SET ticket = excluded.ticket, submitted = 0, until_ms = excluded.until_ms "
     "WHERE NOT submitted OR until_ms <= ? OR ticket = ?"
 )
-_IN_TICKET: Final = "SELECT ticket, submitted FROM batched WHERE (tenant, id) = (?, ?)"
+_IN_TICKET: Final = "SELECT ticket, submitted FROM batched WHERE (tenant, id) = (?, ?) AND until_ms > ?"
 _SUBMIT: Final = "UPDATE batched SET ticket = ?, submitted = 1, until_ms = ? WHERE (tenant, id) = (?, ?)"
 _LEFT: Final = "UPDATE batched SET until_ms = min(until_ms, ?) WHERE (tenant, id, ticket) = (?, ?, ?)"
 _EXPIRED_BATCHED: Final = (
@@ -447,7 +447,7 @@ class Tables:
     def submit(self, at: Times, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
         found: dict[Identity, bool] = {}
         for each in requests:
-            row = self._execute(_IN_TICKET, (each.tenant, each.id)).fetchone()
+            row = self._execute(_IN_TICKET, (each.tenant, each.id, at.today)).fetchone()
             if row is None:
                 self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today, ""))
             if row is None or ticket.startswith(row[0]):

@@ -12,7 +12,7 @@ from consumers.claiming import Claiming
 from consumers.decoding import Decoding, Parsing
 from consumers.gates import ClaimGate, fetch_body
 from consumers.job import Job
-from consumers.large_bodies import Fetching
+from consumers.large_bodies import Fetching, Room
 from consumers.outcomes import (
     Answered,
     Batched,
@@ -137,7 +137,7 @@ class Fetches(Fetching):
         self._found = found
 
     @override
-    async def fetch(self, kept: BodyAddress) -> bytes:
+    async def fetch(self, kept: BodyAddress, *, room: Room) -> bytes:
         if self._found is None:
             await asyncio.Event().wait()
         if isinstance(self._found, Exception):

@@ -108,6 +108,14 @@ async def test_a_mark_is_kept_until_its_time(opened: Opened) -> None:
     assert await gathered(there, "b1", ONE) == {ONE}
 
 
+async def test_a_mark_that_has_ended_is_none_also_before_it_is_removed(store: Store) -> None:
+    await gathered(store, "a1", ONE, TWO, until_ms=in_ms(20))
+    await store.submit("a1", [TWO], until_ms=in_ms(20))
+    await asyncio.sleep(0.05)  # until then they are known
+    assert await submitted(store, "b1", ONE, TWO) == {ONE: True, TWO: True}
+    assert await submitted(store, "a1", ONE, TWO) == {}
+
+
 @pytest.mark.parametrize("count", [0, 1000])
 async def test_any_number_of_requests_is_marked_at_once(store: Store, count: int) -> None:
     requests: Sequence[Identity] = [Identity("crm", f"r-{at}") for at in range(count)]

@@ -17,7 +17,7 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
 from tests.support.waiting import until
 from topology.broker.admin import broker_errors
-from topology.broker.consume import ChannelLost, Deliveries, Session, Share
+from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, Share
 from topology.broker.memory import HeldBytes
 
 
@@ -141,19 +141,68 @@ class FakeChannel:
     async def basic_consume(self, *_: object, **__: object) -> Basic.ConsumeOk:
         return Basic.ConsumeOk("tag")
 
+    async def basic_ack(self, tag: int, *, wait: bool) -> None: ...
 
-def found(body: bytes) -> DeliveredMessage:
+
+def found(body: bytes, tag: int = 1) -> DeliveredMessage:
     properties = Properties(Message(body=body)).marshal()
     header = ContentHeader(body_size=len(body), properties=Basic.Properties(headers={AS_READ: properties}))
-    delivery = Basic.Deliver(consumer_tag="tag", delivery_tag=1)
+    delivery = Basic.Deliver(consumer_tag="tag", delivery_tag=tag)
     return DeliveredMessage(delivery=delivery, header=header, body=body, channel=cast("Channel", None))
 
 
-async def test_what_was_on_its_way_when_the_broker_ended_the_consumer_leaves_nothing_counted() -> None:
-    held, channel = HeldBytes(1000), FakeChannel()
+async def started(held: HeldBytes) -> Session:
     share = Share(held=held, holder="lane.batch", most_bytes=1000)
-    session = Session(cast("Channel", channel), queue="lane.batch", counted=True, share=share)
+    session = Session(cast("Channel", FakeChannel()), queue="lane.batch", counted=True, share=share)
     await session.start(prefetch=10)
+    return session
+
+
+async def loading(held: HeldBytes, count: int) -> tuple[Session, list[Delivery], list[asyncio.Task[None]]]:
+    """Deliveries that want to load as much as one may."""
+    session, deliveries = await started(held), []
+    for tag in range(1, count + 1):
+        await session._on_delivery(found(b"x" * 20, tag))
+        deliveries.append(await anext(session))
+    tasks = [asyncio.create_task(each.room(10**9)) for each in deliveries]
+    await asyncio.sleep(0)
+    return session, deliveries, tasks
+
+
+async def test_deliveries_that_all_wait_for_room_get_it_one_after_the_other() -> None:
+    held = HeldBytes(1000)
+    _, deliveries, tasks = await loading(held, 5)
+    for number, each in enumerate(deliveries):
+        await asyncio.sleep(0)
+        assert [task.done() for task in tasks] == [at <= number for at in range(5)]
+        await each.ack()
+    assert (held.in_all, held.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "channel lost", "settled"])
+async def test_a_delivery_that_ends_while_it_waits_for_room_leaves_nothing_counted(ends: str) -> None:
+    held = HeldBytes(1000)
+    session, deliveries, tasks = await loading(held, 3)
+    deliveries[0].count(50)
+    match ends:
+        case "cancelled":
+            tasks[1].cancel()
+        case "channel lost":
+            session._on_cancelled(Basic.Cancel("tag"))
+            for task in tasks:
+                task.cancel()
+        case _:
+            await deliveries[1].ack()
+    await asyncio.sleep(0)
+    for each in deliveries:
+        await each.ack()
+    await asyncio.sleep(0)
+    assert (held.in_all, held.waiting) == (0, 0)
+
+
+async def test_what_was_on_its_way_when_the_broker_ended_the_consumer_leaves_nothing_counted() -> None:
+    held = HeldBytes(1000)
+    session = await started(held)
     session._on_cancelled(Basic.Cancel("tag"))  # aiormq calls it before the task of a message that came just before
     await session._on_delivery(found(b"x" * 100))
     assert held.in_all == 0
