@@ -71,6 +71,7 @@ request, and under that id the other request's outcome is stored."""
 NOTED = frozenset(code for code, problem in PROBLEMS.items() if not problem.kept) - NEVER_KEPT
 """The codes of the errors that concern one message. `Claiming.note` stores such an error, but in a way that a valid
 request may still use the same id."""
+TOO_LARGE = "too_large"
 FAULTS_AT_MOST = 5
 RETURN_AFTER_S = 1.0
 """The broker delivers a returned message again at once, so without this pause a message that always fails would keep
@@ -112,7 +113,7 @@ class Settler:
                     outcome = await self._kept_and_stored(job, outcome)
                 self.failpoints.reach("after_store")
                 try:
-                    outcome = await self._carry_out(job, outcome)
+                    outcome = await self._carried_out(job, outcome)
                 except RequestProblem as forbidden:  # the reply could not be sent, for instance to a forged address
                     if not isinstance(outcome, DeadLettered):
                         await self._bury(job, forbidden.code, forbidden.detail, ended_ms=self.now_ms())
@@ -198,7 +199,28 @@ class Settler:
             key = ""
         headers[n.ROUTING_KEY] = key
         fallen = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
-        await self.publisher.publish_surely(fallen, exchange="", routing_key=names.strays)
+        try:
+            await self.publisher.publish_surely(fallen, exchange="", routing_key=names.strays)
+        except MessageTooLarge as error:
+            await self.end_too_large(fallen, error, routing_key=key)
+
+    async def end_too_large(self, message: Message, error: MessageTooLarge, *, routing_key: str) -> None:
+        """End a request that is in none of its lane's queues, and whose message is larger than the broker takes: its
+        limit was lowered. It is answered and kept, without its body, from `lane.fallen`. Raises BrokerError."""
+        log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
+        dead = {n.DEAD_CODE: TOO_LARGE, n.DEAD_DETAIL: _too_large(error), n.ROUTING_KEY: routing_key}
+        headers = {**message.headers, **dead}
+        cut = replace(message, body=b"", exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
+        await self.publisher.publish_surely(cut, exchange="", routing_key=self.names.strays)
+
+    async def publish_letter(self, letter: Message, *, routing_key: str) -> None:
+        """Publish a dead letter; without its body if the broker does not take it. Raises BrokerError."""
+        try:
+            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=routing_key)
+        except MessageTooLarge as error:
+            log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
+            letter.body = b""
+            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=routing_key)
 
     async def nack(self, delivery: Delivery) -> None:
         """Return a delivery to its queue, because the worker stops. RabbitMQ 4.3 does not count this towards the
@@ -259,7 +281,7 @@ class Settler:
             },
             message_id=message.message_id if is_request_id(message.message_id or "") else uuid.uuid4().hex,
         )
-        await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=delivery.queue)
+        await self.publish_letter(letter, routing_key=delivery.queue)
 
     async def _stored(self, job: Job, outcome: Outcome) -> Outcome:
         """Store the outcome of a request that has ended, and return the outcome that is valid: the one that was stored
@@ -302,8 +324,23 @@ class Settler:
             return Replayed(completion=valid, buries=came_before or isinstance(outcome, DeadLettered))
         return outcome
 
+    async def _carried_out(self, job: Job, outcome: Outcome) -> Outcome:
+        """Carry out an outcome. If the broker does not take the message with which the request goes on, the request
+        ends: as often as it were delivered, it would be called and paid again."""
+        try:
+            return await self._carry_out(job, outcome)
+        except MessageTooLarge as error:
+            step = f"step {outcome.step}: " if isinstance(outcome, PipelineAdvanced) else ""
+            problem = RequestProblem(TOO_LARGE, step + _too_large(error))
+            job.completion = None
+            if job.unsettled is not None:
+                job.unsettled()
+            ended = DeadLettered(problem) if job.parks(TOO_LARGE) else Refused(problem)
+            return await self._carry_out(job, await self._stored(job, ended))
+
     async def _carry_out(self, job: Job, outcome: Outcome) -> Outcome:
-        """Returns the outcome that was carried out: another one, if a pipeline's message is too large to go on."""
+        """Returns the outcome that was carried out: another one, if the request is too large for a batch. Raises
+        MessageTooLarge."""
         match outcome:
             case Deferred(delay_ms=delay_ms, due_ms=due_ms, redelivered=redelivered):
                 due_ms = job.hop.due_ms if due_ms is None else due_ms
@@ -322,7 +359,11 @@ class Settler:
             case Batched(params=params):
                 message = gathered(job, params, now_ms=self.now_ms(), names=self.names)
                 self.failpoints.reach_soon("after_publish")
-                await self.publisher.publish_surely(message, exchange="", routing_key=self.names.batches)
+                try:
+                    await self.publisher.publish_surely(message, exchange="", routing_key=self.names.batches)
+                except MessageTooLarge:  # with what the provider gets beside what the requester published
+                    job.batch = replace(job.batch or BatchHop(), live=True)
+                    return await self._carry_out(job, Deferred(delay_ms=0, reason="too large for a batch"))
             case Refused(is_repeat=True):
                 pass
             case Answered() | Refused() | Superseded():
@@ -435,14 +476,7 @@ class Settler:
         message.body, message.content_encoding = outcome.state, None
         key = ".".join((outcome.lane, *job.routing_key.split(".")[1:]))
         self.failpoints.reach_soon("after_publish")
-        try:
-            await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=key)
-        except MessageTooLarge as error:
-            detail = f"step {outcome.step}: the state has {error.size} bytes, the broker takes {error.limit}"
-            job.completion = None
-            return await self._carry_out(
-                job, await self._stored(job, DeadLettered(RequestProblem("too_large", detail)))
-            )
+        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=key)
         return outcome
 
     async def _bury(self, job: Job, code: str, detail: str, *, ended_ms: int) -> None:
@@ -459,12 +493,11 @@ class Settler:
         letter = dead_letter(job, code, detail, ended_ms=ended_ms, names=self.names)
         key = letter.headers[n.ROUTING_KEY]
         self.failpoints.reach_soon("after_publish")
-        try:
-            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=key)
-        except MessageTooLarge as error:  # the broker's limit was lowered since: keep the request without its body
-            log.error(signals.DEAD_LETTER_CUT, size=error.size, limit=error.limit)
-            letter.body = b""
-            await self.publisher.publish_surely(letter, exchange=self.names.dead, routing_key=key)
+        await self.publish_letter(letter, routing_key=key)
+
+
+def _too_large(error: MessageTooLarge) -> str:
+    return f"its message has {error.size} bytes, the broker takes {error.limit}"
 
 
 def _request_id_header(id: str | None) -> Mapping[str, str]:

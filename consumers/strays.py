@@ -40,7 +40,8 @@ class Strays:
         # the header x-death of a message that was not dead-lettered may be written by its publisher
         death = _death(message) if message.exchange == self._names.strays else {}
         queue = str(death.get("queue"))
-        source = Source.DELAY if self._names.lane_behind(queue) else source_of(message, self._names)
+        is_a_workers = self._names.lane_behind(queue) or _is_ended(message)
+        source = Source.DELAY if is_a_workers else source_of(message, self._names)
         lane = self._lane_by_intake.get(queue)
         if source is not Source.REQUESTER:
             lane = self._lanes.get(message.routing_key.partition(".")[0])
@@ -60,6 +61,8 @@ class Strays:
             return end_with(
                 "unroutable", f"no lane for routing key {message.routing_key[:120]!r}: it begins with one of {known}"
             )
+        if _is_ended(message):
+            return end_with(message.headers[n.DEAD_CODE], message.headers[n.DEAD_DETAIL])
         if message.exchange == "":
             return end_with("internal", "a worker found it in a queue where it does not belong, or failed to handle it")
         death = _death(message)
@@ -85,6 +88,11 @@ def _read_stray(message: Message) -> None:
     key, user = message.headers.get(n.ROUTING_KEY), message.headers.get(n.USER_ID)
     message.routing_key = key if isinstance(key, str) else ""
     message.user_id = user if isinstance(user, str) else None
+
+
+def _is_ended(message: Message) -> bool:
+    """Whether a worker has moved it here with an error (`Settler.end_too_large`)."""
+    return message.exchange == "" and n.DEAD_CODE in message.headers
 
 
 def _death(message: Message) -> dict[str, Any]:

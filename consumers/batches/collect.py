@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import Final, assert_never
 
 import structlog
 
@@ -33,6 +33,7 @@ from consumers.job import Route
 from consumers.limits.base import BatchLimits
 from consumers.providers.batches import CREATE_WITHIN_S, Batches
 from consumers.providers.breakers import Breakers
+from consumers.settle import Settler
 from consumers.state.base import Identity, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -44,9 +45,6 @@ from topology.broker.consume import Deliveries, Delivery
 from topology.codec.headers import BatchHop, item_of, read_batch, with_batch
 from topology.delays import UNIT_MS, hop, wait_ms
 from topology.lanes import BatchSpec
-
-if TYPE_CHECKING:
-    from consumers.settle import Settler
 
 SLOTS: Final = 8
 """How many tickets are worked on at a time; each may be 4 MiB, and several times as much unpacked."""
@@ -119,7 +117,7 @@ class Collector:
     batches: Callable[[str], Batches | None]
     breakers: Breakers
     publisher: Publisher
-    settler: "Settler"
+    settler: Settler
     store: Store
     count_late: Callable[[str, Route, bytes], Awaitable[None]]
     counts: Counter[str] = field(default_factory=Counter, init=False)
@@ -183,6 +181,8 @@ class Collector:
             await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.ticket_key)
         except BrokerError as error:
             log.error(signals.HANDLER_FAILED, where="ticket", error=str(error))
+            if isinstance(error, MessageTooLarge):  # its requests leave it one by one, at the latest by their deadlines
+                await asyncio.sleep(LONGEST_FAILED_MS / 1000)
             return False
         return True
 
@@ -580,10 +580,11 @@ class Collector:
         )
         try:
             await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=item.routing_key)
-        except MessageTooLarge:
+        except MessageTooLarge as error:
             if line in (None, TOO_LARGE):
-                raise
-            await self._publish(ticket, item, TOO_LARGE)
+                await self.settler.end_too_large(message, error, routing_key=item.routing_key)
+            else:
+                await self._publish(ticket, item, TOO_LARGE)
 
     # ---- waiting -----------------------------------------------------------------------------------------------------
 

@@ -14,13 +14,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import structlog
 
 from consumers.batches.ticket import Item, Ticket, message_of, pack, parts
 from consumers.brake import Brake
 from consumers.job import Route
+from consumers.settle import FAULTS_AT_MOST, Settler
 from consumers.state.base import Identity, Store, StoreUnavailable
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
@@ -34,9 +35,6 @@ from topology.codec.headers import BatchHop, read_batch, split_tail, with_batch,
 from topology.delays import hop
 from topology.lanes import BatchSpec
 
-if TYPE_CHECKING:
-    from consumers.settle import Settler
-
 AGAIN_MS: Final = 30_000
 LONGEST_MS: Final = 900_000
 """A request that another ticket has comes back to its lane after these times: each is twice as long as the one before,
@@ -44,7 +42,6 @@ because the batch may take hours."""
 PAUSED_MS: Final = 1000
 KEPT_MS: Final = 3_600_000
 """For so long after a request's deadline its mark is kept."""
-FAULTS_AT_MOST: Final = 5
 AT_ONCE: Final = 64
 BATCHES_IN_HAND: Final = 2
 """For so many full batches requests are held at a time."""
@@ -142,7 +139,7 @@ class Gatherer:
     _: KW_ONLY
     specs: Mapping[str, BatchSpec]
     publisher: Publisher
-    settler: "Settler"
+    settler: Settler
     store: Store
     pauses: Brake
     counts: Counter[str] = field(default_factory=Counter, init=False)
@@ -360,7 +357,10 @@ class Gatherer:
         first_hop, now_ms = hop(delay_ms, self.settler.names), self.settler.now_ms()
         times = {n.HOP_MS: now_ms, n.BACK_MS: now_ms + first_hop.delay_ms}
         message.headers = {**message.headers, **times, **first_hop.headers}
-        await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=routing_key)
+        try:
+            await self.publisher.publish_surely(message, exchange=first_hop.exchange, routing_key=routing_key)
+        except MessageTooLarge as error:
+            await self.settler.end_too_large(message, error, routing_key=routing_key)
 
 
 def _read(delivery: Delivery) -> _Request | _Unread | None:

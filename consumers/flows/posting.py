@@ -32,14 +32,11 @@ from consumers.flows.webhooks import (
     PostForbidden,
     WebhookSpec,
 )
-from consumers.settle import Settler
-from consumers.state.base import Fingerprint, Identity, Store, StoreUnavailable, WaitingLimit
-from lanekeeper.amqp.publisher import Publisher
+from consumers.settle import FAULTS_AT_MOST, Settler
+from consumers.state.base import UNIT_BYTES, Fingerprint, Identity, Store, StoreUnavailable, WaitingLimit
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import (
-    BrokerError,
-)
+from lanekeeper.contract.problems import BrokerError, MessageTooLarge
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import record_status
 from topology.broker.consume import Deliveries, Delivery
@@ -51,10 +48,6 @@ KEPT_MS: Final = 86_400_000
 """For how long the log of a webhook is kept after its end."""
 GONE: Final = 410
 STORED_WITHIN_S: Final = 5.0
-UNIT_BYTES: Final = 16 * 1024
-"""Each begun one counts in the number of posts that a tenant may have waiting."""
-FAULTS_AT_MOST: Final = 5
-"""A message that causes a fault of ours at each of this many deliveries becomes a dead letter."""
 log = structlog.get_logger()
 
 
@@ -65,7 +58,6 @@ class Posting:
     deliveries: Deliveries
     _: KW_ONLY
     spec: WebhookSpec
-    publisher: Publisher
     settler: Settler
     store: Store
     rng: random.Random = field(default_factory=random.Random)
@@ -260,7 +252,7 @@ class Posting:
             await self._publish_again(post, delivery, min(delay_ms, left_ms))
 
     async def _publish_again(self, post: Post, delivery: Delivery, delay_ms: int) -> bool:
-        """False: too many posts wait, so that it is a dead letter now."""
+        """False: too many posts wait, or it is too large, so that it is a dead letter now."""
         message = delivery.message
         if (limit := await self._reserve(post, delivery, delay_ms)) is not WaitingLimit.WITHIN:
             why = "its tenant has too many posts waiting (LANEKEEPER_WAITING__PER_TENANT)"
@@ -270,7 +262,11 @@ class Posting:
             return False
         again = post.message(message.body)
         again.headers = {**_trace_in(message), **again.headers}
-        await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.webhook_key(post.lane))
+        try:
+            await self.settler.send_around(again, delay_ms, routing_key=self.settler.names.webhook_key(post.lane))
+        except MessageTooLarge as error:
+            await self._give_up(post, message, f"the broker takes it no longer: {error}")
+            return False
         return True
 
     async def _reserve(self, post: Post, delivery: Delivery, delay_ms: int) -> WaitingLimit:
@@ -306,7 +302,7 @@ class Posting:
         letter = replace(message, exchange="", routing_key="", headers=headers, user_id=None, expiration=None)
         letter.message_id = str(message.headers.get(n.REQUEST_ID) or uuid.uuid4().hex)
         key = str(message.headers.get(n.ROUTING_KEY) or self.settler.names.webhook_key("none"))
-        await self.publisher.publish_surely(letter, exchange=self.settler.names.dead, routing_key=key)
+        await self.settler.publish_letter(letter, routing_key=key)
 
 
 def _trace_in(message: Message) -> dict[str, Any]:

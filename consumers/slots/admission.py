@@ -44,7 +44,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import PublishRefused
+from lanekeeper.contract.problems import MessageTooLarge, PublishRefused
 from topology.lanes import LaneSpec
 
 HELD_S: Final = 60.0
@@ -479,6 +479,8 @@ class SideQueues:
         except PublishRefused:
             self._full[number] = True
             return self._refuse(job)
+        except MessageTooLarge:  # nor will it be taken for a delay: it ends
+            return Deferred(delay_ms=LATER_MS, reason="slots", redelivered=job.redelivered)
         return None
 
     def _refuse(self, job: Job) -> Outcome:

@@ -666,7 +666,6 @@ async def assemble(
             posting=Posting(
                 broker.deliveries(names.webhooks, prefetch=POSTS),
                 spec=settler.webhooks.spec,
-                publisher=broker.publisher,
                 settler=settler,
                 store=store,
             ),

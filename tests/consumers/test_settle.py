@@ -26,6 +26,7 @@ from consumers.outcomes import (
     Retried,
     Superseded,
 )
+from consumers.settle import delayed
 from consumers.state.base import Ended, Granted, Running, StoreUnavailable
 from consumers.strays import Strays
 from lanekeeper.bodies import BodyStore
@@ -34,13 +35,14 @@ from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.contract.problems import (
     BrokerUnreachable,
     ConfirmUnknown,
+    MessageTooLarge,
     RequestProblem,
 )
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, FakeDelivery
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers, read_hop, split_tail
-from topology.delays import MAX_DELAY_MS
+from topology.delays import MAX_DELAY_MS, hop
 from topology.lanes import CRITICAL, LaneSpec
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
@@ -190,6 +192,54 @@ async def test_a_dead_letter_too_large_for_the_broker_is_parked_without_its_body
     bench.publisher.too_large = {BODY}
     await bench.settler.settle(bench.job(), BURIED)
     assert bench.to("lane.dead").body == b""
+
+
+@pytest.mark.parametrize("outcome", [Deferred(delay_ms=1, reason="tpm"), Retried(delay_ms=1, error="529")])
+async def test_a_request_that_the_broker_does_not_take_for_another_try_ends(bench: Bench, outcome: Outcome) -> None:
+    """Else it would come back, and be called and paid, every second."""
+    bench.publisher.too_large = {BODY}
+    await bench.settler.settle(bench.job(), outcome)
+    assert json.loads(bench.to("").body)["code"] == bench.to("lane.dead").headers[n.DEAD_CODE] == "too_large"
+    assert bench.to("lane.dead").body == b""
+    assert "ack" in bench.log
+
+
+async def test_a_request_that_is_too_large_with_what_a_batch_needs_runs_live(bench: Bench) -> None:
+    bench.publisher.too_large = {BODY + b"params"}
+    job = bench.job()
+    job.batch = BatchHop(provider="anthropic")
+    await bench.settler.settle(job, Batched(params=b"params"))
+    (sent,) = bench.publisher.sent
+    assert sent.exchange.startswith(NAMES.delay_prefix)
+    assert (sent.message.body, read_hop(sent.message.headers).batch) == (
+        BODY,
+        BatchHop(provider="anthropic", live=True),
+    )
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+async def test_what_is_not_in_its_lane_and_too_large_to_be_published_is_answered_and_kept_without_its_body(
+    bench: Bench, is_ours: bool
+) -> None:
+    bench.publisher.too_large = {BODY}
+    if is_ours:
+        message = delayed(bench.job(message_id="m", user_id="shop"), hop(0, NAMES), HopHeaders(), now_ms=0, names=NAMES)
+        await bench.settler.end_too_large(message, MessageTooLarge(9, 8), routing_key="critical.shop.chat")
+    else:
+        stray = bench.delivery(message_id="m", routing_key="critical.shop.chat", user_id="shop").message
+        await bench.settler.publish_stray(stray)
+    moved = bench.publisher.sent.pop()
+    assert (moved.exchange, moved.routing_key) == ("", NAMES.strays)
+
+    strays = Strays([CRITICAL], names=NAMES)
+    message = replace(moved.message, exchange="", routing_key=NAMES.strays)
+    job = strays.job_of(FakeDelivery(message, bench.log, queue=NAMES.strays))
+    await bench.settler.settle(job, await strays.handle(job))
+
+    assert (job.identity.tenant, job.id) == ("shop", "m")
+    assert json.loads(bench.to("").body)["code"] == "too_large"
+    letter = bench.to("lane.dead")
+    assert (letter.headers[n.DEAD_CODE], letter.headers[n.ROUTING_KEY]) == ("too_large", "critical.shop.chat")
 
 
 # the stored outcome is the one that is sent

@@ -737,6 +737,14 @@ async def test_a_result_that_the_broker_does_not_take_is_told_to_be_too_large(co
     assert results(await collecting.take(ticket)) == {"id-0": TOO_LARGE}
 
 
+async def test_a_request_that_is_too_large_to_go_back_ends_and_the_others_go_back(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(2, deadline_ms=NOW_MS))
+    collecting.bench.publisher.too_large = {b"body 0"}
+    ended, back = sorted(await collecting.take(ticket), key=lambda each: each.routing_key != NAMES.strays)
+    assert (ended.message.headers[n.DEAD_CODE], ended.message.body) == ("too_large", b"")
+    assert results([back]) == {"id-1": None}
+
+
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), ZeroDivisionError("ours")])
 async def test_after_an_error_a_ticket_comes_back_each_time_after_twice_as_long(
     collecting: Collecting, error: Exception

@@ -354,6 +354,17 @@ async def test_a_request_that_causes_faults_spoils_no_other(monkeypatch: pytest.
     assert [each.message.message_id for each in bench.publisher.sent if each.routing_key == NAMES.strays] == ["r-2"]
 
 
+async def test_a_request_that_is_too_large_to_go_back_ends() -> None:
+    bench = Bench()
+    bench.publisher.too_large = {BODY}
+    gathering = Gathering(parked(bench, "r-1", deadline_ms=NOW_MS), bench=bench, spec=QUICK)
+    await gathering.run(settled=1)
+    (sent,) = bench.publisher.sent
+    assert (sent.routing_key, sent.message.body) == (NAMES.strays, b"")
+    assert (sent.message.headers[n.DEAD_CODE], sent.message.headers[n.ROUTING_KEY]) == ("too_large", "batch.crm.enrich")
+    assert gathering.settled == ["ack"]
+
+
 async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
     bench = Bench()
     gathering = Gathering(*several(bench, 2), bench=bench)

@@ -16,9 +16,10 @@ from standardwebhooks import Webhook
 
 from consumers.addresses import Resolver
 from consumers.flows.lines import AT_ONCE, PLACES, Line
-from consumers.flows.posting import FAULTS_AT_MOST, SPREAD, Posting
+from consumers.flows.posting import SPREAD, Posting
 from consumers.flows.posts import Answer
 from consumers.flows.webhooks import Hooks, Post, PostFailed, WebhookSpec, is_host, redelivered
+from consumers.settle import FAULTS_AT_MOST
 from consumers.state.base import Completion, StoreSpec
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
@@ -197,7 +198,6 @@ def posting_of(kind: type[P], bench: Bench) -> P:
     return kind(
         FakeDeliveries(FakeSession(bench.log, [])),
         spec=SPEC,
-        publisher=bench.publisher,
         settler=bench.settler,
         store=bench.store,
     )
@@ -252,7 +252,6 @@ async def posted(bench: Bench, spec: WebhookSpec, post: Post, **headers: str) ->
     posting = Posting(
         deliveries,
         spec=spec,
-        publisher=bench.publisher,
         settler=bench.settler,
         store=bench.store,
     )
@@ -313,6 +312,17 @@ async def test_no_redirect_is_followed_and_a_private_address_is_never_called(
     event = next(found for each in bench.notices.bodies if (found := json.loads(each))["event"] == "webhook")
     assert error in event["error"]
     assert event["status"] == (302 if "302" in error else None)
+
+
+async def test_a_post_that_the_broker_does_not_take_for_another_try_is_a_dead_letter() -> None:
+    bench = Bench()
+    bench.publisher.too_large = {b'{"a":1}'}
+    spec = WebhookSpec(hooks=Hooks(hosts=("elsewhere.example",), secrets=(SECRET,)))
+    posting = await posted(bench, spec, replace(POST, url="https://another.example/"))
+    assert posting.posted == {"undelivered": 1}
+    letter = bench.to("lane.dead")
+    assert (letter.headers[n.DEAD_CODE], letter.body) == ("webhook_undelivered", b"")
+    assert "the broker takes 1" in letter.headers[n.DEAD_DETAIL]
 
 
 async def test_an_endpoint_that_does_not_answer_in_time_or_is_not_there_is_told_so() -> None:
