@@ -192,6 +192,8 @@ class Attempts:
             if failed is not None and not _may_help(failed, route):
                 continue
             used = None if failed is None else self._spent(job, failed.error)
+            if failed is not None and _is_paid(used) and not await self.hold_again(job, decoded):
+                raise failed.error
             permit = await self._enter(job, decoded, route, used)
             if permit is None:
                 continue
@@ -234,6 +236,8 @@ class Attempts:
         for route in routes[routes.index(refused) + 1 :]:
             if route.model == refused.model:
                 continue
+            if not await self.hold_again(job, decoded):
+                break
             permit = await self._enter(job, decoded, route, refusal.counted)
             if permit is None:
                 continue
@@ -269,8 +273,6 @@ class Attempts:
     async def _enter(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> Permit | None:
         """`used`: what the call before used; None: no call was made."""
         clock = asyncio.get_running_loop().time
-        if used is not None and used.output_tokens > 0 and not await self.hold_again(job, decoded):
-            return None
         permit = await self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
             return None
@@ -367,8 +369,12 @@ class Attempts:
 
 
 def _lose(job: Job, route: Route, used: Amounts | None) -> None:
-    if used is not None and used.output_tokens > 0 and job.attempted is not None:
+    if used is not None and _is_paid(used) and job.attempted is not None:
         job.attempted.lost = (*job.attempted.lost, LostCall(route.model, used))
+
+
+def _is_paid(used: Amounts | None) -> bool:
+    return used is not None and used.output_tokens > 0
 
 
 def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:

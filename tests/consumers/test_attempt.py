@@ -214,6 +214,28 @@ async def test_after_a_provider_failed_the_next_is_called_in_the_same_attempt(
     assert two.bench.log[0] == "event: started"
 
 
+async def refused_by_a_cap(job: Job, decoded: Decoded) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("fault", "calls"), [("reset at=start", (1, 0)), ("overloaded", (1, 1))])
+async def test_after_a_call_that_may_have_to_be_paid_no_other_is_made_if_a_cap_has_not_enough_left_for_both(
+    providers: Open, fault: str, calls: tuple[int, int]
+) -> None:
+    two = await providers(failing(fault))
+    two.attempts.hold_again = refused_by_a_cap
+    await two.ask()
+    assert two.calls == calls
+
+
+async def test_a_refusal_is_the_answer_if_a_cap_has_not_enough_left_for_the_fallback(providers: Open) -> None:
+    two = await providers()
+    two.attempts.fallback_on_refusal, two.attempts.hold_again = True, refused_by_a_cap
+    outcome = await two.ask("[[fault: refusal x1]]", *TO_SONNET)
+    assert isinstance(outcome, Answered)
+    assert (outcome.stop_reason, two.calls) == ("refusal", (1, 0))
+
+
 @pytest.mark.parametrize("fault", ["", "invalid", "hang"])
 async def test_the_time_of_an_attempt_is_measured_from_the_begin_of_its_call(providers: Open, fault: str) -> None:
     two = await providers(failing(fault) if fault else None)
