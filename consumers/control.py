@@ -66,6 +66,8 @@ but at most for this many seconds."""
 QUIET_S = 0.5
 """If the worker's user may not read the length of the control queue, the queue counts as empty when nothing was
 delivered for this many seconds."""
+ROOM_WITHIN_S = 5.0
+"""So long a message `result` waits until this process may hold the result."""
 AT_ONCE_S = 5
 """A tenant may send at once as many control messages as its limit allows in this many seconds."""
 REFUSED_AT_A_TIME = 32
@@ -468,7 +470,13 @@ class Control:
             answer = await self._cancel(identity, attempts=0 if known is None else known.attempts)
             await self.answers.send(message, answer, control="accepted")
             return
-        await delivery.room(size)
+        try:
+            async with asyncio.timeout(ROOM_WITHIN_S):  # longer it would hold up others' messages
+                await delivery.room(size)
+        except TimeoutError:
+            raise RequestProblem(
+                "too_many_control_messages", "this process sends as many large results as it can; send it again later"
+            ) from None
         found = await self.claiming.find(identity)
         if found is not None and found.completion is not None:
             webhook = await self.settler.webhooks.describe(identity)

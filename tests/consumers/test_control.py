@@ -244,6 +244,23 @@ async def test_a_stored_result_tells_how_it_was_posted_and_not_where(bench: Benc
     assert json.loads(log) == {"endpoint": "https://h", "state": "retrying"}
 
 
+def test_a_result_for_which_there_is_no_room_is_to_be_asked_for_again(bench: Bench) -> None:
+    class Waits(FakeDelivery):
+        @override
+        async def room(self, size: int) -> None:
+            await asyncio.Event().wait()
+
+    async def story() -> None:
+        await bench.settler.settle(bench.job(message_id="m-1"), ANSWERED)
+        bench.publisher.sent.clear()
+        message = Message(body=b'{"result":"m-1"}', type="result", routing_key="result", reply_to=ASKER)
+        await control(bench, delivering(bench, Waits(message, bench.log, queue="lane.control"))).run()
+
+    virtually(story())
+    assert told(bench)["code"] == "too_many_control_messages"
+    assert bench.log[-1] == "ack"
+
+
 async def test_a_stored_result_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), ANSWERED)
     bench.publisher.sent.clear()
