@@ -184,6 +184,8 @@ PAID_AGAIN = "paid again"
 CUT_OFF = ("A", "B", "C4", "C5", "D5")
 """Faults that end or interrupt calls: of a worker, of its connection to the broker, which ends the work on what came
 over it, and of the line to the provider. The provider may have answered just then."""
+TIMES_OUT_S = 3.0
+"""A worker gives up a call after four seconds (`ground.PATIENT`), some of which pass before the provider's begin."""
 AROUND_S = 2.0
 """How long before such a fault an answer may have been given that it cut off, and after it."""
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
@@ -377,8 +379,8 @@ def _of_identity(
 
 
 def _of_payments(identity: str, calls: Sequence[Called], faults: Sequence[Disturbed]) -> list[Violation]:
-    """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off or a
-    batch took too long."""
+    """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off, or it took
+    too long."""
     cuts = [(each.at_s - AROUND_S, each.healed_s + AROUND_S) for each in faults if each.code.startswith(CUT_OFF)]
     paid: dict[str, Called] = {}
     found = []
@@ -388,7 +390,8 @@ def _of_payments(identity: str, calls: Sequence[Called], faults: Sequence[Distur
             where = f"step {call.step or 'alone'}: {first.batch or 'live'}{took}, then {call.batch or 'live'}"
             found.append(Violation(PAID_AGAIN, identity, where))
         ended_s = call.at_s if call.ended_s is None else call.ended_s
-        if call.outcome == OK and not any(from_s <= ended_s <= until_s for from_s, until_s in cuts):
+        is_cut = ended_s - call.at_s > TIMES_OUT_S or any(from_s <= ended_s <= until_s for from_s, until_s in cuts)
+        if call.outcome == OK and not is_cut:
             paid[call.step] = call
     return found
 
