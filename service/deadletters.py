@@ -37,6 +37,9 @@ from topology.codec.headers import carried
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 200
 GROUPS: Final = 500
+NAMES: Final = 20
+"""How many lanes and tenants of a cause are named."""
+HOUR_MS: Final = 3_600_000
 OTHERS: Final = "others"
 REFUSED_SHOWN: Final = 20
 TENANTS_SHOWN: Final = 5
@@ -156,18 +159,26 @@ class Group:
     relapses: int = 0
     oldest_ms: int = 2**63
     newest_ms: int = -1
+    last_hour: int = 0
+    lanes: set[str] = field(default_factory=set)
+    tenants: set[str] = field(default_factory=set)
 
-    def add(self, letter: DeadLetter) -> None:
+    def add(self, letter: DeadLetter, *, hour_ago_ms: int) -> None:
         if letter.at_ms >= self.newest_ms:
             self.newest_ms, self.example = letter.at_ms, letter.id
         self.oldest_ms = min(self.oldest_ms, letter.at_ms)
         self.count += 1
         self.relapses += letter.replays > 0
+        self.last_hour += letter.at_ms >= hour_ago_ms
+        for names, name in ((self.lanes, letter.lane), (self.tenants, letter.tenant)):
+            if name and len(names) < NAMES:
+                names.add(name)
 
     def as_json(self) -> dict[str, Any]:
         times = {"oldest": moment_text(self.oldest_ms), "newest": moment_text(self.newest_ms)}
-        found = {name: getattr(self, name) for name in ("cause", "code", "error", "example", "count", "relapses")}
-        return {**found, **times}
+        names = ("cause", "code", "error", "example", "count", "relapses", "last_hour")
+        found = {name: getattr(self, name) for name in names}
+        return {**found, **times, "lanes": sorted(self.lanes), "tenants": sorted(self.tenants)}
 
 
 class Overview:
@@ -183,6 +194,7 @@ class Overview:
         self._page: list[tuple[int, int, int, DeadLetter]] = []
         self._left_out = 0
         self._numbers = count()
+        self._hour_ago_ms = now_ms() - HOUR_MS
         self.total = 0
         self.matched = 0
 
@@ -191,7 +203,7 @@ class Overview:
         self.total += 1
         if self._wanted.matches(letter):
             self.matched += 1
-            self._group_of(letter).add(letter)
+            self._group_of(letter).add(letter, hour_ago_ms=self._hour_ago_ms)
             if self._after is None or (letter.at_ms, letter.key) < self._after:
                 heapq.heappush(self._page, (letter.at_ms, letter.key, next(self._numbers), letter.without_body()))
                 if len(self._page) > self._limit:

@@ -12,6 +12,7 @@ import binascii
 import json
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -87,6 +88,8 @@ class LaneStatus:
     retried: int | None
     throughput_per_min: int | None
     deferred_for: Mapping[str, int] | None
+    limited: Mapping[str, int] | None
+    """How many of the running requests hold a slot while they wait for a limit of their provider, by limit (`rpm`)."""
     delayed: int | None
     delayed_for: Mapping[str, Mapping[str, int]] | None
 
@@ -117,8 +120,12 @@ class Status:
     prices_as_of: str | None = None
     in_delays: int | None = None
     dead: int | None = None
+    caps: tuple[str, ...] = ()
+    """The caps of which nothing is left."""
     in_batches: int | None = None
     """How many requests are gathered for providers' batches, or are in one. None: the broker does not tell."""
+    batch_tickets: int = 0
+    """How many batches wait for the next look at them; between looks they are in the delay queues."""
     batches: Mapping[str, int] = field(default_factory=dict)
     """What became of batches, and of requests in them, since the workers started."""
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -262,7 +269,7 @@ def _merged(
     answers: Sequence[Mapping[str, Any]], found: Mapping[str, Depth], *, lanes: Sequence[LaneSpec], names: Names
 ) -> Status:
     tenants, batches = _sums(answers, "tenants"), _sums(answers, "batches")
-    gathering, in_hand = _ready(found, [names.batches]), batches.pop("waiting", 0)
+    gathering, in_hand, tickets = _ready(found, [names.batches]), batches.pop("waiting", 0), batches.pop("tickets", 0)
     known = {lane.name: _sides(lane, names) for lane in lanes}
     names_of_lanes = dict.fromkeys([*known, *(name for answer in answers for name in answer.get("lanes", ()))])
     return Status(
@@ -270,6 +277,7 @@ def _merged(
             _lane(
                 name,
                 [answer["lanes"][name] for answer in answers if name in answer.get("lanes", ())],
+                limited=_limited(name, answers),
                 intake=found.get(names.intake(name)),
                 due=found.get(names.due(name)),
                 aside=sum(found[queue].ready for queue in known.get(name, ()) if queue in found)
@@ -296,6 +304,8 @@ def _merged(
         spent=_sums([answer for answer in answers if not answer.get("simulated")], "spent"),
         in_delays=_ready(found, _delays(names)),
         dead=_ready(found, [names.dead]),
+        caps=tuple(sorted({cap for answer in answers for cap in answer.get("caps", ())})),
+        batch_tickets=tickets,
         in_batches=None if gathering is None else gathering + in_hand,
         batches=batches,
         memory=_sums(answers, "memory"),
@@ -375,6 +385,15 @@ def _waiting(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{lane}: {count} wait for {reason}{guessed} of {of}; the first for {oldest_s:.1f} s"
 
 
+def _limited(lane: str, answers: Sequence[Mapping[str, Any]]) -> Mapping[str, int]:
+    found: Counter[str] = Counter()
+    for answer in answers:
+        for lanes in answer.get("waiting", {}).values():
+            if lane in lanes:
+                found[lanes[lane]["reason"]] += lanes[lane]["count"]
+    return dict(found)
+
+
 def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     found: dict[str, tuple[float, str]] = {}
     for answer in answers:
@@ -398,7 +417,13 @@ def _sides(lane: LaneSpec, names: Names) -> list[str]:
 
 
 def _lane(
-    lane: str, figures: Sequence[Mapping[str, Any]], *, intake: Depth | None, due: Depth | None, aside: int
+    lane: str,
+    figures: Sequence[Mapping[str, Any]],
+    *,
+    limited: Mapping[str, int],
+    intake: Depth | None,
+    due: Depth | None,
+    aside: int,
 ) -> LaneStatus:
     def times(what: str) -> dict[str, Mapping[str, int | None]] | None:
         if not figures:
@@ -428,6 +453,7 @@ def _lane(
         wait_ms=times("waits"),
         run_ms=times("runs"),
         deferred_for=_sums(figures, "deferred_for") if figures else None,
+        limited=limited if figures else None,
         delayed=sum(of_reason["count"] for of_reason in delayed_for.values()) if figures else None,
         delayed_for=delayed_for if figures else None,
         **{name: total(name) for name in ADDED},

@@ -147,6 +147,11 @@ class Collector:
         """How many requests are in tickets, as far as this process knows."""
         return sum(requests for _, requests, _ in self._waiting())
 
+    @property
+    def tickets_waiting(self) -> int:
+        """How many tickets there are, as far as this process knows."""
+        return len(self._waiting())
+
     def _waiting(self) -> Collection[tuple[str, int, int]]:
         now_ms = self.settler.now_ms()
         self.waiting = {id: each for id, each in self.waiting.items() if each[2] + LONGEST_POLL_MS > now_ms}

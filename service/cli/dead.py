@@ -111,6 +111,7 @@ def _print_overview(found: dict[str, Any]) -> None:
         {
             "cause": group["cause"],
             "count": str(group["count"]),
+            "last hour": str(group["last_hour"] or ""),
             "again": str(group["relapses"] or ""),
             "newest": _short(group["newest"]),
             "error": shorten(f"{group['code']}: {group['error']}", SHOWN, placeholder=" …"),
@@ -143,7 +144,7 @@ def _table(rows: "Sequence[Mapping[str, str]]") -> "Table":
         table.add_column(
             Text(title, no_wrap=True),
             no_wrap=title in WHOLE,
-            justify="right" if title in ("count", "again") else "left",
+            justify="right" if title in ("count", "last hour", "again") else "left",
         )
     for row in rows:
         cells = ((printable(row[title]), title != "error") for title in titles)

@@ -146,13 +146,17 @@ def _show_status(found: "Status", console: "Console") -> None:
     for lane in found.lanes:
         for reason, delayed in sorted((lane.delayed_for or {}).items()):
             say(f"{lane.lane}: {delayed['count']} wait for {reason}, the last until {_clock(delayed['last_in_s'])}")
-    if (unknown := (found.in_delays or 0) - sum(lane.delayed or 0 for lane in found.lanes)) > 0:
+    for cap in found.caps:
+        say(f"{cap} is used up: its requests wait for the next period, or are refused")
+    unknown = (found.in_delays or 0) - sum(lane.delayed or 0 for lane in found.lanes) - found.batch_tickets
+    if unknown > 0:
         say(
-            f"{unknown} more wait in the delay queues: from before these workers began, posts to webhooks to be made "
-            "again, or replies to be sent again"
+            f"{unknown} more messages are in the delay queues: requests from before these workers began, and posts to "
+            "webhooks or replies that are sent again"
         )
     if found.in_batches:
-        say(f"{found.in_batches} requests wait for a batch of a provider, or are in one")
+        of = f" ({found.batch_tickets} open batches)" if found.batch_tickets else ""
+        say(f"{found.in_batches} requests wait for a batch of a provider, or are in one{of}")
     if found.dead:
         say(f"{found.dead} dead letters are kept")
     latest = Counter((failure["lane"], failure["code"]) for failure in found.failures)

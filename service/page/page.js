@@ -36,6 +36,7 @@ const count = (n) => (n == null ? "–" : n < 10000 ? String(n) : n < 1e6 ? `${(
 const seconds = (s) => (s < 100 ? `${s.toFixed(s < 10 ? 1 : 0)} s` : s < 6000 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 const ms = (value) => (value == null ? "–" : value < 1000 ? `${Math.round(value)} ms` : seconds(value / 1000));
 const dollars = (usd) => `$${usd < 1 ? usd.toFixed(4) : usd.toFixed(2)}`;
+const many = (n, word) => `${count(n)} ${word}${n === 1 ? "" : "s"}`;
 const clock = (at) => new Date(at).toLocaleString([], Math.abs(Date.now() - new Date(at)) < 43e6 ? { timeStyle: "medium" } : { dateStyle: "short", timeStyle: "short" });
 
 // ---- calls ----------------------------------------------------------------------------------------------------------
@@ -113,8 +114,9 @@ let deadShown = null;
 
 function show(found) {
   latest = found;
-  state("live", `live, ${found.workers.length} worker${found.workers.length === 1 ? "" : "s"}`);
-  alarm(found);
+  const stopped = alarm(found);
+  const workers = many(found.workers.length, "worker");
+  state(stopped ? "stopped" : "live", stopped ? `${many(stopped, "problem")}, ${workers}` : `live, ${workers}`);
   totals(found);
   lanes(found);
   chart(found);
@@ -126,17 +128,27 @@ function show(found) {
   if (found.dead !== deadShown) dead(found.dead);
 }
 
+/** One line for each thing that stops work; returns how many there are. */
 function alarm(found) {
-  const wrong = [found.trouble, !found.trouble && !found.workers.length ? "No worker answers: nothing is being worked on." : null, ...(found.troubles ?? []), ...(found.paused ?? [])].filter(Boolean);
+  const idle = found.workers.length ? found.lanes.filter((lane) => lane.workers === 0) : [];
+  const wrong = [
+    ...(found.trouble ? [`The broker is away: ${found.trouble}`] : found.workers.length ? [] : ["No worker answers: no request is worked on."]),
+    ...(found.troubles ?? []),
+    ...idle.map(({ lane }) => `No worker takes requests of the lane ${lane}.`),
+    ...(found.paused ?? []).map((line) => `Provider ${line}`),
+    ...(found.breakers ?? []).map((line) => `Circuit breaker of ${line}`),
+    ...(found.caps ?? []).map((name) => `The ${name} is used up: its requests wait for the next period, or are refused.`),
+  ];
   $("alarm").hidden = !wrong.length;
-  text($("alarm"), wrong.join(" · "));
+  draw($("alarm"), wrong, () => wrong.map((line) => el("li", {}, line)));
+  return wrong.length;
 }
 
 function totals(found) {
   const spent = Object.values(found.spent?.lane ?? {}).reduce((sum, each) => sum + (each.usd ?? 0), 0);
   const sum = (name) => found.lanes.reduce((total, lane) => total + (lane[name] ?? 0), 0);
-  draw($("totals"), [["waiting", count(sum("depth"))], ["running", count(sum("running"))], ["delayed", count(found.in_delays)], ...(found.in_batches ? [["in batches", count(found.in_batches)]] : []), ["dead", count(found.dead)], ["spent", dollars(spent)]],
-    (pairs) => pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { class: name === "dead" && found.dead ? "bad" : "" }, value))));
+  draw($("totals"), [["waiting", count(found.lanes.reduce((total, lane) => total + (lane.depth ?? 0) + limited(lane), 0))], ["put off", count(sum("delayed"))], ["running", count(found.lanes.reduce((total, lane) => total + (lane.running ?? 0) - limited(lane), 0))], ...(found.in_batches ? [["in batches", count(found.in_batches)]] : []), ["dead letters", count(found.dead)], ["spent", dollars(spent)]],
+    (pairs) => pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { class: name === "dead letters" && found.dead ? "bad" : "" }, value))));
 }
 
 /** Lane cards are made once, and then only their texts and widths change. */
@@ -148,8 +160,8 @@ function lanes(found) {
     names.forEach((name, n) => cards.set(name, card(name, n)));
     $("lanes").replaceChildren(...[...cards.values()].map((each) => each.root));
   }
-  const most = Math.max(10, ...found.lanes.map((lane) => lane.depth ?? 0));
-  for (const lane of found.lanes) fill(cards.get(lane.lane), lane, most, braked(found, "lane", lane.lane));
+  const most = Math.max(10, ...found.lanes.map(unstarted));
+  for (const lane of found.lanes) fill(cards.get(lane.lane), lane, most, paused(found, "lane", lane.lane));
 }
 
 function card(name, n) {
@@ -172,15 +184,29 @@ function unit(node, value, words) {
   draw(node, [value, words], () => [document.createTextNode(value), el("small", {}, ` ${words}`)]);
 }
 
+const limited = (lane) => Object.values(lane.limited ?? {}).reduce((sum, each) => sum + each, 0);
+/** All requests of a lane that no call is made for now: in its queues, put off, or in a slot but held by a limit. */
+const unstarted = (lane) => (lane.depth ?? 0) + (lane.delayed ?? 0) + limited(lane);
+
+/** Why requests are put off, in the words of docs/README.md; a reason that is missing here is shown as it is. */
+const WHY = {
+  rpm: "limit of requests a minute", itpm: "limit of input tokens a minute", otpm: "limit of output tokens a minute", concurrency: "limit of calls at a time",
+  lane: "cap of the lane", tenant: "cap of the tenant", key: "cap of the API key", user: "cap of the user",
+  paused: "a pause", breaker: "circuit breaker open", retry: "retry after an error", scheduled: "not due yet", pipeline: "items of the pipeline run",
+  store: "store away", suspect: "a worker died with it", slots: "no free slot",
+};
+
 function fill(made, lane, most, pause) {
   const slots = lane.slots == null ? null : lane.slots + (lane.due_slots ?? 0);
-  unit(made.depth, count(lane.depth), "waiting");
-  made.depthBar.style.width = `${100 * Math.log1p(lane.depth ?? 0) / Math.log1p(most)}%`;
-  const oldest = lane.oldest_wait_s ? [`oldest ${seconds(lane.oldest_wait_s)}`] : [];
-  text(made.delayed, [...oldest, ...Object.entries(lane.delayed_for ?? {}).map(([why, of]) => `${count(of.count)} put off: ${why}, until ${clock(Date.now() + 1000 * of.last_in_s)}`)].join(" · "));
-  unit(made.running, count(lane.running), slots == null ? "running" : `of ${slots} slots`);
-  draw(made.slots, [Math.min(lane.running ?? 0, 64), Math.min(slots ?? 0, 64)], ([on, all]) => Array.from({ length: all }, (_, n) => el("i", { class: n < on ? "on" : "" })));
-  text(made.limit, lane.slots_limit ? `no more slots: ${lane.slots_limit}` : lane.extra_slots ? `${lane.extra_slots} lent or added` : "");
+  const whole = unstarted(lane);
+  unit(made.depth, lane.depth == null ? "–" : count(whole), lane.delayed ? "waiting or put off" : "waiting");
+  made.depthBar.style.width = `${100 * Math.log1p(whole) / Math.log1p(most)}%`;
+  const queued = whole !== lane.depth && lane.depth ? [`${count(lane.depth)} in the queue`] : [];
+  const held = Object.entries(lane.limited ?? {}).map(([why, of]) => `${count(of)} held: ${WHY[why] ?? why}`);
+  text(made.delayed, [...queued, ...held, ...Object.entries(lane.delayed_for ?? {}).map(([why, of]) => `${count(of.count)} put off: ${WHY[why] ?? why}, until ${clock(Date.now() + 1000 * of.last_in_s)}`)].join(" · "));
+  unit(made.running, lane.running == null ? "–" : count(lane.running - limited(lane)), slots == null ? "running" : `of ${slots} slots`);
+  draw(made.slots, [(lane.running ?? 0) - limited(lane), lane.running ?? 0, Math.min(slots ?? 0, 64)], ([on, taken, all]) => Array.from({ length: all }, (_, n) => el("i", { class: n < on ? "on" : n < taken ? "held" : "" })));
+  text(made.limit, lane.slots_limit ? `no more slots: ${WHY[lane.slots_limit] ?? lane.slots_limit}` : lane.extra_slots ? `${lane.extra_slots} lent or added` : "");
   unit(made.rate, count(lane.throughput_per_min), "a minute");
   draw(made.done, [lane.answered, lane.retried, lane.failed], ([done, retried, failed]) => [`${count(done)} done, ${count(retried)} retried, `, el("span", { class: failed ? "bad" : "" }, `${count(failed)} failed`)]);
   draw(made.waits, [lane.wait_ms, lane.run_ms], () => [
@@ -191,10 +217,10 @@ function fill(made, lane, most, pause) {
   made.pause = pause;
   made.root.classList.toggle("braked", Boolean(pause));
   made.tag.hidden = !pause && lane.workers !== 0;
-  text(made.tag, pause ? `braked${pause.until ? ` until ${clock(pause.until)}` : ""}` : "no worker");
+  text(made.tag, pause ? `paused${pause.until ? ` until ${clock(pause.until)}` : ""}` : "no worker");
   made.tag.title = pause ? `by ${pause.who}${pause.why ? `: ${pause.why}` : ""}` : "";
-  text(made.brake, pause ? "Let go" : "Brake");
-  made.brake.setAttribute("aria-label", `${pause ? "Let go" : "Brake"} lane ${made.name}`);
+  text(made.brake, pause ? "Release" : "Brake");
+  made.brake.setAttribute("aria-label", `${pause ? "Release" : "Brake"} lane ${made.name}`);
 }
 
 let plot = null;
@@ -234,7 +260,7 @@ function accounts(found) {
   const lines = [...(found.paused ?? []), ...(found.breakers ?? []), ...(found.waiting ?? [])];
   draw($("accounts"), [found.accounts, lines, found.spent?.lane, found.simulated?.length], ([budget, told, spent, simulated]) => [
     ...Object.entries(budget ?? {}).flatMap(([account, limits]) => [el("div", { class: "note" }, account), ...Object.entries(limits).map(([limit, of]) => budgetBar(limit, of))]),
-    ...told.map((line) => el("p", { class: "note bad" }, line, (found.paused ?? []).includes(line) ? probing(line.split(": paused for ")[0]) : null)),
+    ...told.map((line) => el("p", { class: (found.waiting ?? []).includes(line) ? "note" : "note bad" }, line, (found.paused ?? []).includes(line) ? probing(line.split(": paused for ")[0]) : null)),
     table(["lane", "requests", "tokens", "money", "saved"], Object.entries(spent ?? {}).map(([lane, of]) => [lane, count(of.requests), count(of.tokens), dollars(of.usd ?? 0), of.saved_usd ? dollars(of.saved_usd) : "–"])),
     told.length ? "" : el("p", { class: "note" }, simulated ? "The provider is simulated: nothing is spent." : "No provider is paused, no breaker open, nothing waits for a budget."),
   ]);
@@ -257,7 +283,7 @@ async function probe(name) {
 const LIMITS = { rpm: "requests a minute", itpm: "input tokens a minute", otpm: "output tokens a minute", concurrency: "calls at a time" };
 
 function budgetBar(limit, { used, limit: most }) {
-  if (!most) return el("div", {}, el("small", { class: "note" }, `${count(Math.round(used))} ${LIMITS[limit] ?? limit}`));
+  if (!most) return el("div", {}, el("small", { class: "note" }, limit === "concurrency" ? `${many(Math.round(used), "call")} running, no limit` : `${count(Math.round(used))} ${LIMITS[limit] ?? limit}, no limit`));
   const part = used / most;
   const fillOf = el("i");
   fillOf.style.width = `${Math.min(100, 100 * part)}%`;
@@ -288,8 +314,8 @@ function failures(found) {
 
 function pauses(found) {
   draw($("pauses"), found.pauses ?? [], (all) => (all.length
-    ? el("table", {}, all.map((each) => el("tr", {}, el("td", {}, el("b", {}, `${each.kind} ${each.name}`), el("br"), `${each.until ? `until ${clock(each.until)}` : "until let go"}, by ${each.who}${each.why ? `: ${each.why}` : ""}`), el("td", { class: "n" }, el("button", { class: "small", onclick: () => release(each) }, "Let go")))))
-    : el("p", { class: "note" }, "Nothing is braked.")));
+    ? el("table", {}, all.map((each) => el("tr", {}, el("td", {}, el("b", {}, `${each.kind} ${each.name}`), el("br"), `${each.until ? `until ${clock(each.until)}` : "until released"}, by ${each.who}${each.why ? `: ${each.why}` : ""}`), el("td", { class: "n" }, el("button", { class: "small", onclick: () => release(each) }, "Release")))))
+    : el("p", { class: "note" }, "Nothing is paused.")));
 }
 
 function schedules(found) {
@@ -313,15 +339,15 @@ function webhooks(found) {
   draw($("webhooks"), counts, facts);
 }
 
-const braked = (found, kind, name) => (found.pauses ?? []).find((each) => each.kind === kind && each.name === name) ?? null;
+const paused = (found, kind, name) => (found.pauses ?? []).find((each) => each.kind === kind && each.name === name) ?? null;
 
 async function dead(number) {
   deadShown = number;
   if (!number) return void draw($("dead"), number, () => el("p", { class: `note${number === 0 ? " good" : ""}` }, number === 0 ? "None." : "Unknown: the broker does not tell."));
   try {
     const { groups } = await call("GET", "v1/dead?limit=0");
-    draw($("dead"), groups, (all) => el("table", {}, el("tr", {}, el("th", {}, "cause"), el("th", { class: "n" }, "letters"), el("th", {}, "newest")),
-      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count)), el("td", { class: "t" }, group.newest ? clock(group.newest) : "–")))));
+    draw($("dead"), groups, (all) => el("table", {}, el("tr", {}, el("th", {}, "cause"), el("th", { class: "n" }, "letters"), el("th", {}, "lanes, tenants"), el("th", {}, "since")),
+      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count),  null), el("td", {}, group.lanes.join(", ") || "–", el("div", { class: "note" }, group.tenants.join(", "))), el("td", { class: "t" }, clock(group.oldest), el("div", { class: "note" }, `last ${clock(group.newest)}`), group.last_hour ? el("div", { class: "note bad" }, `${count(group.last_hour)} in the last hour`) : null)))));
   } catch (error) {
     draw($("dead"), error.message, (words) => el("p", { class: "note" }, `${number} letters; ${words}`));
     deadShown = null;
@@ -456,9 +482,9 @@ function brake({ kind = "lane", name = "" } = {}) {
   const [line, run] = telling();
   const kinds = el("select", { "aria-label": "What" }, ["lane", "tenant", "app", "model", "provider", "schedule"].map((each) => el("option", { selected: each === kind }, each)));
   const who = el("input", { value: name, required: true, autofocus: !name, "aria-label": "Name", list: "lane-names" });
-  const time = el("input", { placeholder: "30m; empty: until let go", "aria-label": "For" });
+  const time = el("input", { value: "1h", placeholder: "empty: until released", "aria-label": "For" });
   const why = el("input", { placeholder: "why", autofocus: Boolean(name), "aria-label": "Why", maxlength: 200 });
-  open("Brake", el("p", { class: "note" }, "What is braked waits in the broker; its deadlines go on. What runs is not stopped."),
+  open("Brake", el("p", { class: "note" }, "Paused requests wait in the broker; their deadlines keep running. Running requests are not stopped."),
     el("form", { onsubmit: (event) => { event.preventDefault(); run(async () => { await call("POST", "v1/pauses", { kind: kinds.value, name: who.value.trim(), ...(time.value.trim() ? { until: ending(time.value.trim()) } : {}), ...(why.value ? { why: why.value } : {}) }); close(); }); } },
       el("div", { class: "row" }, el("label", {}, "what", kinds), el("label", {}, "name", who), el("label", {}, "for", time)), el("label", {}, "why", why), line,
       el("div", { class: "row end" }, closing(), el("button", { class: "strong" }, "Brake"))));
@@ -472,7 +498,7 @@ function ending(time) {
 }
 
 async function release(pause) {
-  try { await call("DELETE", `v1/pauses/${encodeURIComponent(pause.id)}`); } catch (error) { open("Not let go", el("p", { class: "bad" }, error.message), closing()); }
+  try { await call("DELETE", `v1/pauses/${encodeURIComponent(pause.id)}`); } catch (error) { open("Not released", el("p", { class: "bad" }, error.message), closing()); }
 }
 
 // ---- keys -----------------------------------------------------------------------------------------------------------
@@ -491,5 +517,6 @@ document.addEventListener("keydown", (event) => {
   const step = { "/": () => $("find").elements.id.focus(), b: () => brake(), d: () => $("dead").querySelector("button")?.focus() }[event.key];
   if (step) { event.preventDefault(); step(); }
 });
+text($("zone"), `(times: ${Intl.DateTimeFormat().resolvedOptions().timeZone})`);
 if (localStorage.getItem("lanekeeper-theme")) document.documentElement.dataset.theme = localStorage.getItem("lanekeeper-theme");
 follow();

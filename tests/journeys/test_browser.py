@@ -312,7 +312,7 @@ async def test_an_operator_watches_brakes_and_mends_by_keyboard(vhost: Vhost, tm
             await seen.choose("Brake lane batch")
             await page.press("for the night")
             await page.press("Enter")
-            await seen.shows(".lane .tag", "braked")
+            await seen.shows(".lane .tag", "paused until")
             await seen.shows("#pauses", "for the night")
             await until(lambda: page.value("document.querySelector('[aria-label=\"lane batch\"] .slots .on') === null"))
 
@@ -335,7 +335,7 @@ async def test_an_operator_watches_brakes_and_mends_by_keyboard(vhost: Vhost, tm
             await page.press("Escape")
             await seen.shows("#dead", "None.")
 
-            await seen.choose("Let go lane batch")
+            await seen.choose("Release lane batch")
             for each in flood:
                 assert (await app.final(each)).status == "ok"
             found = await until(lambda: _result(url, "broken"), within_s=STARTED_S)
@@ -452,3 +452,19 @@ async def test_the_live_page_goes_on_after_a_status_answer_that_it_cannot_read(v
 async def _result(url: str, id: str) -> dict[str, object] | None:
     found = await call("GET", f"{url}/v1/requests/{id}")
     return found.body.get("result") if found.status == 200 else None
+
+
+async def test_the_live_page_names_what_stops_work(vhost: Vhost, tmp_path: Path) -> None:
+    environ = environment(vhost, LANEKEEPER_SPEAKERS=vhost.user)
+    async with lanekeeper("gateway", "--port", "0", environ=environ, folder=tmp_path) as gateway:
+        url = str((await gateway.tells("gateway.ready", within_s=STARTED_S))["url"])
+        async with opened(f"{url}/", folder=tmp_path) as page:
+            seen = Seen(page)
+            await seen.shows("#alarm li", "No worker answers: no request is worked on.")
+            await seen.shows("#link", "1 problem, 0 workers")
+
+            some = ("serve", "--simulate", "--port", "0", "--set", "lanes.batch.enabled=false")
+            async with lanekeeper(*some, environ=environ, folder=tmp_path) as worker:
+                await worker.ready()
+                await seen.shows("#link", "1 problem, 1 worker")
+                await seen.shows("#alarm li", "No worker takes requests of the lane batch.")

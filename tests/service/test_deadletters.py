@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from consumers.clock import moment_text, now_ms
 from lanekeeper.contract.messages import Message
-from service.deadletters import Change, Filter, Overview, ReplayRefused, merged, position
+from service.deadletters import HOUR_MS, Change, Filter, Overview, ReplayRefused, merged, position
 from tests.support.settings import load
 from topology.broker.deadletters import DeadLetter, cause_of, line_of, message_of_line
 
@@ -117,7 +118,18 @@ def test_a_page_has_the_newest_and_the_next_goes_on_after_it() -> None:
         after = position(page["next"])
     assert sorted(ids) == sorted(each.id for each in letters)
     (group,) = page["groups"]
-    assert (group["count"], group["relapses"]) == (50, 1)
+    assert (group["count"], group["relapses"], group["last_hour"]) == (50, 1, 0)
+
+
+def test_a_cause_names_its_lanes_and_tenants_and_counts_what_is_new() -> None:
+    overview = Overview(Filter())
+    for number, tenant in enumerate(("crm", "shop", "crm")):
+        headers = {"x-lane-dead-at": moment_text(now_ms() - number * 2 * HOUR_MS), "x-lane-tenant": tenant}
+        overview.keeps(letter(f"m-{number}", **headers).message, 1)
+
+    (group,) = overview.as_json(jaeger_url=None)["groups"]
+
+    assert (group["count"], group["last_hour"], group["tenants"]) == (3, 1, ["crm", "shop"])
 
 
 @pytest.mark.parametrize(

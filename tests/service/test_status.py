@@ -42,7 +42,8 @@ def test_figures_of_several_workers_are_added_up() -> None:
                 "batch": figures(extra_slots=14, slots_limit="itpm", deferred_for={"breaker": 2, "tenant": 1}),
             },
             "dead_letters": {"exported": 2, "dropped": 1},
-            "batches": {"waiting": 500, "gathered": 700, "late": 2},
+            "batches": {"waiting": 500, "tickets": 3, "gathered": 700, "late": 2},
+            "caps": ["cap lane batch usd"],
             "control": {"refused": 3},
             "undelivered": 4,
         },
@@ -69,7 +70,8 @@ def test_figures_of_several_workers_are_added_up() -> None:
     assert batch.deferred_for == {"breaker": 5, "tenant": 1}
     assert status.workers == ("a:1", "b:2", "of an older version")
     assert status.dead_letters == {"exported": 3, "dropped": 1, "unparked": 5}
-    assert status.batches == {"gathered": 720, "late": 2}
+    assert (status.batches, status.batch_tickets) == ({"gathered": 720, "late": 2}, 3)
+    assert status.caps == ("cap lane batch usd",)
     assert merge(answers, {**EMPTY, "lane.batches": Depth(7, 1)}, lanes=LANES, names=NAMES).in_batches == 527
     assert (status.control, status.undelivered) == ({"refused": 3, "displaced": 1}, 4)
 
