@@ -132,7 +132,7 @@ function show(found) {
 function alarm(found) {
   const idle = found.workers.length ? found.lanes.filter((lane) => lane.workers === 0) : [];
   const wrong = [
-    ...(found.trouble ? [`The broker is away: ${found.trouble}`] : found.workers.length ? [] : ["No worker answers: no request is worked on."]),
+    ...(found.trouble ? [`The broker gives no status: ${found.trouble}`] : found.workers.length ? [] : ["No worker answers: no request is worked on."]),
     ...(found.troubles ?? []),
     ...idle.map(({ lane }) => `No worker takes requests of the lane ${lane}.`),
     ...(found.paused ?? []).map((line) => `Provider ${line}`),
@@ -147,7 +147,7 @@ function alarm(found) {
 function totals(found) {
   const spent = Object.values(found.spent?.lane ?? {}).reduce((sum, each) => sum + (each.usd ?? 0), 0);
   const sum = (name) => found.lanes.reduce((total, lane) => total + (lane[name] ?? 0), 0);
-  draw($("totals"), [["waiting", count(found.lanes.reduce((total, lane) => total + (lane.depth ?? 0) + limited(lane), 0))], ["put off", count(sum("delayed"))], ["running", count(found.lanes.reduce((total, lane) => total + (lane.running ?? 0) - limited(lane), 0))], ...(found.in_batches ? [["in batches", count(found.in_batches)]] : []), ["dead letters", count(found.dead)], ["spent", dollars(spent)]],
+  draw($("totals"), [["waiting", count(found.lanes.reduce((total, lane) => total + (lane.depth ?? 0) + limited(lane), 0))], ["put off", count(found.workers.length ? sum("delayed") : found.in_delays)], ["running", count(found.lanes.reduce((total, lane) => total + (lane.running ?? 0) - limited(lane), 0))], ...(found.in_batches ? [["in batches", count(found.in_batches)]] : []), ["dead letters", count(found.dead)], ["spent", dollars(spent)]],
     (pairs) => pairs.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", { class: name === "dead letters" && found.dead ? "bad" : "" }, value))));
 }
 

@@ -456,6 +456,8 @@ async def _result(url: str, id: str) -> dict[str, object] | None:
 
 async def test_the_live_page_names_what_stops_work(vhost: Vhost, tmp_path: Path) -> None:
     environ = environment(vhost, LANEKEEPER_SPEAKERS=vhost.user)
+    async with lanekeeper("topology", "apply", environ=environ, folder=tmp_path) as apply:
+        assert await apply.ended() == 0
     async with lanekeeper("gateway", "--port", "0", environ=environ, folder=tmp_path) as gateway:
         url = str((await gateway.tells("gateway.ready", within_s=STARTED_S))["url"])
         async with opened(f"{url}/", folder=tmp_path) as page:
@@ -463,8 +465,8 @@ async def test_the_live_page_names_what_stops_work(vhost: Vhost, tmp_path: Path)
             await seen.shows("#alarm li", "No worker answers: no request is worked on.")
             await seen.shows("#link", "1 problem, 0 workers")
 
-            some = ("serve", "--simulate", "--port", "0", "--set", "lanes.batch.enabled=false")
-            async with lanekeeper(*some, environ=environ, folder=tmp_path) as worker:
+            of_two_lanes = ("consume", "--lane", "critical", "--lane", "normal", "--simulate")
+            async with lanekeeper(*of_two_lanes, environ=environ, folder=tmp_path) as worker:
                 await worker.ready()
                 await seen.shows("#link", "1 problem, 1 worker")
                 await seen.shows("#alarm li", "No worker takes requests of the lane batch.")
