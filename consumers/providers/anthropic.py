@@ -38,6 +38,7 @@ from consumers.limits.base import CallInProgress
 from consumers.providers.answers import CONTENT, Answer, OnEvent
 from consumers.providers.batches import Batches
 from consumers.providers.errors import (
+    ERROR_BYTES,
     NETWORK_ERRORS,
     from_event,
     plain,
@@ -391,7 +392,6 @@ def _rewritten(fields: dict[str, Any]) -> bytes:
 CONNECT_TIMEOUT_S: Final = 5.0
 CONNECTIONS: Final = 1000
 KEPT_FOR_S: Final = 5.0
-_ERROR_BYTES: Final = 64 * 1024
 
 
 def client_options(base_url: str) -> dict[str, Any]:
@@ -438,7 +438,7 @@ def _is_here(url: str) -> bool:
 
 
 async def bound_error_body(response: httpx2.Response) -> None:
-    """Cut the body of an error response after 64 KiB, because the client would read and decompress all of it."""
+    """Cut the body of an error response, because the client would read and decompress all of it."""
     if response.status_code >= 300 and isinstance(response.stream, httpx2.AsyncByteStream):
         is_compressed = response.headers.pop("content-encoding", "identity") in ("gzip", "deflate")
         response.stream = _FirstBytes(response.stream, is_compressed=is_compressed)
@@ -529,7 +529,7 @@ class _FirstBytes(httpx2.AsyncByteStream):
         self._decompressor = zlib.decompressobj(wbits=32 + zlib.MAX_WBITS) if is_compressed else None
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        left = _ERROR_BYTES
+        left = ERROR_BYTES
         async for chunk in self._stream:
             try:
                 found = chunk[:left] if self._decompressor is None else self._decompressor.decompress(chunk, left)

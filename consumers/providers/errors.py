@@ -81,6 +81,8 @@ REQUEST_CODES: Final = frozenset(
 whatever the status."""
 LIMIT_CODES: Final = frozenset({"ramp_limit_exceeded"})
 """Their status says it."""
+ERROR_BYTES: Final = 64 * 1024
+"""No more of an error's body is read."""
 _MESSAGE_CHARACTERS: Final = 300
 _TYPE_CHARACTERS: Final = 60
 _READ_CHARACTERS: Final = 10_000
@@ -336,6 +338,8 @@ def _from_status(error: anthropic.APIStatusError, *, secret: str) -> ProviderErr
     now_s = time.time()
     if error.api_message:
         message = _line(str(error.api_message), secret)
+    elif len(error.response.content) >= ERROR_BYTES:
+        message = f"an error body of more than {ERROR_BYTES} bytes"
     else:
         message = f"not an error body of Anthropic's ({_line(headers.get('content-type', 'no content type'), secret)})"
     found = classify(

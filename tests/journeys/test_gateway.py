@@ -136,7 +136,8 @@ async def test_an_error_of_ten_megabytes_is_bounded_and_one_that_says_not_to_ret
         status, _, found = await raw_post(url, body("huge"))
 
         assert (status, len(provider.asked)) == (500, 1)
-        assert json.loads(found)["error"]["type"] == "api_error"
+        error = json.loads(found)["error"]
+        assert (error["type"], "an error body of more than 65536 bytes" in error["message"]) == ("api_error", True)
         reply = await app.ask(body("huge"))
         assert len(reply.json["provider_error"]) == 16 * 1024
 
