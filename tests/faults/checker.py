@@ -379,8 +379,8 @@ def _of_identity(
 
 
 def _of_payments(identity: str, calls: Sequence[Called], faults: Sequence[Disturbed]) -> list[Violation]:
-    """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off, or it took
-    too long."""
+    """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off, or it
+    took too long."""
     cuts = [(each.at_s - AROUND_S, each.healed_s + AROUND_S) for each in faults if each.code.startswith(CUT_OFF)]
     paid: dict[str, Called] = {}
     found = []
