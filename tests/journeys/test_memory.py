@@ -36,6 +36,7 @@ SETTINGS = {
     "LANEKEEPER_LANES__NORMAL__SLOTS": "4",
     "LANEKEEPER_LANES__NORMAL__SIDE_QUEUES": "8",
     "LANEKEEPER_LANES__NORMAL__SLOTS_MAX": "4",
+    "LANEKEEPER_LANES__NORMAL__CALL_TIMEOUT_S": "600",  # the neighbour is called all the time
     "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "true",
 }
 pytestmark = pytest.mark.slow
