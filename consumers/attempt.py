@@ -73,7 +73,8 @@ class _FailedCall(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Attempts:
     """Makes one attempt to get an answer for a job (a delivery that is worked on): calls a provider, and another one if
-    that call fails. `call_begins`: awaited before the first call of one that has waited for it."""
+    that call fails. `call_begins`: awaited before the first call of one that has waited for it. `keep_files`:
+    `Claiming.keep_files`."""
 
     registry: Registry
     _: KW_ONLY
@@ -88,6 +89,7 @@ class Attempts:
     handlers: Handlers = field(default_factory=Handlers)
     call_begins: Callable[[Job], Awaitable[None]]
     hold_again: Callable[[Job, Decoded], Awaitable[bool]]
+    keep_files: Callable[..., Awaitable[None]]
     fallback_on_refusal: bool = False
 
     async def make(self, job: Job, decoded: Decoded) -> Outcome:
@@ -121,6 +123,8 @@ class Attempts:
                 _record_run(
                     job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd, saved_usd=answer.saved_usd
                 )
+                if answer.files:
+                    await self.keep_files(job, answer.files, provider=answer.provider)
                 return Answered(
                     body=answer.body,
                     model=answer.model,

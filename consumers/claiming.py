@@ -8,8 +8,9 @@ could get a second, different outcome.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -29,10 +30,12 @@ from consumers.state.base import (
     Granted,
     Held,
     Identity,
+    StoredFile,
     StoreUnavailable,
     Submission,
     WaitingLimit,
 )
+from lanekeeper.contract.identity import shown
 from lanekeeper.contract.problems import PROBLEMS
 from lanekeeper.telemetry import signals
 
@@ -48,6 +51,7 @@ RELEASE_WITHIN_S = 60.0
 RELEASES_AT_MOST = 1000
 SHELTER_WITHIN_S = 1.0
 DEFER_WITHIN_S = 1.0
+KEEP_FILE_WITHIN_S = 3.0
 PAUSE_CAP_S = 1.0
 DEATHS_AT_MOST = 4
 """After this many workers have died while they worked on a request (had its claim in the store), the request goes to
@@ -326,6 +330,20 @@ class Claiming:
 
     async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
         return await _answered(lambda: self._store.endings(requests))
+
+    async def find_files(self, ids: Sequence[str]) -> Mapping[str, StoredFile]:
+        return await _answered(lambda: self._store.find_files(ids))
+
+    async def keep_files(self, job: Job, ids: Sequence[str], *, provider: str) -> None:
+        """Note that the files which a provider's tools have made for an answer are the tenant's. If that fails, it
+        cannot fetch them; the answer is sent all the same."""
+        for id in ids:
+            file = StoredFile(id=id, tenant=job.identity.tenant, provider=provider, created_ms=now_ms())
+            try:
+                if not await _answered(partial(self._store.keep_file, file), within_s=KEEP_FILE_WITHIN_S):
+                    log.warning(signals.FILE_UNKEPT, file=shown(id), error="its tenant has as many as it may")
+            except StoreUnavailable as error:
+                log.warning(signals.FILE_UNKEPT, file=shown(id), error=str(error))
 
     def forget(self, job: Job) -> None:
         if job.claim is not None:

@@ -1,6 +1,7 @@
 """The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps; then `budget_gate.py`."""
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -54,7 +55,7 @@ from consumers.state.base import (
 )
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import ProviderFailure, RequestProblem
 from lanekeeper.telemetry import signals
 from topology.codec.decoding import Request
 from topology.codec.headers import BatchHop, provider_headers_json
@@ -286,6 +287,38 @@ async def fetch_body(
     if job.stopped is not None:
         return stopped_by(job.stopped, doing="was fetched")
     return Deferred(delay_ms=AGAIN_MS, reason="body unavailable")
+
+
+async def bind_files(job: Job, decoded: Decoded, *, claiming: Claiming) -> Outcome | None:
+    """The files gate: a request that names files of a provider is called only where they lie. Files that nobody has
+    uploaded through a gateway count as lying at the request's first provider, whose API says if they do not. Raises
+    StoreUnavailable."""
+    ids, routes = decoded.request.files, decoded.chain.routes
+    if not ids or not routes or job.batch_result is not None:
+        return None
+    known = await claiming.find_files(ids)
+    for id, file in known.items():
+        if file.tenant != job.identity.tenant:  # as the API answers about a file that it does not have
+            return _no_such_file(id)
+    providers = {file.provider: file.id for file in known.values()} or {routes[0].provider: ""}
+    if len(providers) > 1:
+        where = ", ".join(f"{id} at {provider}" for provider, id in providers.items())
+        return end_with("invalid_request", f"body: its files lie at different providers: {where}; upload them again")
+    ((provider, id),) = providers.items()
+    there = tuple(route for route in routes if route.provider == provider)
+    if not there:
+        text = f"body: file {id} lies at provider {provider}, which lane {job.lane_name} does not call for this model"
+        return end_with("invalid_request", text)
+    job.decoded = replace(decoded, chain=replace(decoded.chain, routes=there))
+    return None
+
+
+def _no_such_file(id: str) -> Outcome:
+    type_, message = "not_found_error", f"File not found: {id}"
+    body = json.dumps({"type": "error", "error": {"type": type_, "message": message}})
+    failure = ProviderFailure(status=404, type=type_, error=body)
+    brief = f"{type_} 404"
+    return end_with("provider_rejected", f"404 {type_}: {message}", status=404, brief=brief, provider=failure)
 
 
 HOLD_S = 3.0

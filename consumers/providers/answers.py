@@ -26,6 +26,8 @@ class Answer:
     refusal: str | None = None
     """Why the provider's safety systems ended the answer: the category that it names, or `NO_CATEGORY`. None: they did
     not."""
+    files: tuple[str, ...] = ()
+    """The ids of the files that the provider's tools have made for it."""
     rate: RateHeaders | None = None
     cost_usd: float | None = None
     saved_usd: float = 0.0

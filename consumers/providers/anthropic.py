@@ -13,12 +13,13 @@ import json
 import select
 import time
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache, partial
 from ipaddress import ip_address
 from ssl import SSLContext
+from types import MappingProxyType
 from typing import Any, Final, Self, TypedDict, Unpack
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -459,13 +460,18 @@ class AioHttpTransport(httpx2.AsyncBaseTransport):
             pool = _Pool(ssl=self._certificates, limit=CONNECTIONS, keepalive_timeout=KEPT_FOR_S)
             self._session = aiohttp.ClientSession(connector=pool)
         assert isinstance(request.stream, httpx2.AsyncByteStream)
-        body = b"".join([piece async for piece in request.stream])
+        headers = request.headers.multi_items()
+        data: bytes | httpx2.AsyncByteStream | None = request.stream
+        if isinstance(request.stream, httpx2.SyncByteStream):  # it is in memory
+            data = b"".join([piece async for piece in request.stream]) or None
+        else:
+            headers = [each for each in headers if each[0].lower() != "transfer-encoding"]  # which aiohttp adds itself
         try:
             response = await self._session.request(
                 request.method,
                 str(request.url),
-                data=body or None,
-                headers=request.headers.multi_items(),
+                data=data,
+                headers=headers,
                 allow_redirects=False,
                 auto_decompress=False,
                 proxy=self._proxy,
@@ -557,12 +563,40 @@ class Found:
     body: bytes
 
 
+class Passed:
+    """A response that is passed on in pieces: an answer, or an error in Anthropic's format."""
+
+    def __init__(self, response: httpx2.Response, *, secret: str) -> None:
+        self._response = response
+        self._secret = secret
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = plain(response.headers)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Raises ProviderError."""
+        pieces = self._response.aiter_bytes()
+        while True:
+            async with within(WITHIN_S, why="the provider's answer stopped coming"):
+                with translate_errors(secret=self._secret):
+                    piece = await anext(pieces, None)
+            if piece is None:
+                return
+            yield piece
+
+    async def body(self) -> bytes:
+        """Raises ProviderError."""
+        return b"".join([piece async for piece in bounded(self.pieces(), ANSWER_BYTES)])
+
+
 class Lookups:
-    """Calls of Anthropic's API other than Messages (count tokens, list models), which cost no tokens and change
-    nothing. The API key is kept out of answers and errors."""
+    """Calls of Anthropic's API other than Messages (tokens, models, files), which cost no tokens. The API key is kept
+    out of answers and errors."""
 
     def __init__(self, base_url: str, *, api_key: str, header_rules: HeaderRules | None = None) -> None:
-        self._client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
+        options = client_options(base_url)
+        self._http: httpx2.AsyncClient = options["http_client"]
+        self._client = anthropic.AsyncAnthropic(api_key=api_key, base_url=base_url, **options)
+        self._base_url = base_url.rstrip("/")
         self._key = api_key
         self._header_rules = header_rules or HeaderRules()
 
@@ -579,6 +613,41 @@ class Lookups:
         options = {"params": dict(query), "headers": self._header_rules.of(headers or {})}
         async with within(WITHIN_S, why=f"no answer from the provider within {WITHIN_S:g} s"):
             return await self._call(path, body, options)
+
+    @asynccontextmanager
+    async def passed(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str | Sequence[str]],
+        headers: Mapping[str, str],
+        content: AsyncIterable[bytes] | None = None,
+        content_headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> AsyncIterator[Passed]:
+        """Make a call, and yield the response before its body is read. `content`: what is sent, in pieces. The SDK
+        would send a form of which it has all parts, so the request is made here. Raises ProviderError, like `call`."""
+        named = {
+            **self._header_rules.of(headers),
+            **content_headers,
+            "accept-encoding": "identity",
+            **self._client.auth_headers,
+        }
+        request = self._http.build_request(
+            method, self._base_url + path, params=dict(query), headers=named, content=content
+        )
+        with translate_errors(secret=self._key):
+            response = await self._http.send(request, stream=True)
+        try:
+            if response.status_code >= 300:
+                with translate_errors(secret=self._key):
+                    await response.aread()
+                    error = anthropic.APIStatusError("", response=response, body=_json_in(response.content))
+                    self._refusal(error)  # raises it, if it may not be passed on
+            yield Passed(response, secret=self._key)
+        finally:
+            with suppress(*NETWORK_ERRORS):
+                await response.aclose()
 
     async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> Found:
         given: dict[str, Any] = {"cast_to": httpx2.Response, "options": options, "stream": True}
@@ -613,9 +682,13 @@ class Lookups:
         await self._client.close()
 
 
-def _is_anthropic_error(body: bytes) -> bool:
+def _json_in(body: bytes) -> object:
     try:
-        found = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError):
-        return False
+        return None
+
+
+def _is_anthropic_error(body: bytes) -> bool:
+    found = _json_in(body)
     return isinstance(found, dict) and found.get("type") == "error" and isinstance(found.get("error"), dict)

@@ -14,6 +14,7 @@ from consumers.providers.answers import NO_CATEGORY, REFUSAL, Answer, counted
 from lanekeeper.contract.identity import encodable
 from topology.codec import bounds
 from topology.codec.bounds import Measure
+from topology.codec.file_ids import made_in
 
 BATCH_TIER: Final = "batch"
 MOST_TOKENS: Final = 10_000_000
@@ -67,6 +68,7 @@ def read_answer(
         request_id=request_id,
         stop_reason=_name(stop_reason),
         refusal=_category(message) if stop_reason == REFUSAL else None,
+        files=made_in(message),
         rate=rate,
     )
 

@@ -49,6 +49,7 @@ class StoreSpec:
     unseen_per_tenant: int = 10_000
     waiting_per_tenant: int = 10_000
     waiting_in_all: int = 100_000
+    files_per_tenant: int = 10_000
     events_per_request: int = 50_000
     """How many events of its answer are stored for a followed request."""
     event_bytes_per_request: int = 8 * MIB
@@ -493,6 +494,36 @@ class StoredFirings(Protocol):
         """Changes nothing if a later firing is stored, other than that of `instead_of_ms`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file that lies at a provider (Anthropic's Files API), and whose it is."""
+
+    id: str
+    """The provider's."""
+    tenant: str
+    provider: str
+    created_ms: int
+    size: int = 0
+    """In bytes; 0 if a tool of the provider made the file."""
+    until_ms: int | None = None
+    """When it expires at the provider. None: it is kept until it is deleted."""
+
+
+class StoredFiles(Protocol):
+    """Keeps whose the files at the providers are. A file that expires is forgotten then."""
+
+    async def keep_file(self, file: StoredFile) -> bool:
+        """Returns False, and changes nothing, if the file is another tenant's, or its tenant has `files_per_tenant`."""
+
+    async def find_files(self, ids: Sequence[str]) -> Mapping[str, StoredFile]:
+        """Those that are known, by their ids, of all tenants."""
+
+    async def files(self, tenant: str) -> Sequence[StoredFile]:
+        """All of a tenant's, the newest first."""
+
+    async def forget_file(self, file: StoredFile) -> None: ...
+
+
 LEFT_MS = 3_600_000
 
 
@@ -533,7 +564,7 @@ class Batching(Protocol):
     async def dequeue(self, ticket: str, account: str) -> None: ...
 
 
-class Store(Allowances, Leases, StoredPauses, StoredFirings, Batching, Protocol):
+class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batching, Protocol):
     """Claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__` never raises an error: if the
     SQLite file or the Redis server cannot be used, every later call tries it again."""
 

@@ -293,6 +293,16 @@ class WaitingSettings(Section):
             yield clash(text, "per_tenant", "in_all")
 
 
+class FilesSettings(Section):
+    """Limits for the files that tenants keep at providers (`/v1/files`). A file beyond them is refused, as the API
+    refuses one beyond the organization's quota."""
+
+    per_tenant: Number[int] = Field(default=StoreSpec().files_per_tenant, ge=1, le=1_000_000)
+    """How many files a tenant may have, with those that the provider's tools have made for it."""
+    bytes_per_tenant: Number[int] = Field(default=50 * GIB, ge=MIB, le=1024 * GIB)
+    """The size of all files that a tenant has uploaded. Anthropic's quota of an organization is 500 GB."""
+
+
 class DeadSettings(Section):
     """How many dead letters are kept, and for how long."""
 
@@ -488,8 +498,8 @@ class GatewaySettings(Section):
     ping_every_s: Number[float] = Field(default=10, ge=0.05, le=600)
     """A streamed call gets a `ping` event whenever nothing was sent to it for this many seconds."""
     lookups_per_min: Number[float] = Field(default=2000, ge=1, le=1_000_000)
-    """How many calls of `count_tokens` and `models` the gateway passes on in a minute; one of several tenants may use
-    half."""
+    """How many calls of `count_tokens`, `models` and `files` the gateway passes on in a minute; one of several tenants
+    may use half."""
     batches_per_tenant: Number[int] = Field(default=1000, ge=1, le=100_000)
     """How many Message Batches of one tenant are kept. Further ones get the status 429, until some are deleted, or are
     kept no longer."""
@@ -802,6 +812,7 @@ class Settings(BaseSettings):
     control: ControlSettings = ControlSettings()
     webhooks: WebhooksSettings = WebhooksSettings()
     waiting: WaitingSettings = WaitingSettings()
+    files: FilesSettings = FilesSettings()
     dead: DeadSettings = DeadSettings()
     speakers: types.UserNames = ()
     """AMQP users (such as a gateway's) that may publish, cancel and fetch for other tenants. Example: gateway"""
@@ -1062,6 +1073,7 @@ class Settings(BaseSettings):
             unseen_per_tenant=self.control.unseen_per_tenant,
             waiting_per_tenant=self.waiting.per_tenant,
             waiting_in_all=self.waiting.in_all,
+            files_per_tenant=self.files.per_tenant,
             redis_tls=self.tls.for_redis(),
         )
 

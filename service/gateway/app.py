@@ -26,9 +26,11 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import Access, is_loopback
+from service.gateway.accounts import Accounts
 from service.gateway.answers import StoredAnswers
 from service.gateway.batches import BatchPaths
 from service.gateway.calls import BODIES_BYTES, Bodies, CallReader
+from service.gateway.files import FilePaths
 from service.gateway.messages import LookupPaths, Messages
 from service.gateway.operators import OperatorPaths
 from service.gateway.problems import ApiError, refused
@@ -114,7 +116,9 @@ class Gateway:
         self._messages = Messages(client, bodies, answers, ping_every_s=ping_s)
         self._paths = RequestPaths(requests, bodies, answers, ping_every_s=ping_s)
         self._sockets = Sockets(requests, call_reader, self._shares, answers, ping_every_s=ping_s)
-        self._lookups = LookupPaths(settings, bodies, self._access)
+        self._accounts = Accounts(settings, self._access)
+        self._files = FilePaths(settings, self._accounts, store, self._shares)
+        self._lookups = LookupPaths(settings, bodies, self._accounts, self._files)
         self._batches = BatchPaths(
             client,
             store,
@@ -153,6 +157,7 @@ class Gateway:
             **{at: partial(self._in_store, handle) for at, handle in in_store.items()},
             ("GET", "/v1/live"): self._live.follow,
             **self._lookups.handlers(),
+            **self._files.handlers(),
             **self._operators.handlers(),
         }
         return {
@@ -187,7 +192,8 @@ class Gateway:
         self._shares.parsing.close()
         for store in self._body_stores:
             store.close()
-        await self._lookups.aclose()
+        await self._files.aclose()
+        await self._accounts.aclose()
         await self._poller.aclose()
         await self._same_store.aclose()
 

@@ -338,7 +338,7 @@ class Bodies:
         with self._shares.calls.taken(caller.tenant), self._shares.memory.taken(caller.tenant, 0) as memory:
             came = bytearray()
             async with _arriving(BODY_WITHIN_S):
-                _send_100(request)
+                send_100(request)
                 async for piece in request.content.iter_any():
                     came += piece
                     if len(came) > COUNTED_BYTES:
@@ -390,7 +390,7 @@ class Bodies:
         file: BinaryIO | None = None
         held = bytearray()
         async with _arriving(BODY_WITHIN_S + max(0, most - self._over_bytes) / LEAST_BYTES_PER_S):
-            _send_100(request)
+            send_100(request)
             async for piece in request.content.iter_any():
                 held += piece
                 if files.amount + len(held) > most_bytes:
@@ -413,7 +413,8 @@ class Bodies:
         return file
 
 
-def _send_100(request: web.BaseRequest) -> None:
+def send_100(request: web.BaseRequest) -> None:
+    """Let the client send its body, if it waits for that."""
     if request.headers.get("expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

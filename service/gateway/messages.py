@@ -6,8 +6,7 @@ attempt that fails before that. After that, a failed attempt ends the stream wit
 a client has read cannot be withdrawn. `message_stop` is held back until a worker has stored the request's outcome.
 
 `POST /v1/messages/count_tokens` and `GET /v1/models` are passed to the provider without a lane: they change nothing and
-cost no tokens. The provider limits them separately from Messages, and so does the gateway, by the setting
-`lookups_per_min`. If there are keys of several tenants, each tenant may use at most half of that limit.
+cost no tokens (`accounts.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
@@ -25,21 +23,23 @@ import jiter
 from aiohttp import web
 
 from consumers.background import background_task
-from consumers.failures import TIMEOUT, AccountError, ProviderError
-from consumers.providers.anthropic import Found, Lookups
-from consumers.rate_limit import RateLimit
+from consumers.failures import ProviderError
+from consumers.providers.anthropic import Found
 from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, ReplyLost
 from lanekeeper.replies import Part
-from service.config.settings import FIRST, GatewayKey, Settings
-from service.gateway.access import Access, require_allowed_model
+from service.config.settings import GatewayKey, Settings
+from service.gateway.access import require_allowed_model
+from service.gateway.accounts import Accounts, not_called, passed_headers
 from service.gateway.answers import StoredAnswers, event_stream, send_pieces
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, provider_headers_of, request_id_of
-from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of, refused
+from service.gateway.files import FilePaths
+from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of
 from service.gateway.shares import SharedLimit
 from topology.codec import bounds
 from topology.codec.decoding import too_large
+from topology.codec.file_ids import may_name_files, named_in
 
 REPLY_HEADERS_SENT = (
     n.LANE_NAME,
@@ -72,9 +72,6 @@ less than a second."""
 PAGE = 20
 PAGE_AT_MOST = 1000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
-_PASSED = frozenset({"request-id", "retry-after", "x-should-retry"})
-_LIMITS = "anthropic-ratelimit-"
-_ALL = ""
 
 
 @dataclass(slots=True)
@@ -283,36 +280,33 @@ def _new_event(kind: str, **fields: Any) -> bytes:
 class LookupPaths:
     """Handles `count_tokens` and `models`. Answers 501 if the settings of this process contain no provider's key."""
 
-    def __init__(self, settings: Settings, bodies: Bodies, access: Access) -> None:
-        spec = settings.gateway
-        per_s = spec.lookups_per_min / 60
+    def __init__(self, settings: Settings, bodies: Bodies, accounts: Accounts, files: FilePaths) -> None:
         self._bodies = bodies
-        self._access = access
+        self._accounts = accounts
+        self._files = files
         self._values = settings.json_values
         self._tenant_models = settings.models.tenants
-        self._provider = _provider_of(settings)
-        self._limit = RateLimit(per_s=per_s, at_once=max(1.0, spec.lookups_per_min))
-        self._tenant_limit = RateLimit(per_s=per_s / 2, at_once=max(1.0, spec.lookups_per_min / 2))
         self._places = SharedLimit(AT_A_TIME, "calls for tokens and models")
 
     def handlers(self) -> Mapping[tuple[str, str], Callable[[web.Request, GatewayKey], Awaitable[web.Response]]]:
         return {("POST", COUNT_TOKENS): self._count_tokens, ("GET", MODELS): self._models, ("GET", MODEL): self._model}
 
-    async def aclose(self) -> None:
-        if self._provider is not None:
-            await self._provider.aclose()
-
     async def _count_tokens(self, request: web.Request, caller: GatewayKey) -> web.Response:
         allowed = self._allowed(caller)
+        files: Sequence[str] = ()
 
         def check(body: bytes) -> None:
+            nonlocal files
             if (excess := bounds.excess(body, max_values=self._values)) is not None:
                 raise too_large(excess)
             if allowed is not None:
                 require_allowed_model(allowed, _model_in(body))
+            if may_name_files(body):
+                files = named_in(_object_in(body))
 
         async with self._bodies.in_memory(request, caller, check=check) as body:
-            return _response(await self._call_provider(request, caller, body=body))
+            provider = await self._files.provider_of(files, caller)
+            return _response(await self._call_provider(request, caller, body=body, provider=provider))
 
     async def _models(self, request: web.Request, caller: GatewayKey) -> web.Response:
         allowed = self._allowed(caller)
@@ -341,71 +335,38 @@ class LookupPaths:
         *,
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
+        provider: str | None = None,
     ) -> Found:
-        if self._provider is None:
-            raise ApiError(
-                501,
-                "this gateway has no key of a provider of kind anthropic, which answers this itself: set "
-                "ANTHROPIC_API_KEY for it too (Messages need none here: workers have theirs)",
-                headers={"x-should-retry": "false"},
-            )
+        account = self._accounts.of(provider)
         headers = provider_headers_of(request.headers)
         with self._places.taken(caller.tenant):
-            self._count(caller)
+            self._accounts.count(caller)
             try:
-                return await self._provider.call(request.path, body=body, query=query or request.query, headers=headers)
+                return await account.call(request.path, body=body, query=query or request.query, headers=headers)
             except ProviderError as error:
-                raise _failed(error) from error
-
-    def _count(self, caller: GatewayKey) -> None:
-        is_within = not self._access.has_several_tenants or self._tenant_limit.take(caller.tenant or _ALL)
-        if not is_within or not self._limit.take(_ALL):
-            raise refused("too many calls for tokens and models (LANEKEEPER_GATEWAY__LOOKUPS_PER_MIN)", status=429)
+                raise not_called(error) from error
 
 
-def _provider_of(settings: Settings) -> Lookups | None:
-    if settings.api_key is not None:
-        return Lookups(settings.provider_url, api_key=settings.api_key, header_rules=settings.header_rules(FIRST))
-    for name, provider in sorted(settings.providers.items()):
-        if (
-            provider.kind == "anthropic"
-            and provider.models is None
-            and provider.api_key is not None
-            and provider.base_url is not None
-        ):
-            return Lookups(
-                provider.base_url.get_secret_value(),
-                api_key=provider.api_key.get_secret_value(),
-                header_rules=settings.header_rules(name),
-            )
-    return None
-
-
-def _model_in(body: bytes) -> str:
+def _object_in(body: bytes) -> dict[str, Any]:
     """Raises ApiError, also where a key is there twice: the provider could read the other one."""
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError:
-        raise ApiError(400, "body: not a JSON object in UTF-8, or a key is there twice") from None
-    model = found.get("model") if isinstance(found, dict) else None
+        found = None
+    if not isinstance(found, dict):
+        raise ApiError(400, "body: not a JSON object in UTF-8, or a key is there twice")
+    return found
+
+
+def _model_in(body: bytes) -> str:
+    model = _object_in(body).get("model")
     if not isinstance(model, str):
         raise ApiError(400, "model: a string is required")
     return model
 
 
-def _failed(error: ProviderError) -> ApiError:
-    if error.type == TIMEOUT:
-        return ApiError(504, error.detail)
-    if isinstance(error, AccountError) and error.otherwise is None:  # not the caller's 401, 402 or wrong address
-        return ApiError(503, f"the provider cannot be called: {error.reason}", headers={"x-should-retry": "false"})
-    return ApiError(error.status if error.status >= 400 else 502, error.detail)
-
-
 def _response(found: Found, *, body: bytes | None = None) -> web.Response:
-    headers = {name: value for name, value in found.headers.items() if name in _PASSED or name.startswith(_LIMITS)}
-    headers.setdefault("request-id", uuid.uuid4().hex)
-    headers["content-type"] = "application/json"
-    headers["cache-control"] = "no-store"  # it depends on the key
+    headers = {**passed_headers(found.headers), "content-type": "application/json"}
     return web.Response(status=found.status, body=found.body if body is None else body, headers=headers)
 
 

@@ -1,7 +1,7 @@
 """Every error answer of the gateway: what a handler may raise, what the client is told, and in which format.
 
-Calls of paths below `/v1/messages` and `/v1/models` get errors in Anthropic's format (`{"type": "error", "error": {…},
-"request_id"}`), all others get problem documents (RFC 9457).
+Calls of paths below `/v1/messages`, `/v1/models` and `/v1/files`, and of unknown ones below `/v1/`, get errors in
+Anthropic's format (`{"type": "error", "error": {…}, "request_id"}`), all others get problem documents (RFC 9457).
 
 Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. Repeating it helps if the request was not accepted. If a
 worker has ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the
@@ -63,7 +63,8 @@ JSON = "application/json"
 PROBLEM = "application/problem+json"
 ABOUT_REQUEST = web.RequestKey("request_id", str)
 NO_SNIFFING = istr("X-Content-Type-Options")
-_ANTHROPICS = ("/v1/messages", "/v1/models")
+_API = "/v1/"
+_ANTHROPICS = ("/v1/messages", "/v1/models", "/v1/files")
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 _away = LogThrottle()
 log = structlog.get_logger()
@@ -222,7 +223,10 @@ def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError
     why = "is not a path of Lanekeeper's"
     if request.path == "/v1/messages":
         why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
-    return ApiError(404, f"{request.path} {why}")
+    elif request.path.startswith(_API):
+        served = ", ".join(_ANTHROPICS)
+        why += f"; of Anthropic's API it serves {served} and paths below them: for others, call the API itself"
+    return ApiError(404, f"{request.path[:200]} {why}")
 
 
 async def note_beginning(request: web.Request, response: web.StreamResponse) -> None:
@@ -243,7 +247,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:  # the client has disconnected
         raise
     except web.HTTPException as error:
-        return refusal(request, _without_handler(request, error))
+        api_error = _without_handler(request, error)
+        if api_error.status == 404 and request.path.startswith(_API):  # an SDK may have called it
+            return api_error.response(uuid.uuid4().hex)
+        return refusal(request, api_error)
     except Exception:
         id, resource = uuid.uuid4().hex, request.match_info.route.resource
         path = "" if resource is None else resource.canonical

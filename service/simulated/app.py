@@ -17,6 +17,7 @@ from service.simulated import messages
 from service.simulated.batches import BATCHES_PATH, Batches, BatchOptions
 from service.simulated.buckets import Limits
 from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, error_body, invalid
+from service.simulated.files import FILES_PATH, Files
 from service.simulated.ledger import Ledger
 from service.simulated.sending import json_answer, read_body, send_stream
 
@@ -73,12 +74,14 @@ class SimulatedAPI:
 
     faults_type = Faults
     batches_type = Batches
+    files_type = Files
 
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
         self.port = port
         self.ledger = Ledger()
         self.batches = self.batches_type(self.ledger, check_model=self._check_model, notify=self._notify)
+        self.files = self.files_type()
         self._waiting: set[asyncio.Event] = set()
         self.configure(options or SimulatedOptions())
         self.running = 0
@@ -184,8 +187,12 @@ class SimulatedAPI:
             headers = self._headers(request_id, "")
             if path.startswith(BATCHES_PATH):
                 return await self.batches.answer(request, request_id, headers)
+            if path == FILES_PATH or path.startswith(f"{FILES_PATH}/"):
+                return await self.files.answer(request, headers)
             if method == "POST" and path == "/v1/messages/count_tokens":
-                asked = messages.read_request(await read_body(request), counting=True, version=_version(request))
+                body = await read_body(request)
+                asked = messages.read_request(body, counting=True, version=_version(request))
+                self.files.check(body)
                 return json_answer({"input_tokens": asked.input_tokens}, headers)
             if method == "GET" and path == "/v1/models":
                 found = [messages.model_info(model) for model in sorted(self._known_models)]
@@ -209,6 +216,7 @@ class SimulatedAPI:
             asked = messages.read_request(body, version=_version(request))
             call.model, call.stream, call.prompt = asked.model[:TEXT_KEPT], asked.stream, asked.prompt[:TEXT_KEPT]
             self._check_model(asked.model)
+            self.files.check(body)
             fault = self.fault(asked)
             if fault is not None:
                 outcome = fault.name

@@ -91,6 +91,7 @@ class TwoProviders:
             rng=rng,
             call_begins=Claiming(MemoryStore()).call_begins,
             hold_again=granted,
+            keep_files=Claiming(MemoryStore()).keep_files,
         )
 
     def now_ms(self) -> int:

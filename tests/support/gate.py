@@ -71,10 +71,10 @@ class Alone:
         if provider is not None:
             first = {"anthropic_base_url": SecretStr(provider), "anthropic_api_key": SecretStr("sk-secret")}
             made = made.model_copy(update=first)
-        store = opened(made)
+        self.store = opened(made)
         self._open = AsyncExitStack()
-        self._store = None if folder is None else store
-        self.routes = Gateway(made, client(made), store)
+        self._has_folder = folder is not None
+        self.routes = Gateway(made, client(made), self.store)
         self.server = Server(self.routes.reasons, host=made.gateway.host, port=0, paths=self.routes)
 
     @property
@@ -82,8 +82,8 @@ class Alone:
         return f"http://127.0.0.1:{self.server.port}"
 
     async def __aenter__(self) -> Self:
-        if self._store is not None:
-            await self._open.enter_async_context(self._store)
+        if self._has_folder:
+            await self._open.enter_async_context(self.store)
         await self._open.enter_async_context(self.server)
         return self
 

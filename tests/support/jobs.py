@@ -246,7 +246,8 @@ def attempts(
         policy=RetryPolicy(),
         now_ms=now_ms,
         rng=rng,
-        call_begins=(claiming or Claiming(MemoryStore())).call_begins,
+        call_begins=(claiming := claiming or Claiming(MemoryStore())).call_begins,
+        keep_files=claiming.keep_files,
         hold_again=granted,
     )
 

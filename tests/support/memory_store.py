@@ -4,7 +4,7 @@ If `failing` is set, every call raises it, like a store that is unavailable. `lo
 
 import asyncio
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from consumers.state.base import (
     Identity,
     Period,
     Reservation,
+    StoredFile,
     StoreSpec,
     StoreUnavailable,
     Taken,
@@ -69,6 +70,10 @@ class MemoryStore(SqliteStore):
     @override
     async def webhook(self, identity: Identity) -> bytes | None:
         return self._tables.webhook(self._at().today, identity)
+
+    @override
+    async def find_files(self, ids: Sequence[str]) -> Mapping[str, StoredFile]:
+        return self._tables.find_files(self._at().today, ids)
 
     @override
     async def probe(self) -> None:

@@ -31,6 +31,7 @@ from lanekeeper.contract.names import (
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.codec import bounds
 from topology.codec import headers as header_rules
+from topology.codec.file_ids import may_name_files, named_in
 from topology.codec.headers import NO_HOP, HopHeaders, RequestHeaders, ms_or_none
 from topology.codec.media import NO_MEDIA, Media, count
 from topology.delays import MAX_DELAY_MS
@@ -88,6 +89,8 @@ class Request:
     """The name of the API key with which a gateway was called."""
     user: str = ""
     """Which of the tenant's users asks: a hash of the body's `metadata.user_id`."""
+    files: tuple[str, ...] = ()
+    """The ids of the files at a provider that the body names."""
     is_fast: bool = False
     """It asks for fast mode (`speed: fast`), which has limits of its own."""
 
@@ -231,6 +234,7 @@ def decode(
         pipeline=pipeline,
         key=message.headers.get(KEY, ""),
         user=content.user,
+        files=content.files,
         is_fast=content.is_fast,
     )
 
@@ -260,6 +264,7 @@ class _Content(NamedTuple):
     states_stream: bool = False
     media: Media = NO_MEDIA
     user: str = ""
+    files: tuple[str, ...] = ()
     is_fast: bool = False
 
 
@@ -289,6 +294,7 @@ def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
         states_stream="stream" in checked.model_fields_set,
         media=media,
         user=_user_of(found),
+        files=named_in(found) if may_name_files(raw) else (),
         is_fast=found.get("speed") == "fast",
     )
 

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from heapq import nsmallest
 from itertools import repeat
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -412,6 +413,27 @@ class RedisStore(Groups):
         ]
         return {schedule: base.Firing(int(at_ms), id) for schedule, at_ms, id in rows}
 
+    async def keep_file(self, file: base.StoredFile) -> bool:
+        await self.files(file.tenant)  # removes what has expired, which would count
+        values = (file.id, json.dumps(asdict(file)), self.spec.files_per_tenant, _or_empty(file.until_ms), file.tenant)
+        return bool(await self._run("keep_file", self._file(file), *values))
+
+    async def find_files(self, ids: Sequence[str]) -> Mapping[str, base.StoredFile]:
+        if not ids:
+            return {}
+        found = await self._run("find_files", [f"{self._namespace}:file:{id}" for id in ids])
+        return {id: _stored_file(row) for id, row in zip(ids, found, strict=True) if row is not None}
+
+    async def files(self, tenant: str) -> Sequence[base.StoredFile]:
+        rows = await self._run("files", [self._of_tenant("files", tenant)])
+        return sorted(map(_stored_file, rows), key=lambda file: (file.created_ms, file.id), reverse=True)
+
+    async def forget_file(self, file: base.StoredFile) -> None:
+        await self._run("forget_file", self._file(file), file.id)
+
+    def _file(self, file: base.StoredFile) -> list[str]:
+        return [f"{self._namespace}:file:{file.id}", self._of_tenant("files", file.tenant)]
+
     async def _run(self, function: str, keys: Sequence[str], *arguments: Argument, name: str = "") -> Any:
         began_s = time.monotonic()
         try:
@@ -440,6 +462,10 @@ class RedisStore(Groups):
 
     def _lease(self, name: str) -> str:
         return f"{self._namespace}:lease:{name}"
+
+
+def _stored_file(row: bytes) -> base.StoredFile:
+    return base.StoredFile(**json.loads(row))
 
 
 def _or_empty(number: int | None) -> Argument:

@@ -165,6 +165,19 @@ CREATE TABLE IF NOT EXISTS hold (
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS hold_by_end ON hold (until_ms);
 """
+_FILES = """
+CREATE TABLE IF NOT EXISTS file (
+    id TEXT PRIMARY KEY,
+    tenant TEXT NOT NULL,
+    provider TEXT NOT NULL,
+    created_ms INTEGER NOT NULL,  -- since 1970
+    size INTEGER NOT NULL,
+    until_ms INTEGER              -- since 1970; NULL: it is kept until it is deleted
+) STRICT, WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS file_by_tenant ON file (tenant, created_ms);
+CREATE INDEX IF NOT EXISTS file_by_end ON file (until_ms) WHERE until_ms IS NOT NULL;
+"""
+_ADDED = _HOLDS + _FILES
 """Not in any version of the schema: files of version 8 get it, and earlier programs do not mind it."""
 _GROUPS = """
 CREATE TABLE IF NOT EXISTS request_group (
@@ -183,8 +196,8 @@ CREATE TABLE IF NOT EXISTS request_group (
 CREATE INDEX IF NOT EXISTS group_by_end ON request_group (until_ms);
 CREATE INDEX IF NOT EXISTS request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
 """
-"""Like `_HOLDS`; files that were made before also get the column `group_id`."""
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES + _HOLDS + _GROUPS
+"""Like `_ADDED`; files that were made before also get the column `group_id`."""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES + _ADDED + _GROUPS
 MIGRATIONS: dict[int, str] = {
     1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
     2: _SHARES,
@@ -306,7 +319,7 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: 
     else:
         for version in range(found, VERSION):
             _run(connection, MIGRATIONS[version])
-    _run(connection, _HOLDS)
+    _run(connection, _ADDED)
     if not connection.execute("SELECT 1 FROM pragma_table_info('request') WHERE name = 'group_id'").fetchone():
         connection.execute("ALTER TABLE request ADD COLUMN group_id TEXT")
     _run(connection, _GROUPS)

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -380,6 +380,8 @@ class SqliteStore(Groups):
     fired = _in_writer(Tables.fired)
     firings = _in_writer(Tables.firings, durable=False)
     resume = _in_writer(Tables.resume)
+    keep_file = _in_writer(Tables.keep_file)
+    forget_file = _in_writer(Tables.forget_file)
 
     change_group = _in_writer(Tables.change_group)
     remove_members = _in_writer(Tables.remove_members)
@@ -408,6 +410,12 @@ class SqliteStore(Groups):
 
     async def pauses(self) -> Sequence[base.Pause]:
         return await self._read(lambda tables: tables.pauses(self._clock.since_1970_ms()))
+
+    async def find_files(self, ids: Sequence[str]) -> Mapping[str, base.StoredFile]:
+        return await self._read(lambda tables: tables.find_files(self._clock.since_1970_ms(), ids))
+
+    async def files(self, tenant: str) -> Sequence[base.StoredFile]:
+        return await self._read(lambda tables: tables.files(self._clock.since_1970_ms(), tenant))
 
     async def _read(self, read: Callable[[Tables], T]) -> T:
         if self._writer.trouble is not None:

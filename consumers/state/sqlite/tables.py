@@ -6,12 +6,13 @@ import json
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, fields
 from functools import cache
 from math import inf
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from consumers.state import base, decisions, groups
-from consumers.state.base import Fingerprint, Firing, Identity, Pause, Submission, WaitingLimit
+from consumers.state.base import Fingerprint, Firing, Identity, Pause, StoredFile, Submission, WaitingLimit
 from consumers.state.decisions import KEEP, Change, Progress, Row, Times, as_json
 from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
 from consumers.state.shedding import LOW_WATER, STEP_ROWS, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
@@ -98,6 +99,7 @@ _EXPIRED_KEPT: Final = (
     "DELETE FROM kept WHERE (kind, tenant, key) IN "
     f"(SELECT kind, tenant, key FROM kept WHERE until_ms <= ? LIMIT {STEP_ROWS})"
 )
+_EXPIRED_FILES: Final = f"DELETE FROM file WHERE id IN (SELECT id FROM file WHERE until_ms <= ? LIMIT {STEP_ROWS})"
 _SURPLUS_WEBHOOKS: Final = (
     "DELETE FROM kept WHERE kind = 'webhook' AND (tenant, key) IN (SELECT tenant, key FROM ("
     "SELECT tenant, key, until_ms, row_number() OVER (PARTITION BY tenant ORDER BY until_ms DESC) AS nth "
@@ -134,6 +136,8 @@ _FIRED: Final = (
     "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = excluded.until_ms "
     "WHERE excluded.at_ms > at_ms OR at_ms = ?"
 )
+_FILE: Final = ", ".join(field.name for field in fields(StoredFile))
+_EXISTS: Final = "(until_ms IS NULL OR until_ms > ?)"
 _IS_WAITING: Final = "SELECT 1 FROM share WHERE (kind, tenant, member) = ('waiting', ?, ?)"
 _ADD_WAITING: Final = "INSERT INTO share VALUES ('waiting', ?, ?, ?, ?) ON CONFLICT DO NOTHING"
 _WAITING: Final = "SELECT weight FROM share_sum WHERE kind = 'waiting' AND tenant IS ?"
@@ -173,6 +177,7 @@ _USED: Final = (
     f"SELECT tenant, {_KIND} AS kind, sum({_SIZE}) FROM request NOT INDEXED GROUP BY tenant, kind UNION ALL"
     f" SELECT tenant, '{Kind.KEPT}', count(*) * {COUNTED_BYTES} FROM share GROUP BY tenant UNION ALL"
     f" SELECT tenant, '{Kind.KEPT}', sum({COUNTED_BYTES} + coalesce(length(body), 0)) FROM kept GROUP BY tenant"
+    f" UNION ALL SELECT tenant, '{Kind.KEPT}', count(*) * {COUNTED_BYTES} FROM file GROUP BY tenant"
 )
 _EXPIRED: Final = (
     f"SELECT tenant, id, {_SIZE}, keep_ms FROM request WHERE keep_ms <= ? AND lease_ms <= ?"
@@ -522,6 +527,27 @@ class Tables:
         rows = self._execute("SELECT key, at_ms, id FROM kept WHERE kind = 'schedule'")
         return {schedule: Firing(at_ms, id) for schedule, at_ms, id in rows}
 
+    # ---- files at providers ------------------------------------------------------------------------------------------
+
+    def keep_file(self, at: Times, file: StoredFile) -> bool:
+        if (found := self.find_files(at.today, [file.id]).get(file.id)) is not None:
+            return found.tenant == file.tenant
+        if len(self.files(at.today, file.tenant)) >= self._spec.files_per_tenant:
+            return False
+        self._execute(f"INSERT OR REPLACE INTO file ({_FILE}) VALUES (?, ?, ?, ?, ?, ?)", astuple(file))
+        return True
+
+    def find_files(self, today: int, ids: Sequence[str]) -> dict[str, StoredFile]:
+        asked = f"SELECT {_FILE} FROM file WHERE id IN (SELECT value FROM json_each(?)) AND {_EXISTS}"
+        return {row[0]: _stored_file(row) for row in self._execute(asked, (as_json(list(ids)), today))}
+
+    def files(self, today: int, tenant: str) -> list[StoredFile]:
+        asked = f"SELECT {_FILE} FROM file WHERE tenant = ? AND {_EXISTS} ORDER BY created_ms DESC, id DESC"
+        return [_stored_file(row) for row in self._execute(asked, (tenant, today))]
+
+    def forget_file(self, _: Times, file: StoredFile) -> None:
+        self._execute("DELETE FROM file WHERE id = ? AND tenant = ?", (file.id, file.tenant))
+
     # ---- what is removed ---------------------------------------------------------------------------------------------
 
     def remove_expired(self, at: Times) -> int:
@@ -529,6 +555,7 @@ class Tables:
         others = (
             (_EXPIRED_ALLOWANCES, at.today - KEPT_AFTER_MS),
             (_EXPIRED_KEPT, at.today),
+            (_EXPIRED_FILES, at.today),
             (_SURPLUS_WEBHOOKS, base.WEBHOOKS_KEPT),
             (_EXPIRED_BATCHED, at.today),
             (_EXPIRED_LEASES, at.now),
@@ -568,3 +595,7 @@ class Tables:
             rows = self._execute(_OLDEST, (tenant, now, kind, SURPLUS_ROWS - len(found)))
             found += oldest((Surplus(tenant, *row) for row in rows), cut)
         return found
+
+
+def _stored_file(row: Sequence[Any]) -> StoredFile:
+    return StoredFile(**dict(zip(_FILE.split(", "), row, strict=True)))
