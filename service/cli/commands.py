@@ -7,7 +7,20 @@ import typer
 from typer.core import TyperGroup
 
 from lanekeeper import __version__
-from service.cli import brake, dead, init, providers, requests, schedules, serve, simulate, status, topology, webhooks
+from service.cli import (
+    batch,
+    brake,
+    dead,
+    init,
+    providers,
+    requests,
+    schedules,
+    serve,
+    simulate,
+    status,
+    topology,
+    webhooks,
+)
 
 app = typer.Typer(
     name="lanekeeper",
@@ -24,6 +37,7 @@ for command in (
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(serve.keys, name="key")
+app.add_typer(batch.app, name="batch")
 app.add_typer(dead.app, name="dead")
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(schedules.app, name="schedules")

@@ -509,6 +509,16 @@ class GatewaySettings(Section):
     """Whether a request without `Idempotency-Key` is cancelled when its client disconnects. Example: false"""
 
 
+class ClientSettings(Section):
+    """The gateway that `lanekeeper batch` calls."""
+
+    url: types.ProviderUrl | None = None
+    """Its URL. None: the gateway of these settings (`gateway.host`, `gateway.port`). Example:
+    https://lanekeeper.example.com"""
+    api_key: types.Key | None = None
+    """An API key of the gateway, if it needs one. Example: lane-secret"""
+
+
 LEAST_TOKENS_PER_MIN = LEAST_LIMITS[1]
 """The lowest limit of tokens a minute that an operator may set, because a single request could need more tokens than a
 lower limit allows."""
@@ -800,6 +810,7 @@ class Settings(BaseSettings):
         default={}, validate_default=True
     )
     gateway: GatewaySettings = GatewaySettings()
+    client: ClientSettings = ClientSettings()
     tls: TlsSettings = TlsSettings()
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
