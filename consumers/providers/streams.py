@@ -68,7 +68,7 @@ def read_answer(
         request_id=request_id,
         stop_reason=_name(stop_reason),
         refusal=_category(message) if stop_reason == REFUSAL else None,
-        files=made_in(message),
+        files=made_in(message) if b'"file_id"' in body else (),
         rate=rate,
     )
 

@@ -642,6 +642,9 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batchi
     async def find(self, identity: Identity) -> Found | None:
         """Returns None if no worker has received the request, or if its result is no longer kept."""
 
+    async def tenants_of(self, id: str) -> Sequence[str]:
+        """The tenants of which a request with this id is known, in the order of their names."""
+
     async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
         """Like `find`, for several requests, without the bytes of their outcomes."""
 

@@ -42,6 +42,7 @@ app.add_typer(dead.app, name="dead")
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(schedules.app, name="schedules")
 app.add_typer(providers.app, name="providers")
+app.add_typer(requests.app, name="requests")
 app.add_typer(topology.app, name="topology")
 
 

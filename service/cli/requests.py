@@ -14,7 +14,7 @@ import typer
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.options import duration, instant, named
-from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, note, printable, run
+from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, note, print_json, printable, run
 from service.cli.webhooks import course
 from service.telemetry import redaction
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lanekeeper.telemetry.tracing import Tracing
     from service.config.settings import Settings
 
+app = typer.Typer(no_args_is_help=True, help="Requests of all tenants, for operators.")
 DEFAULT_KEY = "{lane}.cli.send"
 QUIET_S = 2.0
 CANCELLED: dict["Cancelled", str] = {
@@ -212,6 +213,46 @@ def result(
             _tell_webhook(answer.webhook)
 
     run(fetch())
+
+
+@app.command()
+@options.with_settings
+def find(settings: "Settings", id: Id, json: options.Json = False) -> None:
+    """Find a request by its id, whose tenant is not known: print whose it is, and how it stands.
+
+    It reads the workers' store (LANEKEEPER_STORE_URL). The exit code is 1 if no tenant has a request with this id.
+
+    Example:  lanekeeper requests find 5b0c2f6e
+    """
+    found = run(_found(settings, id))
+    if json:
+        print_json(found)
+    for each in () if json else found:
+        when = f", ended {each['ended_at']}" if "ended_at" in each else ""
+        why = f": {each['problem']['code']}" if "problem" in each else ""
+        tenant = each["tenant"] or "none"
+        print(printable(f"{id}: tenant {tenant}, lane {each['lane'] or 'unknown'}, {each['status']}{when}{why}"))
+    if not found:
+        note(f"{printable(id)}: no worker has seen a request with this id, or it is kept no longer")
+        raise typer.Exit(FAILED)
+
+
+async def _found(settings: "Settings", id: str) -> list[dict[str, Any]]:
+    from consumers.clock import now_ms
+    from consumers.state import open_store
+    from consumers.state.base import Identity
+    from service.gateway.requests import Known, status_of
+
+    found: list[dict[str, Any]] = []
+    async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
+        for tenant in await store.tenants_of(id):
+            identity = Identity(tenant, id)
+            if (state := await store.find(identity)) is not None:
+                known = Known(id, state, await store.submission(identity))
+                status = status_of(known, now_ms=now_ms(), of_tenant=tenant)
+                assert isinstance(status, bytes)
+                found.append(json_text.loads(status))
+    return found
 
 
 @asynccontextmanager

@@ -323,6 +323,7 @@ class _Coming:
             if came > MOST_BYTES:
                 self.error = _too_large()
                 raise self.error
+            self.is_whole = came == self._request.content_length  # the provider may have it before the end is read
             yield piece
 
 

@@ -39,7 +39,7 @@ from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of
 from service.gateway.shares import SharedLimit
 from topology.codec import bounds
 from topology.codec.decoding import too_large
-from topology.codec.file_ids import may_name_files, named_in
+from topology.codec.file_ids import MAY_NAME, named_in
 
 REPLY_HEADERS_SENT = (
     n.LANE_NAME,
@@ -301,7 +301,7 @@ class LookupPaths:
                 raise too_large(excess)
             if allowed is not None:
                 require_allowed_model(allowed, _model_in(body))
-            if may_name_files(body):
+            if MAY_NAME.search(body):
                 files = named_in(_object_in(body))
 
         async with self._bodies.in_memory(request, caller, check=check) as body:

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -32,7 +32,7 @@ from lanekeeper.contract.problems import BrokerError, ClientMisused, LanekeeperE
 from lanekeeper.replies import ControlRefused, NoReply, Problem
 from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey
-from service.gateway.access import Access
+from service.gateway.access import Access, require_operator
 from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, send_pieces
 from service.gateway.calls import Bodies, CheckedCall, submitted_id_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, detail_of, refused, stopping
@@ -76,7 +76,11 @@ class RequestPaths:
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         request[ABOUT_REQUEST] = id = request.match_info["id"]
-        status = await self.requests.status(id, caller, wait_s=_wait_s(request.query.get("wait")))
+        wait_s, tenant = _wait_s(request.query.get("wait")), request.query.get("tenant")
+        owner = await self.requests.owner_of(id, caller, tenant, acts=False)
+        if owner is not caller:
+            return answer(await self.requests.status_for_operator(id, owner))
+        status = await self.requests.status(id, caller, wait_s=wait_s)
         if not isinstance(status, LargeStatus):
             return answer(status)
         async with self.answers.fetched(status.result, caller.tenant) as result:
@@ -89,7 +93,8 @@ class RequestPaths:
 
     async def delete(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         request[ABOUT_REQUEST] = id = request.match_info["id"]
-        outcome = await self.requests.cancel(id, caller)
+        owner = await self.requests.owner_of(id, caller, request.query.get("tenant"), acts=True)
+        outcome = await self.requests.cancel(id, owner)
         return answer({"id": id, "outcome": outcome}, status=200 if outcome == "ended" else 202)
 
     async def events(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
@@ -190,6 +195,28 @@ class SubmittedRequests:
         if found is None:
             raise _unknown(id)
         return Known(id, found, submission)
+
+    async def owner_of(self, id: str, caller: GatewayKey, tenant: str | None, *, acts: bool) -> GatewayKey:
+        """As whom the caller gets at a request: an operator as the tenant that it names, or as the only one that has a
+        request with this id, if its own has none. Raises ApiError."""
+        if tenant not in (None, caller.tenant):
+            require_operator(caller, acts=acts)
+            return replace(caller, tenant=tenant)
+        if caller.operator == "no" or (acts and caller.operator != "act") or not is_request_id(id):
+            return caller
+        if tenant is not None or await self._store.find(identity_of(id, caller)) is not None:
+            return caller
+        tenants = await self._store.tenants_of(id)
+        if len(tenants) > 1:
+            named = ", ".join(tenants[:20])
+            raise ApiError(409, f"{len(tenants)} tenants have a request with this id: {named}; name one with ?tenant=")
+        return replace(caller, tenant=tenants[0]) if tenants else caller
+
+    async def status_for_operator(self, id: str, owner: GatewayKey) -> bytes:
+        """Whose it is, and all but the answer, which is the tenant's."""
+        status = status_of(await self.known(id, owner), now_ms=now_ms(), of_tenant=owner.tenant or "")
+        assert isinstance(status, bytes)  # only results are large
+        return status
 
     async def status(self, id: str, caller: GatewayKey, *, wait_s: float) -> bytes | LargeStatus:
         known = await self.known(id, caller)
@@ -324,12 +351,16 @@ def status_of(
     place: Place | None = None,
     pause: state.Pause | None = None,
     webhook: Mapping[str, Any] | None = None,
+    of_tenant: str | None = None,
 ) -> bytes | LargeStatus:
-    """As JSON; at its end with its result or problem, and its webhook's log."""
+    """As JSON; at its end with its result or problem, and its webhook's log. `of_tenant`: for an operator: whose it is;
+    then it has no result."""
     found, submission, due_ms = known.found, known.submission, known.due_ms
     ended = found.completion
     fields: dict[str, Any] = {"id": known.id, "status": word_of(known, now_ms)}
     lane = None if ended is None else ended.headers.get(n.LANE_NAME)
+    if of_tenant is not None:
+        fields["tenant"] = of_tenant
     fields["lane"] = lane if submission is None else submission.lane
     fields["attempts"] = found.attempts if ended is None else ended.headers.get(n.ATTEMPT, found.attempts)
     if submission is not None:
@@ -354,6 +385,8 @@ def status_of(
         fields["webhook"] = webhook
     begin = json.dumps(fields, ensure_ascii=False).encode()[:-1]
     name = b"result" if ended.status == "ok" else b"problem"
+    if name == b"result" and of_tenant is not None:
+        return begin + b"}"
     if (kept := body_address_in(ended.headers)) is not None:
         return LargeStatus(b'%b, "%b": ' % (begin, name), kept, b"}")
     body = ended.body

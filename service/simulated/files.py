@@ -15,7 +15,7 @@ from aiohttp import BodyPartReader, web
 
 from service.simulated.faults import Refusal, invalid
 from service.simulated.sending import json_answer
-from topology.codec.file_ids import may_name_files, named_in
+from topology.codec.file_ids import MAY_NAME, named_in
 
 FILES_PATH: Final = "/v1/files"
 MOST_BYTES: Final = 500 * 1024 * 1024
@@ -70,7 +70,7 @@ class Files:
 
     def check(self, body: bytes) -> None:
         """Raises `Refusal` (404) if a request names a file that is not there."""
-        if not may_name_files(body):
+        if not MAY_NAME.search(body):
             return
         for id in named_in(json.loads(body)):
             self._file(id)

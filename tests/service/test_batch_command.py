@@ -52,7 +52,7 @@ def read(file: str) -> str:
 
 
 async def test_a_file_is_submitted_followed_and_its_results_are_fetched(told: Any) -> None:
-    options = SimulatedOptions(api_key="lane-secret", batches=BatchOptions(processing_s=0.3))
+    options = SimulatedOptions(api_key="lane-secret")
     async with SimulatedAPI(options) as api:
         file = written([line("a-1"), "", line("a-2", "[[fault: invalid]]"), line("a-3")])
         assert await command(api, "submit", file, "--lane", "night", "--deadline", "6h") == 0
@@ -64,13 +64,8 @@ async def test_a_file_is_submitted_followed_and_its_results_are_fetched(told: An
         assert [each["custom_id"] for each in json.loads(sent.body)["requests"]] == ["a-1", "a-2", "a-3"]
         assert (sent.headers["x-lane-name"], sent.headers["x-lane-deadline-ms"]) == ("night", "21600000")
 
-        assert await command(api, "results", id) == 1
-        assert "in_progress: 0 of 3 requests have ended; to wait for its end: --wait" in told.readouterr().err
         assert await command(api, "status", id, "--wait") == 0
-        out, err = told.readouterr()
-        assert out == f"{id} ended: 3 of 3 requests have ended (2 succeeded, 1 errored)\n"
-        assert f"{id} in_progress: 0 of 3 requests have ended" in err
-
+        assert told.readouterr().out == f"{id} ended: 3 of 3 requests have ended (2 succeeded, 1 errored)\n"
         assert await command(api, "results", id) == 1, "one of them has failed"
         found = [json.loads(each) for each in told.readouterr().out.splitlines()]
         assert {each["custom_id"]: each["result"]["type"] for each in found} == {
@@ -87,6 +82,8 @@ async def test_a_batch_is_cancelled_and_json_is_the_apis_own(told: Any) -> None:
     async with SimulatedAPI(SimulatedOptions(batches=BatchOptions(processing_s=60))) as api:
         assert await command(api, "submit", written([line("a-1")]), "--json") == 0
         id = json.loads(told.readouterr().out)["id"]
+        assert await command(api, "results", id) == 1
+        assert "in_progress: 0 of 1 requests have ended; to wait for its end: --wait" in told.readouterr().err
         assert await command(api, "cancel", id, "--json") == 0
         assert json.loads(told.readouterr().out)["id"] == id
         assert await command(api, "results", id, "--wait") == 1
@@ -119,12 +116,13 @@ async def test_a_wrong_file_is_refused_by_its_lines_before_anything_is_sent(
 
 async def test_what_the_gateway_refuses_is_told_in_one_line(told: Any) -> None:
     async with SimulatedAPI(SimulatedOptions(api_key="lane-secret")) as api:
-        for wanted, ending in (
-            ("requests.0.custom_id", await command(api, "submit", written([line("no spaces")]))),
-            ("LANEKEEPER_CLIENT__API_KEY", await command(api, "status", "msgbatch_x", key="wrong")),
-            ("404", await command(api, "status", "../models")),
+        file = written([line("no spaces")])
+        for wanted, key, asked in (
+            ("requests.0.custom_id", "lane-secret", ("submit", file)),
+            ("LANEKEEPER_CLIENT__API_KEY", "wrong", ("status", "msgbatch_x")),
+            ("404", "lane-secret", ("status", "../models")),
         ):
-            assert ending == 1
+            assert await command(api, *asked, key=key) == 1
             err = told.readouterr().err
             assert (err.count("\n"), wanted in err) == (1, True), err
     assert await command(api, "status", "msgbatch_x") == 1
@@ -144,4 +142,6 @@ async def test_waiting_goes_on_while_the_gateway_is_restarted(told: Any) -> None
         assert await waiting == 0
     finally:
         await api.stop()
-    assert json.loads(told.readouterr().out)["processing_status"] == "ended"
+    out, err = told.readouterr()
+    assert json.loads(out)["processing_status"] == "ended"
+    assert "in_progress: 0 of 1 requests have ended\n" in err

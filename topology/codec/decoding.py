@@ -31,7 +31,7 @@ from lanekeeper.contract.names import (
 from lanekeeper.contract.problems import RequestProblem, invalid_request
 from topology.codec import bounds
 from topology.codec import headers as header_rules
-from topology.codec.file_ids import may_name_files, named_in
+from topology.codec.file_ids import MAY_NAME, named_in
 from topology.codec.headers import NO_HOP, HopHeaders, RequestHeaders, ms_or_none
 from topology.codec.media import NO_MEDIA, Media, count
 from topology.delays import MAX_DELAY_MS
@@ -294,7 +294,7 @@ def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
         states_stream="stream" in checked.model_fields_set,
         media=media,
         user=_user_of(found),
-        files=named_in(found) if may_name_files(raw) else (),
+        files=named_in(found) if MAY_NAME.search(raw) else (),
         is_fast=found.get("speed") == "fast",
     )
 

@@ -7,13 +7,9 @@ from typing import Any, Final
 from lanekeeper.contract.problems import RequestProblem
 
 _IDS_AT_MOST: Final = 1000
-_MAY_NAME: Final = re.compile(rb"file_id|\\u00[4-7]")
-"""A key may be written with escaped letters, which no encoder does by itself."""
-
-
-def may_name_files(body: bytes) -> bool:
-    """Whether it is worth while to look at the JSON of this body: few requests name files."""
-    return _MAY_NAME.search(body) is not None
+MAY_NAME: Final = re.compile(rb"file_id|\\u00[4-7]")
+"""Only the JSON of a body in which this is found need be looked at. A key may be written with escaped letters, which no
+encoder does by itself."""
 
 
 def named_in(body: Mapping[str, Any]) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ KNOWN_AT_MOST: Final = 10_000
 REQUESTS_IN_A_LOOK: Final = 200
 """How many requests one run of the script reads; it is small, because Redis does nothing else meanwhile."""
 KEYS_IN_A_LOOK: Final = 200
+KEYS_NAMED: Final = 2000
 SHARES_AT_ONCE: Final = 200
 FULL_AT: Final = 7 / 8
 """Redis refuses writes when its memory reaches `maxmemory`, and then no worker can work. So the store removes rows when
@@ -234,6 +235,17 @@ class RedisStore(Groups):
             keys = [self._keys(each)[0] for each in requests[begin : begin + REQUESTS_IN_A_LOOK]]
             found += map(_ending, await self._run("endings", keys))
         return found
+
+    async def tenants_of(self, id: str) -> list[str]:
+        begin, found, cursor = f"{self._namespace}:request:", set[str](), b"0"
+        while True:
+            cursor, *keys = await self._run("named", [], cursor, f"{begin}*:{id}", KEYS_NAMED)
+            for key in keys:  # a pattern also fits longer ids with a colon
+                tenant, _, its_id = key.decode().removeprefix(begin).partition(":")
+                if its_id == id:
+                    found.add(unquote(tenant))
+            if cursor == b"0":
+                return sorted(found)
 
     async def sweep(self) -> int:
         if not self._surplus:

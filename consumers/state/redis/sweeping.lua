@@ -50,6 +50,12 @@ function run.owned(cursor, begin, count)
   return rows
 end
 
+-- The keys that fit a pattern, of the next ones that are looked at.
+function run.named(cursor, pattern, count)
+  local found = redis.call('SCAN', cursor, 'MATCH', pattern, 'COUNT', count)
+  return {found[1], unpack(found[2])}
+end
+
 -- Removes requests that are still of their kind. For each there are three keys, that of the tenant's unseen
 -- cancellations, and two arguments: the kind and the id.
 function run.remove()

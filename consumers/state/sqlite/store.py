@@ -402,6 +402,10 @@ class SqliteStore(Groups):
         at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
         return await self._read(lambda tables: tables.endings(at, requests))
 
+    async def tenants_of(self, id: str) -> Sequence[str]:
+        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+        return await self._read(lambda tables: tables.tenants_of(at, id))
+
     async def webhook(self, identity: Identity) -> bytes | None:
         return await self._read(lambda tables: tables.webhook(self._clock.since_1970_ms(), identity))
 

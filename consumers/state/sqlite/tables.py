@@ -42,6 +42,13 @@ _ENDINGS: Final = (
 )
 
 
+_TENANTS_OF: Final = (
+    # from each tenant's first row to the next tenant's: there is no index by id
+    "WITH RECURSIVE each(tenant) AS (SELECT min(tenant) FROM request UNION ALL"
+    " SELECT (SELECT min(tenant) FROM request WHERE tenant > each.tenant) FROM each WHERE tenant IS NOT NULL)"
+    " SELECT request.tenant FROM each CROSS JOIN request ON request.tenant = each.tenant AND request.id = ?"
+    " WHERE keep_ms > ? OR lease_ms > ?"
+)
 _GROUP: Final = f"SELECT id, head, ended_ms, {', '.join(KINDS)} FROM request_group WHERE tenant = ? AND until_ms > ?"
 _SET_HEAD: Final = (
     "INSERT INTO request_group (tenant, id, head, until_ms) VALUES (?, ?, ?, ?)"
@@ -277,6 +284,9 @@ class Tables:
                 status, code, ended_ms, size = None, None, 0, 0
             found[key] = base.Ending(status, code or "", ended_ms, size, bool(cancelling))
         return found
+
+    def tenants_of(self, at: Times, id: str) -> list[str]:
+        return [tenant for (tenant,) in self._execute(_TENANTS_OF, (id, at.today, at.now))]
 
     def submission(self, _: Times, identity: Identity) -> Submission | None:
         found = self._execute(f"SELECT {_FIELDS} FROM followed {_OF}", (identity.tenant, identity.id)).fetchone()

@@ -291,3 +291,12 @@ async def test_a_look_returns_at_most_200_entries_of_a_request_and_the_next_look
 
     assert (len(first.entries), len(second.entries)) == (200, first.last - first.entries[-1].number)
     assert [each.number for each in (*first.entries, *second.entries)] == list(range(1, first.last + 1))
+
+
+async def test_a_request_is_found_by_its_id_alone(store: Store) -> None:
+    now_ms = int(1000 * time.time())
+    for tenant, id in (("", "k-1"), ("crm", "k-1"), ("a:b/c", "k-1"), ("shop", "x:k-1"), ("shop", "k-2")):
+        await store.defer(Identity(tenant, id), due_ms=now_ms, keep_until_ms=now_ms + 60_000)
+    assert await store.tenants_of("k-1") == ["", "a:b/c", "crm"]
+    assert await store.tenants_of("x:k-1") == ["shop"]
+    assert await store.tenants_of("k") == []

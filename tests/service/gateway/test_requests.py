@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Unpack, cast
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -22,8 +23,10 @@ from lanekeeper.client import Body
 from lanekeeper.requests import Options
 from service.config.settings import BodiesSettings, GatewayKey, Settings
 from service.gateway import requests
-from service.gateway.access import Access
+from service.gateway.access import Access, hash_of
+from service.gateway.app import SpeakerCheck
 from service.gateway.requests import FAULTS_AT_MOST, Poller, RequestPaths, SubmittedRequests
+from tests.support.completions import answered
 from tests.support.gate import Alone
 from tests.support.waiting import until
 
@@ -234,3 +237,34 @@ async def test_what_a_websocket_submits_is_a_call_like_others(tmp_path: Path) ->
         assert (refused["type"], refused["id"], refused["problem"]["status"]) == ("problem", "b", 529)
         assert (submitted["type"], submitted["id"]) == ("submitted", "a")
         await until(lambda: at.routes.calls == 0)
+
+
+async def test_an_operator_finds_any_tenants_request_by_its_id_without_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeakerCheck, "check", AsyncMock())
+    keys = {
+        hash_of("crm"): {"tenant": "crm"},
+        hash_of("look"): {"tenant": "ops", "operator": "look"},
+    }
+
+    async with Alone(folder=tmp_path, keys=keys) as made, aiohttp.ClientSession() as session:
+
+        async def get(id: str, key: str, method: str = "GET") -> tuple[int, Any]:
+            asked = session.request(method, f"{made.url}/v1/requests/{id}", headers={"x-api-key": key})
+            async with asked as got:
+                return got.status, await got.json()
+
+        await made.store.note(Identity("crm", "k-1"), answered("secret"))
+        await made.store.note(Identity("crm", "twice"), answered("secret"))
+        await made.store.note(Identity("shop", "twice"), answered("secret"))
+        status, found = await get("k-1", "look")
+        assert (status, found["tenant"], found["status"]) == (200, "crm", "completed")
+        assert "result" not in found
+        assert (await get("twice", "look"))[0] == 409
+        assert (await get("twice?tenant=shop", "look"))[1]["tenant"] == "shop"
+        assert (await get("nobodys", "look"))[0] == 404
+        assert (await get("k-1", "look", "DELETE"))[0] == 404, "it may not act"
+        assert (await get("k-1?tenant=crm", "look", "DELETE"))[0] == 403
+        assert (await get("twice?tenant=shop", "crm"))[0] == 403
+        assert "tenant" not in (await get("k-2", "crm"))[1]
