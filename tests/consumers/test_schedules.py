@@ -193,7 +193,7 @@ class Settled(Delivery):
 
     def __init__(self, delivery: Delivery) -> None:
         self.message, self.queue, self.redelivered = delivery.message, delivery.queue, delivery.redelivered
-        self.tag, self.cut_bytes = delivery.tag, delivery.cut_bytes
+        self.tag, self.cut_bytes, self._session = delivery.tag, delivery.cut_bytes, None
 
     @override
     async def ack(self) -> None: ...
