@@ -111,7 +111,9 @@ def serve(settings: Settings, *, port: int, keeps: bool) -> int:
         if is_ready(child, url):
             provider = "and calls Anthropic with your key" if is_real else "with a simulated provider"
             data = (
-                f"Its data stay in {FOLDER}." if keeps else "Its data are removed then; `./dev up --keep` keeps them."
+                f"Its data stay in {FOLDER}."
+                if keeps
+                else "What it has started is removed then; `./dev up --keep` keeps the data."
             )
             say_on_stderr(WELCOME.format(provider=provider, url=url, env=ENV, data=data))
         return child.wait()
