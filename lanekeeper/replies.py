@@ -163,7 +163,8 @@ class NotEnded(LanekeeperError):
                 made = f"attempt {self.attempts} was made, it waits for the next" if self.attempts else "not begun yet"
                 return f"{made}{when}"
             case "unknown":
-                return "no worker has seen it: it waits in its lane, was never published, or ended too long ago"
+                where = "it waits in its lane, is another tenant's, was never published, or ended too long ago"
+                return f"no worker has seen it: {where}"
             case _:
                 return "ask again later"
 

@@ -32,7 +32,8 @@ CANCELLED: dict["Cancelled", str] = {
     "recorded": "{id} is cancelled: it ends so wherever it waits",
     "told": "{id} is running: its worker has been told to stop",
     "ended": "{id} had ended before; how: lanekeeper result {id}",
-    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled",
+    "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled. "
+    "If it is another tenant's: lanekeeper requests find {id}",
 }
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id: its message_id.")]
 
