@@ -83,7 +83,8 @@ def test_a_list_of_dead_letters_fits_into_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     at, id, cause = "2026-11-26T22:41:03.123Z", "7" * 32, "5f3a09c1"
     error = "the model's own limit of tokens was exceeded, so " + "give fewer tokens, or " * 10
-    group = {"cause": cause, "count": 2, "relapses": 1, "newest": at, "code": "provider_rejected", "error": error}
+    counts = {"count": 2, "relapses": 1, "last_hour": 2}
+    group = {"cause": cause, **counts, "newest": at, "code": "provider_rejected", "error": error}
     letter = {"at": at, "id": id, "lane": "critical", "app": "support", "tenant": "", "cause": cause, "replays": 1}
     long = {**letter, "app": "support-of-a-long-name", "replays": 0}
 
