@@ -155,13 +155,24 @@ def look(group: Group | None, now_ms: int) -> GroupChange:
     """A group that has lapsed becomes void for good, so that no worker drops a request of a group that is sealed."""
     if group is None or not group.has_lapsed(now_ms):
         return GroupChange(group)
-    return discard(group, now_ms)
+    return _void(group)
 
 
 def discard(group: Group | None, _: int) -> GroupChange:
-    """A group that is open, or has ended, becomes void."""
-    if group is None or not (group.head.state is State.OPEN or group.has_ended):
+    """A group that is open becomes void: its creator gives up."""
+    if group is None or group.head.state is not State.OPEN:
         return GroupChange(group)
+    return _void(group)
+
+
+def remove(group: Group | None, _: int) -> GroupChange:
+    """A group that has ended becomes void."""
+    if group is None or not group.has_ended:
+        return GroupChange(group)
+    return _void(group)
+
+
+def _void(group: Group) -> GroupChange:
     head = replace(group.head, state=State.VOID)
     return GroupChange(replace(group, head=head), head)
 
@@ -230,6 +241,8 @@ class GroupedStore(FollowedStore, Protocol):
 
     async def discard_group(self, identity: Identity) -> Group | None: ...
 
+    async def remove_group(self, identity: Identity) -> Group | None: ...
+
     async def cancel_group(self, identity: Identity) -> Group | None: ...
 
     async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
@@ -272,6 +285,9 @@ class Groups(Requests, ABC):
 
     async def discard_group(self, identity: Identity) -> Group | None:
         return await self._changed(identity, discard)
+
+    async def remove_group(self, identity: Identity) -> Group | None:
+        return await self._changed(identity, remove)
 
     async def cancel_group(self, identity: Identity) -> Group | None:
         return await self._changed(identity, cancel)

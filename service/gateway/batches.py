@@ -25,6 +25,7 @@ from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailab
 from consumers.state.groups import KINDS, Group, GroupedStore, Head, Member, Opened, State
 from lanekeeper import Client
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import body_address_in
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.replies import Problem
@@ -101,37 +102,37 @@ class BatchPaths:
         return self._answer(group, request)
 
     async def _created(self, file: BinaryIO, batch: BatchCall, identity: Identity, created_ms: int) -> Group:
-        with _mapped(file) as data:
-            digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
-            items, expires_ms = await self._checked(data, batch, identity.id)
-            head = Head(
-                lease_ms=now_ms() + LEASE_MS,
-                owner=batch.caller.name,
-                digest=digest,
-                requests=len(items),
-                size_bytes=len(data),
-                created_ms=created_ms,
-                expires_ms=expires_ms,
-                keep_ms=expires_ms + self.kept.keep_ms,
-                is_live=batch.is_live,
-            )
-            await self._check_share(identity.tenant, head)
-            match await self.store.open_group(identity, head):
-                case Opened.KNOWN:
-                    return await self._found(identity, batch.caller)
-                case Opened.BUSY:
-                    raise refused("this batch is being created by another call", status=409)
-                case Opened.CONFLICT:
-                    raise api_error_of(RequestProblem("idempotency_conflict", ""), chose_id=True)
-                case Opened.NEW:
-                    pass
-            try:
-                await self._publish(data, items, batch, identity, head)
-                if (group := await self.store.seal_group(identity)) is None:
-                    raise refused("the batch could not be published in time; try again")
-            except BaseException:
-                self._background.begin(self._discard(identity), name=f"discard {identity.id}")
-                raise
+        data = _mapped(file)  # closed with the last thread that reads it
+        digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
+        items, expires_ms = await self._checked(data, batch, identity.id)
+        head = Head(
+            lease_ms=now_ms() + LEASE_MS,
+            owner=batch.caller.name,
+            digest=digest,
+            requests=len(items),
+            size_bytes=len(data),
+            created_ms=created_ms,
+            expires_ms=expires_ms,
+            keep_ms=expires_ms + self.kept.keep_ms,
+            is_live=batch.is_live,
+        )
+        await self._check_share(identity, head)
+        match await self.store.open_group(identity, head):
+            case Opened.KNOWN:
+                return await self._found(identity, batch.caller)
+            case Opened.BUSY:
+                raise refused("this batch is being created by another call", status=409)
+            case Opened.CONFLICT:
+                raise api_error_of(RequestProblem("idempotency_conflict", ""), chose_id=True)
+            case Opened.NEW:
+                pass
+        try:
+            await self._publish(data, items, batch, identity, head)
+            if (group := await self.store.seal_group(identity)) is None:
+                raise _too_slow()
+        except BaseException:
+            self._background.begin(self._discard(identity), name=f"discard {identity.id}")
+            raise
         return group
 
     async def _checked(self, data: mmap, batch: BatchCall, id: str) -> tuple[Sequence[Item], int]:
@@ -165,8 +166,9 @@ class BatchPaths:
             await asyncio.to_thread(check)
         return items, expires_ms
 
-    async def _check_share(self, tenant: str, new: Head) -> None:
-        kept = [group for group in await self.store.groups_of(tenant) if group.head.state is not State.VOID]
+    async def _check_share(self, identity: Identity, new: Head) -> None:
+        groups = await self.store.groups_of(identity.tenant)
+        kept = [each for each in groups if each.head.state is not State.VOID and each.identity != identity]
         if len(kept) >= self.spec.batches_per_tenant:
             raise refused(
                 f"this tenant has {len(kept)} batches, as many as are kept: delete some that have ended", status=429
@@ -200,12 +202,14 @@ class BatchPaths:
                 raise failed
             if lease_ms - now_ms() < LEASE_MS / 2:
                 lease_ms = now_ms() + LEASE_MS
-                await self.store.renew_group(identity, lease_ms=lease_ms)
+                if not await self.store.renew_group(identity, lease_ms=lease_ms):
+                    raise _too_slow()
 
     async def _discard(self, identity: Identity) -> None:
         with suppress(StoreUnavailable):  # then its lease ends
-            await self.store.discard_group(identity)
-            await self._remove(identity)
+            group = await self.store.discard_group(identity)
+            if group is not None and group.head.state is State.VOID:
+                await self._remove(identity)
 
     # ---- what has become of it ---------------------------------------------------------------------------------------
 
@@ -247,14 +251,15 @@ class BatchPaths:
 
     async def _delete(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         group = await self._asked(request, caller)
-        removed = await self.store.discard_group(group.identity) if group.has_ended else group
+        removed = await self.store.remove_group(group.identity)
         if removed is not None and removed.head.state is not State.VOID:
             raise ApiError(400, f"Batch {group.identity.id} cannot be deleted: cancel it first")
-        removing = self._background.begin(self._discard(group.identity), name=f"remove {group.identity.id}")
+        removing = self._background.begin(self._remove(group.identity), name=f"remove {group.identity.id}")
         await asyncio.wait((removing,), timeout=SHOWN_WITHIN_S)
         return answer({"id": group.identity.id, "type": "message_batch_deleted"})
 
     async def _remove(self, identity: Identity) -> None:
+        """Remove its results. If this process dies, they are removed when they need not be kept any longer."""
         while await self.store.remove_members(identity):
             pass
 
@@ -306,7 +311,10 @@ class BatchPaths:
             after = members[-1].position
 
     async def _asked(self, request: web.Request, caller: GatewayKey) -> Group:
-        return await self._found(Identity(caller.tenant or "", request.match_info["id"]), caller)
+        id = request.match_info["id"]
+        if not is_request_id(id):
+            raise _unknown(id)
+        return await self._found(Identity(caller.tenant or "", id), caller)
 
     async def _found(self, identity: Identity, caller: GatewayKey) -> Group:
         group = await self.store.group(identity)
@@ -350,6 +358,10 @@ def _portions(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 def _is_visible(group: Group, caller: GatewayKey) -> bool:
     return group.head.state is State.SEALED and group.head.owner == caller.name
+
+
+def _too_slow() -> ApiError:
+    return refused("the batch could not be published in time; try again")
 
 
 def _unknown(id: str) -> ApiError:

@@ -60,6 +60,7 @@ REFUSED_HEADERS = {
     n.KEY: "it follows from the key",
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
+    n.GROUP: "Message Batches set it",
 }
 _ACCEPTED = (n.PUBLIC | {n.LANE_NAME, n.TYPE}) - REFUSED_HEADERS.keys()
 _OF_BATCHES = frozenset({n.LANE_NAME, n.DEADLINE_MS, n.NO_BATCH, n.PARK_INVALID})

@@ -16,8 +16,12 @@ function run.swap_group(id, expected, head, keep_ms)
   return 1
 end
 
-function run.groups_of_tenant()
-  return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')
+function run.groups_of(begin)
+  local found = {}
+  for i, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now, '+inf')) do
+    found[i] = {id, redis.call('HGETALL', begin .. id)}
+  end
+  return found
 end
 
 -- The next requests of a group that are still kept, and the place of the last one that was looked at (0: there was

@@ -351,10 +351,9 @@ class RedisStore(Groups):
 
     async def groups_of(self, tenant: str) -> list[groups.Group]:
         found: list[groups.Group] = []
-        for id in await self._run("groups_of_tenant", [self._of_tenant("groups", tenant)]):
-            identity = Identity(tenant, id.decode())
-            _, values = await self._run("group", [self._group(identity)[0]])
-            if (group := _group_of(identity, values)) is not None:
+        keys, begin = [self._of_tenant("groups", tenant)], self._group(Identity(tenant, ""))[0]
+        for id, values in await self._run("groups_of", keys, begin):
+            if (group := _group_of(Identity(tenant, id.decode()), values)) is not None:
                 found.append(group)
         return found
 
@@ -605,7 +604,7 @@ def _member(row: Sequence[Any]) -> groups.Member:
         completion = base.Completion(
             status="ok" if status == b"ok" else "error",
             code=code.decode(),
-            headers=json.loads(headers),
+            headers=json.loads(headers or b"{}"),
             ended_ms=int(ended),
             body=body,
         )

@@ -340,7 +340,11 @@ class Tables:
             completion = None
             if status is not None and not cancelling:
                 completion = base.Completion(
-                    status=status, code=code, headers=json.loads(headers), ended_ms=ended_ms, body=body or b""
+                    status=status,
+                    code=code or "",
+                    headers=json.loads(headers or "{}"),
+                    ended_ms=ended_ms,
+                    body=body or b"",
                 )
             found.append(Member(position, id, completion))
             size += len(body or b"")
