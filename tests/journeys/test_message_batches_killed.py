@@ -15,7 +15,7 @@ from tests.support.serving import HeldCalls
 from tests.support.waiting import until
 
 COUNT = 300
-BATCHES = {"COUNT": "100", "WINDOW_S": "1", "FIRST_POLL_S": "0.1"}
+BATCHES = {"ENABLED": "true", "COUNT": "100", "WINDOW_S": "1", "FIRST_POLL_S": "0.1"}
 DEATHS = ("after_gather_mark", "after_create", "after_results")
 
 
@@ -47,10 +47,10 @@ async def test_three_workers_are_killed_and_every_request_is_answered_and_paid_o
                 base_url=(await gateway.tells("gateway.ready"))["url"], api_key="any", max_retries=5
             )
             created = await client.messages.batches.create(requests=requests)  # type: ignore[arg-type]  # TypedDicts
-            assert await first.ended(within_s=200) == FAILPOINT_EXIT_CODE
+            assert await first.ended(within_s=120) == FAILPOINT_EXIT_CODE
             for each in dying[1:]:
                 async with lanekeeper("serve", environ=each, folder=tmp_path) as worker:
-                    assert await worker.ended(within_s=200) == FAILPOINT_EXIT_CODE
+                    assert await worker.ended(within_s=120) == FAILPOINT_EXIT_CODE
             async with lanekeeper("serve", environ=environ, folder=tmp_path):
 
                 async def has_ended() -> bool:
