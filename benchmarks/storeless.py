@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from unittest.mock import patch
 
-from consumers.state.base import Completion, Fingerprint, Granted, Held, Identity, Pause, Period, Taken
+from consumers.state.base import AllowanceTaken, Completion, Fingerprint, Granted, Held, Identity, Pause, Period
 
 
 class Forgetful:
@@ -31,8 +31,8 @@ class Forgetful:
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
         return False
 
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> Taken:
-        return Taken(granted=True, used=amount)
+    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> AllowanceTaken:
+        return AllowanceTaken(granted=True, used=amount)
 
     async def pauses(self) -> Sequence[Pause]:
         return ()

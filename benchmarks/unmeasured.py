@@ -7,7 +7,7 @@ python -m benchmarks.unmeasured serve
 from typing import Any
 from unittest.mock import patch
 
-from consumers.providers.registry import Calls
+from consumers.providers.registry import CallFigures
 from consumers.slots.activity import LaneActivity
 from lanekeeper.telemetry.figures import Histogram
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
     with (
         patch.object(Histogram, "add", nothing),
-        patch.object(Calls, "count", nothing),
+        patch.object(CallFigures, "count", nothing),
         patch.object(LaneActivity, "record", nothing),
     ):
         main()

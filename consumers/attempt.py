@@ -41,7 +41,7 @@ from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, end_with, end_with_problem, stopped_by
 from consumers.providers.answers import Answer
-from consumers.providers.breakers import Breakers, Change, Permit
+from consumers.providers.breakers import Breakers, Permit, ProviderChange
 from consumers.providers.registry import Registry
 from consumers.refusals import exceeded, later
 from consumers.replies import Parts, Replies
@@ -334,7 +334,7 @@ class Attempts:
                 raise
             raise again.otherwise from again
 
-    def _publish_change(self, job: Job, change: Change | None) -> None:
+    def _publish_change(self, job: Job, change: ProviderChange | None) -> None:
         if change is not None:
             self.lifecycle.publish(job, change.event, **change.fields)
 

@@ -43,11 +43,11 @@ from consumers.state.base import (
     IN_BATCH,
     UNIT_BYTES,
     WHICH_LIMIT,
+    AllowanceReservation,
     Conflict,
     Ended,
     Granted,
     Pause,
-    Reservation,
     Running,
     StoreUnavailable,
     WaitingLimit,
@@ -536,9 +536,9 @@ class CapsGate:
         return Deferred(delay_ms=delay_ms, reason=over.bound.reason)
 
 
-def _reservation(job: Job, request: Request, nonce: str = "", *, nth: str = "") -> Reservation:
+def _reservation(job: Job, request: Request, nonce: str = "", *, nth: str = "") -> AllowanceReservation:
     whose = f"{job.identity.tenant}/{job.identity.id}{nth}"
-    return Reservation(whose, nonce, request.deadline_ms + HELD_AFTER_MS)
+    return AllowanceReservation(whose, nonce, request.deadline_ms + HELD_AFTER_MS)
 
 
 def _greater(one: Spent, other: Spent) -> Spent:

@@ -172,7 +172,7 @@ def record(tracing: Tracing, job: Job, outcome: Outcome, *, taken_ns: int) -> No
         tracing.passed(wait.name, start_ns=wait.start_ns, end_ns=wait.end_ns, came_by=came_by)
 
 
-class Wait(NamedTuple):
+class WaitSpan(NamedTuple):
     """One wait of a request: the name of its span, and its beginning and end in ns since 1970."""
 
     name: str
@@ -181,21 +181,23 @@ class Wait(NamedTuple):
     is_in_worker: bool = False
 
 
-def waits(job: Job, taken_ns: int) -> list[Wait]:
+def waits(job: Job, taken_ns: int) -> list[WaitSpan]:
     """The waits of a request before its call to a provider, as far as they are long enough for a span: those outside
     the worker, which began when its requester published it, when a worker published it again, or when it became a dead
     letter, and the one between its delivery and its call."""
-    queue, hop, found = job.delivery.queue, job.hop, list[Wait]()
+    queue, hop, found = job.delivery.queue, job.hop, list[WaitSpan]()
     if hop.hop_ms is not None and hop.back_ms is not None:
         back_ns = min(hop.back_ms * MS, taken_ns)
-        found += [Wait(f"{signals.DELAY} {queue}", hop.hop_ms * MS, back_ns)]
-        found += [Wait(f"{signals.WAIT} {queue}", back_ns, taken_ns)]
+        found += [WaitSpan(f"{signals.DELAY} {queue}", hop.hop_ms * MS, back_ns)]
+        found += [WaitSpan(f"{signals.WAIT} {queue}", back_ns, taken_ns)]
     elif not job.trusted and (sent_ns := _sent_ns(job, taken_ns)) is not None:
         if (parked_ms := moment_ms(hop.dead_at)) is not None:
-            found += [Wait(f"{signals.WAIT} {signals.DEAD_LETTER}", parked_ms * MS, sent_ns)]
-        found += [Wait(f"{signals.WAIT} {queue}", sent_ns, taken_ns)]
+            found += [WaitSpan(f"{signals.WAIT} {signals.DEAD_LETTER}", parked_ms * MS, sent_ns)]
+        found += [WaitSpan(f"{signals.WAIT} {queue}", sent_ns, taken_ns)]
     if job.attempted is not None:
-        found += [Wait(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS, is_in_worker=True)]
+        found += [
+            WaitSpan(f"{signals.WAIT} {signals.TURN}", taken_ns, job.attempted.started_ms * MS, is_in_worker=True)
+        ]
     return [
         each
         for each in found

@@ -16,7 +16,17 @@ from typing import Any
 import structlog
 
 from consumers.background import Background
-from consumers.state.base import EVENT, RESTART, Following, Held, NewEntry, Part, Refused, StoreUnavailable, Submission
+from consumers.state.base import (
+    EVENT,
+    RESTART,
+    AppendRefusal,
+    Following,
+    Held,
+    NewEntries,
+    NewEntry,
+    StoreUnavailable,
+    Submission,
+)
 from lanekeeper.telemetry import signals
 
 GATHER_S = 0.02
@@ -71,20 +81,20 @@ class Progress:
         if not self.is_written:
             await self._writer.flush(self)
 
-    def taken(self) -> Part:
+    def taken(self) -> NewEntries:
         """Return all unwritten entries and remove them from this progress, because the caller writes them to the store
         now."""
         entries, self._unwritten, self._bytes, self._is_writing = self._unwritten, [], 0, True
-        return Part(self._held, self._submission, entries)
+        return NewEntries(self._held, self._submission, entries)
 
-    def written(self, part: Part, refused: Refused | None) -> None:
+    def written(self, part: NewEntries, refused: AppendRefusal | None) -> None:
         self._is_writing = False
-        if refused is Refused.FENCED:
+        if refused is AppendRefusal.FENCED:
             self.ended()
-        elif refused is Refused.FULL:
+        elif refused is AppendRefusal.FULL:
             self.failed(part)
 
-    def failed(self, part: Part) -> None:
+    def failed(self, part: NewEntries) -> None:
         self._is_writing = False
         is_restarted = any(entry.kind == RESTART for entry in self._unwritten)  # clients forget the events before it
         self._unwritten[:0] = [entry for entry in part.entries if entry.kind != EVENT]

@@ -28,7 +28,7 @@ from cachetools import LRUCache
 
 from consumers.background import Background
 from consumers.clock import NowMs, now_ms
-from consumers.state.base import DAY_S, Allowances, Period, Reservation, StoreUnavailable, period_of
+from consumers.state.base import DAY_S, AllowanceReservation, Allowances, Period, StoreUnavailable, period_of
 from lanekeeper.telemetry import signals
 
 LEVELS = (50, 80, 100)
@@ -158,7 +158,7 @@ class Hold:
     bounds: tuple[Bound, ...]
     spent: Spent
     at_ms: int = 0
-    reservation: Reservation | None = None
+    reservation: AllowanceReservation | None = None
     """None: it counts until it is corrected."""
 
 
@@ -200,7 +200,12 @@ class Spending:
         return (*(each._replace(held_by=tenant) for each in shared), *bounds)
 
     async def take(
-        self, bounds: tuple[Bound, ...], spent: Spent, *, publish: Publish, reservation: Reservation | None = None
+        self,
+        bounds: tuple[Bound, ...],
+        spent: Spent,
+        *,
+        publish: Publish,
+        reservation: AllowanceReservation | None = None,
     ) -> Hold | Over:
         """`reservation`: of the request. If this process has died, what is held is given back when the request has
         surely ended, or takes again. Without one it counts until it is corrected."""

@@ -91,7 +91,7 @@ class Filter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class LetterEdit:
     """What a replay changes: fields of the body (`patch`, a JSON Merge Patch), the lane, the model."""
 
     patch: Any = None
@@ -343,7 +343,7 @@ class DeadLetters:
     async def replay(
         self,
         wanted: Filter,
-        change: Change,
+        change: LetterEdit,
         *,
         rate_per_s: float | None = None,
         dry_run: bool = False,
@@ -397,11 +397,11 @@ class DeadLetters:
                     log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
         return done
 
-    def prepared(self, letter: DeadLetter, change: Change) -> Message:
+    def prepared(self, letter: DeadLetter, change: LetterEdit) -> Message:
         """The request, or an outcome for its webhook. Raises RequestProblem, ReplayRefused."""
         message, patch, settings = letter.message, change.of_body, self._settings
         if letter.code == UNDELIVERED:
-            if change != Change():
+            if change != LetterEdit():
                 raise ReplayRefused("it is an outcome that could not be posted: it is posted again as it is")
             again = redelivered(message)
             return replace(again, exchange=self._names.webhooks, routing_key=self._names.webhook_key(letter.lane))

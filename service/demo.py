@@ -387,7 +387,7 @@ USED_LEAST = 0.85
 
 
 @dataclass(slots=True)
-class Spending:
+class BudgetRun:
     """What one run of the third act's load spent, as its requests and its simulated provider measured it."""
 
     waits_ms: list[int] = field(default_factory=list)
@@ -396,7 +396,7 @@ class Spending:
     used: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
-    def is_well(self, ungated: "Spending") -> bool:
+    def is_well(self, ungated: "BudgetRun") -> bool:
         """Measured against the run without a gate, because both suffer on a busy machine."""
         is_soon = share_ms(self.waits_ms, 0.95) < max(1000 * SOON_S, share_ms(ungated.waits_ms, 0.95) / 3)
         is_used = self.used >= USED_LEAST * min(1.0, ungated.used)
@@ -460,8 +460,8 @@ async def in_the_right_order(stage: Stage, settings: Settings) -> None:
     stage.verdict("act 3", text, is_well=is_well)
 
 
-async def _spend(asking: Callable[[str, str], Awaitable[object]], api: SimulatedAPI) -> Spending:
-    found, clock, urgent = Spending(), asyncio.get_running_loop().time, CRITICAL.name
+async def _spend(asking: Callable[[str, str], Awaitable[object]], api: SimulatedAPI) -> BudgetRun:
+    found, clock, urgent = BudgetRun(), asyncio.get_running_loop().time, CRITICAL.name
 
     async def ask(lane: str, number: int) -> None:
         asked_s = clock()

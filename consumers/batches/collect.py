@@ -27,7 +27,7 @@ from typing import Final, assert_never
 
 import structlog
 
-from consumers.batches.ticket import Item, Stage, Ticket, UnreadTicket, items_in, message_of, pack, unpack
+from consumers.batches.ticket import Item, Ticket, TicketStage, UnreadTicket, items_in, message_of, pack, unpack
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
@@ -212,7 +212,7 @@ class Collector:
         except ValueError:
             await self.settler.publish_stray(message)
             return
-        operation = "collect" if ticket.stage is Stage.SUBMITTED else "submit"
+        operation = "collect" if ticket.stage is TicketStage.SUBMITTED else "submit"
         requests = [item.message for item in ticket.items]
         with settler.tracing.batch(operation, requests, model=ticket.model, provider=ticket.provider) as span:
             found: _Next | None = _Next(ticket, SURE_AFTER_MS)
@@ -241,11 +241,11 @@ class Collector:
         visit = self._at_work[ticket.id] = _Visit(delivery, asyncio.get_running_loop().time())
         try:
             match ticket.stage:
-                case Stage.GATHERED:
+                case TicketStage.GATHERED:
                     return await self._submit(ticket)
-                case Stage.ADOPTING:
+                case TicketStage.ADOPTING:
                     return await self._adopt(ticket, is_repeated=is_repeated)
-                case Stage.SUBMITTED:
+                case TicketStage.SUBMITTED:
                     return await self._collect(ticket)
                 case never:
                     assert_never(never)
@@ -284,7 +284,7 @@ class Collector:
         if not ours:
             return await self._finish(ticket)
         if any(held.values()) or len(ours) < len(ticket.items):
-            return _Next(replace(ticket, stage=Stage.ADOPTING, items=ours, requests=len(ours)), SURE_AFTER_MS)
+            return _Next(replace(ticket, stage=TicketStage.ADOPTING, items=ours, requests=len(ours)), SURE_AFTER_MS)
         return await self._begin(replace(ticket, requests=len(ours)))
 
     async def _begin(self, ticket: Ticket) -> _Next | None:
@@ -295,7 +295,7 @@ class Collector:
             return None
         left = ready.ticket.items
         if len(left) != ticket.requests:
-            return _Next(replace(ticket, stage=Stage.ADOPTING, items=left, requests=len(left)), 0)
+            return _Next(replace(ticket, stage=TicketStage.ADOPTING, items=left, requests=len(left)), 0)
         return await self._create(ticket)
 
     async def _create(self, ticket: Ticket) -> _Next | None:
@@ -305,7 +305,7 @@ class Collector:
         try:
             async with self._submitting:
                 if not await self._may_create(ticket):
-                    return self._later(replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items)))
+                    return self._later(replace(ticket, stage=TicketStage.ADOPTING, requests=len(ticket.items)))
                 visit.lease_s = None  # also if this is cancelled: the provider may go on
                 info = await batches.create(calls, headers=json.loads(ticket.headers or "{}"))
                 self.settler.failpoints.reach("after_create")
@@ -328,7 +328,7 @@ class Collector:
         return asyncio.get_running_loop().time() - visit.began_s <= BEGIN_WITHIN_S
 
     def _submitted(self, ticket: Ticket, batch_id: str) -> _Next:
-        return self._later(replace(ticket, stage=Stage.SUBMITTED, batch_id=batch_id, candidates=(), polls=0))
+        return self._later(replace(ticket, stage=TicketStage.SUBMITTED, batch_id=batch_id, candidates=(), polls=0))
 
     async def _refused(self, ticket: Ticket, error: ProviderError) -> _Next | None:
         if isinstance(error, RejectedError):
@@ -337,7 +337,7 @@ class Collector:
             return await self._split(ticket)
         self.counts["unsubmitted"] += 1
         log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
-        adopting = replace(ticket, stage=Stage.ADOPTING, requests=len(ticket.items))
+        adopting = replace(ticket, stage=TicketStage.ADOPTING, requests=len(ticket.items))
         return self._later(adopting, least_s=error.retry_after_s)
 
     async def _split(self, ticket: Ticket) -> _Next | None:
@@ -345,7 +345,9 @@ class Collector:
         is done again."""
         half = len(ticket.items) // 2
         for number, items in enumerate((ticket.items[:half], ticket.items[half:])):
-            part = replace(ticket, id=f"{ticket.id}{number}", stage=Stage.GATHERED, items=items, requests=0, polls=0)
+            part = replace(
+                ticket, id=f"{ticket.id}{number}", stage=TicketStage.GATHERED, items=items, requests=0, polls=0
+            )
             body = await asyncio.to_thread(pack, part)
             await self.publisher.publish_surely(
                 message_of(part, body), exchange="", routing_key=self.settler.names.tickets

@@ -28,7 +28,7 @@ _FLUSHED_EACH: Final = 64 * 1024
 """After so many bytes the compressor's output is asked for, so that the size is known."""
 
 
-class Stage(StrEnum):
+class TicketStage(StrEnum):
     """How far a ticket has come."""
 
     GATHERED = "gathered"
@@ -65,7 +65,7 @@ class Ticket:
     id: str
     """Hex. The ids of the batch's requests begin with it. If the ticket was split, its parts' ids begin with it too."""
     lane: str
-    stage: Stage = Stage.GATHERED
+    stage: TicketStage = TicketStage.GATHERED
     account: str
     provider: str
     model: str
@@ -163,7 +163,7 @@ def unpack(packed: bytes) -> Ticket:
         if beta := head.pop("beta", ""):  # of an earlier version
             head["headers"] = provider_headers_json({ANTHROPIC_BETA: beta})
         items, lists = tuple(_items(raw)), {name: tuple(head.get(name, ())) for name in ("candidates", "returned")}
-        head |= {"stage": Stage(head["stage"]), **lists}
+        head |= {"stage": TicketStage(head["stage"]), **lists}
         if items and "lane" not in head:
             head["lane"] = items[0].lane
         return Ticket(**head, items=items)

@@ -48,7 +48,7 @@ class Line(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class PostPlace:
     """The right to make one post, until `leave`."""
 
     line: Line
@@ -59,7 +59,7 @@ class Place:
 @dataclass(slots=True, eq=False)
 class _Waiter:
     line: Line
-    turn: "asyncio.Future[Place | float | None]"
+    turn: "asyncio.Future[PostPlace | float | None]"
 
 
 def _has_come(waiter: _Waiter) -> bool:
@@ -89,7 +89,7 @@ class _Shared:
 
 
 @dataclass(slots=True, eq=False)
-class Lines:
+class PostLines:
     """The lines of one process."""
 
     clock: Callable[[], float] = time.monotonic
@@ -108,7 +108,7 @@ class Lines:
     """When the last post that went back to the broker has its turn."""
     _is_closed: bool = field(default=False, init=False)
 
-    async def enter(self, line: Line, size: int) -> Place | float | None:
+    async def enter(self, line: Line, size: int) -> PostPlace | float | None:
         """A place, which the caller gives to `leave`. A number: the post goes back to the broker for so many
         seconds. None: this process stops."""
         if self._is_closed:
@@ -130,7 +130,7 @@ class Lines:
             # its turn may have come at the same moment
             return waiter.turn.result() if _has_come(waiter) else self._turn_s(line)
         except asyncio.CancelledError:
-            if _has_come(waiter) and isinstance(place := waiter.turn.result(), Place):
+            if _has_come(waiter) and isinstance(place := waiter.turn.result(), PostPlace):
                 self.leave(place)
             raise
         finally:
@@ -152,7 +152,7 @@ class Lines:
                 if waiter.line == line and not waiter.turn.done():
                     waiter.turn.set_result(self._turn_s(line))
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: PostPlace) -> None:
         """May be called again."""
         if place.is_left:
             return
@@ -188,8 +188,8 @@ class Lines:
             and (line in self._quick or self._slow_places.has_room(line.tenant))
         )
 
-    def _begin(self, line: Line) -> Place:
-        place = Place(line, line in self._quick)
+    def _begin(self, line: Line) -> PostPlace:
+        place = PostPlace(line, line in self._quick)
         self.running[line] += 1
         self._places.take(line.tenant)
         if not place.is_quick:

@@ -20,8 +20,8 @@ from consumers.addresses import PrivateAddress, Resolver
 from consumers.background import background_task
 from consumers.clock import moment_text
 from consumers.failures import read_retry_after_s
-from consumers.flows.lines import Line, Lines, Place
-from consumers.flows.posts import Answer, NotReached, Poster
+from consumers.flows.lines import Line, PostLines, PostPlace
+from consumers.flows.posts import NotReached, PostAnswer, Poster
 from consumers.flows.webhooks import (
     LONGEST_PAUSE_S,
     PRIVATE,
@@ -63,7 +63,7 @@ class Posting:
     rng: random.Random = field(default_factory=random.Random)
     posted: Counter[str] = field(default_factory=Counter, init=False)
     """How attempts ended."""
-    lines: Lines = field(default_factory=Lines, init=False)
+    lines: PostLines = field(default_factory=PostLines, init=False)
     _signers: dict[str, list[Webhook]] = field(init=False)
     """By tenant."""
     _poster: Poster = field(init=False)
@@ -125,7 +125,7 @@ class Posting:
             await self._bury(message, "invalid_request", "not a webhook's message, or none that a worker has published")
             return True
         place = await self.lines.enter(line, len(message.body))
-        if isinstance(place, Place):
+        if isinstance(place, PostPlace):
             try:
                 with self.settler.tracing.process(message, queue=delivery.queue, delivery_tag=delivery.tag):
                     await self._attempt(replace(post, attempts=post.attempts + 1), delivery, place)
@@ -140,7 +140,7 @@ class Posting:
         names, exchange = self.settler.names, message.exchange
         return exchange in (names.webhooks, names.due_exchange) or exchange.startswith(names.delay_prefix)
 
-    async def _attempt(self, post: Post, delivery: Delivery, place: Place) -> None:
+    async def _attempt(self, post: Post, delivery: Delivery, place: PostPlace) -> None:
         began_s, answer, not_for_s = time.monotonic(), None, 0.0
         error: PostFailed | None = None
         try:
@@ -159,7 +159,7 @@ class Posting:
         status = 0 if answer is None else answer.status
         await self._conclude(post, delivery, error, status=status, took_ms=round(1000 * took_s), not_for_s=not_for_s)
 
-    async def _post(self, post: Post, body: bytes) -> Answer:
+    async def _post(self, post: Post, body: bytes) -> PostAnswer:
         """Raises PostFailed."""
         if (why := self.spec.refusal(post.url, tenant=post.tenant)) is not None:
             # another worker may have other settings, as in a rolling restart

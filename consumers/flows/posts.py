@@ -32,7 +32,7 @@ class BadAnswer(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PostAnswer:
     """The head of the final answer."""
 
     status: int
@@ -47,7 +47,7 @@ class Poster:
     resolver: Resolver
     tls: ssl.SSLContext = field(default_factory=ssl.create_default_context)
 
-    async def post(self, url: URL, *, headers: Mapping[str, str], body: bytes, within_s: float) -> Answer:
+    async def post(self, url: URL, *, headers: Mapping[str, str], body: bytes, within_s: float) -> PostAnswer:
         """Raises TimeoutError, PrivateAddress, NotReached, BadAnswer, ssl.SSLError, OSError.
 
         A name server that does not answer holds a thread. So no time limit ends the wait for it: as long as the thread
@@ -107,7 +107,7 @@ def _request(url: URL, headers: Mapping[str, str], body: bytes) -> Sequence[h11.
     )
 
 
-async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> Answer:
+async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> PostAnswer:
     informational = 0
     while True:
         event = connection.next_event()
@@ -117,6 +117,6 @@ async def _answer(connection: h11.Connection, reader: asyncio.StreamReader) -> A
             informational += 1
         elif isinstance(event, h11.Response):
             headers = {name.decode(): value.decode("latin-1") for name, value in event.headers}
-            return Answer(status=event.status_code, headers=headers)
+            return PostAnswer(status=event.status_code, headers=headers)
         else:
             raise BadAnswer("no final answer")

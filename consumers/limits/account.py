@@ -6,7 +6,7 @@ limit has a token bucket. `grant_next`, which is called after every change, look
 lane, in order of urgency, and grants the first of them that may take what it needs from all three buckets (`Bucket`
 has the rule). Each lane saves its share of what flows into a bucket, and may always spend these savings; beyond them,
 it may spend only what leaves the reserves of more urgent lanes (their shares of the bucket's size) untouched. If the
-operator has set how many calls may run at a time, each lane has a share of the calls as well (`Calls`).
+operator has set how many calls may run at a time, each lane has a share of the calls as well (`RunningCalls`).
 
 The limits are those that the provider's responses announce, at most the operator's. A limit that no response has
 announced is a guess, which rises while requests wait for it; a provider that announces none has no limits until it
@@ -142,8 +142,8 @@ class Account:
         self.learned = Learned(raised_s=now_s)
         self.buckets = tuple(Bucket(60, 1, shares=self.shares, now_s=now_s) for _ in REASONS)
         self.resize(fills=True)
-        self.lines = Lines(len(self.lanes))
-        self.calls = Calls(caps.concurrency, self.shares)
+        self.lines = BudgetQueue(len(self.lanes))
+        self.calls = RunningCalls(caps.concurrency, self.shares)
         self.is_pressed = False
         """A request has waited for a bucket since the limits were raised."""
         self.waiting_elsewhere: Sequence[Sequence[float]] = ()
@@ -383,7 +383,7 @@ class Account:
         return known.factor * min(told, default=self.start[index] * (1 + known.growth))
 
 
-class Calls:
+class RunningCalls:
     """The running calls of one account. If the operator has set how many may run at a time, each lane gets its share of
     them: whenever a call begins, the credit of every lane with a waiting request grows by the lane's share, up to one
     call. A lane with a credit of one call is called "due": its first waiting request is granted before those of more
@@ -449,7 +449,7 @@ class Calls:
 _arrival = attrgetter("arrived_s")
 
 
-class Lines:
+class BudgetQueue:
     """The requests that wait for the budget of one account: one line for each lane, in the order of arrival. A request
     that was deferred and comes back gets its old place."""
 

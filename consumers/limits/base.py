@@ -146,7 +146,7 @@ class WaitTooLong(LanekeeperError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class LaneWaiting:
     """How many requests of one lane wait until the limits of one account at the provider allow their calls, and why."""
 
     count: int

@@ -23,10 +23,10 @@ from consumers.limits.base import (
     BudgetSpec,
     Feedback,
     Kind,
+    LaneWaiting,
     RateHeaders,
     Reservation,
     Wait,
-    Waiting,
     WaitTooLong,
 )
 from lanekeeper.telemetry import signals
@@ -160,14 +160,14 @@ class Budgets:
         for name, queue in self._known.items():
             yield name, queue.account, loop_s()
 
-    def waiting(self) -> Mapping[str, Mapping[str, Waiting]]:
-        found: dict[str, dict[str, Waiting]] = {}
+    def waiting(self) -> Mapping[str, Mapping[str, LaneWaiting]]:
+        found: dict[str, dict[str, LaneWaiting]] = {}
         for name, queue in self._known.items():
             account, now_s = queue.account, loop_s()
             for lane, rank in self._ranks.items():
                 if (head := account.lines.heads[rank]) is not None:
                     reason = account.reason(head, now_s)
-                    found.setdefault(name, {})[lane] = Waiting(
+                    found.setdefault(name, {})[lane] = LaneWaiting(
                         count=account.lines.count(rank),
                         reason=reason,
                         oldest_s=now_s - head.arrived_s,

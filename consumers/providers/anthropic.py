@@ -555,7 +555,7 @@ ANSWER_BYTES: Final = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LookedUp:
     """A response to a call other than Messages: an answer, or an error in Anthropic's format."""
 
     status: int
@@ -607,7 +607,7 @@ class Lookups:
         body: bytes | None = None,
         query: Mapping[str, str],
         headers: Mapping[str, str] | None = None,
-    ) -> Found:
+    ) -> LookedUp:
         """POST with `body`, or GET if it is None. `headers`: the caller's `anthropic-*`. Raises ProviderError if the
         response is neither an answer nor an error in Anthropic's format."""
         options = {"params": dict(query), "headers": self._header_rules.of(headers or {})}
@@ -649,7 +649,7 @@ class Lookups:
             with suppress(*NETWORK_ERRORS):
                 await response.aclose()
 
-    async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> Found:
+    async def _call(self, path: str, body: bytes | None, options: dict[str, Any]) -> LookedUp:
         given: dict[str, Any] = {"cast_to": httpx2.Response, "options": options, "stream": True}
         with translate_errors(secret=self._key):
             try:
@@ -662,11 +662,11 @@ class Lookups:
             try:
                 headers = plain(response.headers)
                 found = b"".join([chunk async for chunk in bounded(response.aiter_bytes(), ANSWER_BYTES)])
-                return Found(status=response.status_code, headers=headers, body=found)
+                return LookedUp(status=response.status_code, headers=headers, body=found)
             finally:
                 await response.aclose()
 
-    def _refusal(self, error: anthropic.APIStatusError) -> Found:
+    def _refusal(self, error: anthropic.APIStatusError) -> LookedUp:
         """An error in Anthropic's format is passed on, unless it is about the API key or quotes it."""
         body = error.response.content
         if (
@@ -676,7 +676,7 @@ class Lookups:
             or self._key.encode() in body
         ):
             raise error
-        return Found(status=error.status_code, headers=plain(error.response.headers), body=body)
+        return LookedUp(status=error.status_code, headers=plain(error.response.headers), body=body)
 
     async def aclose(self) -> None:
         await self._client.close()

@@ -86,7 +86,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ProviderChange:
     """A breaker's new state (event `breaker`) or a provider's pause (`paused`)."""
 
     event: str
@@ -100,7 +100,7 @@ class Permit:
     route: Route
     request: str
     is_probe: bool = False
-    change: Change | None = None
+    change: ProviderChange | None = None
 
 
 class State(StrEnum):
@@ -189,7 +189,7 @@ class Breaker:
 
 
 @dataclass(slots=True)
-class Pause:
+class ProviderPause:
     """The pause of one provider, or its last one."""
 
     reason: str
@@ -225,8 +225,8 @@ class Pauses:
 
     def __init__(self, probe: Probe = _never) -> None:
         self._probe = probe
-        self._pauses: dict[str, Pause] = {}
-        self._past: dict[str, Pause] = {}
+        self._pauses: dict[str, ProviderPause] = {}
+        self._past: dict[str, ProviderPause] = {}
         self.well: dict[str, Route] = {}
         self._wanted: dict[str, Route] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
@@ -269,11 +269,13 @@ class Pauses:
                 return otherwise
         return error
 
-    def pause(self, route: Route, error: AccountError) -> Change | None:
+    def pause(self, route: Route, error: AccountError) -> ProviderChange | None:
         name, now_s = route.provider, asyncio.get_running_loop().time()
         if name in self._pauses:
             return None
-        pause = Pause(error.reason, error.brief, now_s, error.otherwise is not None or error.status == 402, now_s)
+        pause = ProviderPause(
+            error.reason, error.brief, now_s, error.otherwise is not None or error.status == 402, now_s
+        )
         if (last := self._past.get(name)) is not None and now_s - last.until_s < AGAIN_S:
             pause.every_s, pause.by_call, pause.is_again = min(PROBE_EVERY_S, 2 * last.every_s), True, True
         pause.until_s = now_s + pause.every_s
@@ -281,7 +283,7 @@ class Pauses:
         fields = {"provider": name, "reason": pause.reason, "error": pause.error}
         log.error(signals.PROVIDER_PAUSED, **fields)
         self._background.detached(self._until_well(name, pause), name=f"probe {name}")
-        return Change("paused", fields)
+        return ProviderChange("paused", fields)
 
     async def probe_now(self, name: str) -> bool | None:
         """Whether a paused provider can be called again, by a probe that begins now, or as soon as the one that runs
@@ -305,7 +307,7 @@ class Pauses:
         finally:
             del self._checks[route.provider]
 
-    async def _until_well(self, name: str, pause: Pause) -> None:
+    async def _until_well(self, name: str, pause: ProviderPause) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             if not pause.asking:
@@ -325,7 +327,7 @@ class Pauses:
         self._past[name] = self._pauses.pop(name)
         log.warning(signals.PROVIDER_RESUMED, provider=name, paused_s=round(clock() - pause.since_s, 1))
 
-    async def _until_next_probe(self, pause: Pause) -> None:
+    async def _until_next_probe(self, pause: ProviderPause) -> None:
         with suppress(TimeoutError):
             try:
                 async with asyncio.timeout_at(pause.until_s) as pause.waiting:
@@ -334,7 +336,7 @@ class Pauses:
             finally:
                 pause.waiting = None
 
-    async def _is_well(self, route: Route, *, by_call: bool, pause: Pause | None = None) -> bool:
+    async def _is_well(self, route: Route, *, by_call: bool, pause: ProviderPause | None = None) -> bool:
         try:
             await self._probe(route, by_call)
         except AccountError as error:
@@ -425,11 +427,11 @@ class Breakers:
             return None
         return Permit(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
-    async def answered(self, permit: Permit, now_s: float) -> Change | None:
+    async def answered(self, permit: Permit, now_s: float) -> ProviderChange | None:
         self.pauses.well[permit.route.provider] = permit.route
         return await self._works(permit, now_s)
 
-    async def _works(self, permit: Permit, now_s: float) -> Change | None:
+    async def _works(self, permit: Permit, now_s: float) -> ProviderChange | None:
         breaker = self._all.pop(_key(permit.route), self._closed)
         change = None
         if was_open := breaker.state is not State.CLOSED:
@@ -439,7 +441,9 @@ class Breakers:
             await self._surely(self._let_go(permit.route))
         return change
 
-    async def failed(self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float) -> Change | None:
+    async def failed(
+        self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float
+    ) -> ProviderChange | None:
         match error.means.trips:
             case Trips.NO:
                 return await self._works(permit, now_s)
@@ -523,7 +527,7 @@ class Breakers:
                     await self.leases.let_go(_name(route), self._owner)
 
 
-def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> Change:
+def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> ProviderChange:
     fields = {
         "provider": route.provider,
         "model": route.model,
@@ -532,7 +536,7 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
         "retry_in_s": None if error is None else round(breaker.wait_s(now_s), 1),
     }
     log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **fields)
-    return Change("breaker", {name: value for name, value in fields.items() if value is not None})
+    return ProviderChange("breaker", {name: value for name, value in fields.items() if value is not None})
 
 
 def _key(route: Route) -> tuple[str, str]:

@@ -25,7 +25,7 @@ from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.decoding import Request
 
 
-class Calls:
+class CallFigures:
     """What the calls to one provider for one model took, by their outcome (`answered`, `ProviderError.cause` or
     `cancelled`), and what they used."""
 
@@ -114,7 +114,7 @@ class Registry:
         self._models = self.prices.models
         self._unpriced: LRUCache[str, bool] = LRUCache(UNPRICED_TOLD)
         self._learn = learn
-        self.calls: defaultdict[tuple[str, str, str], Calls] = defaultdict(Calls)
+        self.calls: defaultdict[tuple[str, str, str], CallFigures] = defaultdict(CallFigures)
         self.stops: Counter[tuple[str, str, str]] = Counter()
         """Answers by lane, model and stop reason."""
         self.refusals: Counter[tuple[str, str, str]] = Counter()
@@ -199,7 +199,7 @@ class Registry:
     def _label(self, model: str) -> str:
         return model if model in self._models else OTHER
 
-    def _calls_of(self, route: Route) -> Calls:
+    def _calls_of(self, route: Route) -> CallFigures:
         return self.calls[route.provider, route.account, self._label(route.model)]
 
     def _count(self, answer: Answer, route: Route, span: Span) -> Answer:

@@ -74,7 +74,7 @@ class ProviderModels:
     """Whether all its models share one set of limits, as on Bedrock."""
 
 
-class Problem(NamedTuple):
+class RouteProblem(NamedTuple):
     """An error in these settings."""
 
     place: tuple[str, ...]
@@ -94,7 +94,7 @@ class RoutesSpec:
     lines: Mapping[str, str] = field(default_factory=dict)
     """Looked at before `LINES`."""
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[RouteProblem]:
         """The errors, except circles of fallback models."""
         return [*self._of_lanes(), *self._of_lane_models()]
 
@@ -107,12 +107,14 @@ class RoutesSpec:
             named |= provider.models or {}
         return named
 
-    def _of_lanes(self) -> Iterator[Problem]:
+    def _of_lanes(self) -> Iterator[RouteProblem]:
         names = [provider.name for provider in self.providers]
         for lane, wanted in self.lanes.items():
             for name in wanted:
                 if name not in names:
-                    yield Problem(("lanes", lane, "providers"), f"no provider {name!r}; there are {', '.join(names)}")
+                    yield RouteProblem(
+                        ("lanes", lane, "providers"), f"no provider {name!r}; there are {', '.join(names)}"
+                    )
 
     def circles(self) -> Iterator[str]:
         """An error text for each model that is, by way of others, its own fallback."""
@@ -125,11 +127,11 @@ class RoutesSpec:
                 reported.update(way)
                 yield f"{' -> '.join([*way, model])} goes in a circle; take one of them out"
 
-    def _of_lane_models(self) -> Iterator[Problem]:
+    def _of_lane_models(self) -> Iterator[RouteProblem]:
         for lane, allowed in self.lane_models.items():
             for model in allowed or ():
                 if not self._has(lane, model):
-                    yield Problem(("lanes", lane, "models"), f"no provider of the lane has {model!r}")
+                    yield RouteProblem(("lanes", lane, "models"), f"no provider of the lane has {model!r}")
 
     def _has(self, lane: str, model: str) -> bool:
         names = self.lanes.get(lane)

@@ -249,7 +249,7 @@ WHICH_LIMIT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class AllowanceTaken:
     """Whether an amount was counted as used of an allowance, and how much of it is used in this period now."""
 
     granted: bool
@@ -264,7 +264,7 @@ class Period(NamedTuple):
     ends_ms: int
 
 
-class Reservation(NamedTuple):
+class AllowanceReservation(NamedTuple):
     """Of an amount that counts as used before it is: until when at most (ms since 1970). It is given back then, because
     its process has died. A later reservation with the same id takes its place before; `nonce` tells both apart."""
 
@@ -336,7 +336,7 @@ class Submitted(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NewEntries:
     """New entries of one request, in order, from the worker that holds its claim."""
 
     held: Held
@@ -344,7 +344,7 @@ class Part:
     entries: Sequence[NewEntry]
 
 
-class Refused(StrEnum):
+class AppendRefusal(StrEnum):
     """Why the store did not append entries."""
 
     FENCED = "fenced"
@@ -443,12 +443,12 @@ class Allowances(Protocol):
     than a limit."""
 
     async def take(
-        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
-    ) -> Taken:
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: AllowanceReservation | None = None
+    ) -> AllowanceTaken:
         """Count `amount` as used if the sum in this period stays within `limit`; otherwise count nothing. With a
         reservation it counts until that is settled or ends."""
 
-    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+    async def settle(self, name: str, used: float, *, period: Period, reservation: AllowanceReservation) -> None:
         """Count `used` instead of what was reserved."""
 
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:
@@ -696,7 +696,7 @@ class Following(Protocol):
 
     async def submission(self, identity: Identity) -> Submission | None: ...
 
-    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+    async def append(self, parts: Sequence[NewEntries]) -> Sequence[AppendRefusal | None]:
         """Append entries to several requests; those of one part together or not at all. Returns for each part why its
         entries were refused, or None if they were appended. A power cut may lose entries that were appended last."""
 

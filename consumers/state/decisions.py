@@ -13,15 +13,15 @@ from consumers.state import base
 from consumers.state.base import (
     EVENT,
     RESTART,
+    AppendRefusal,
     Cancelling,
     Completion,
     Ending,
     Fingerprint,
     Found,
     Granted,
+    NewEntries,
     NewEntry,
-    Part,
-    Refused,
     Stop,
     StoreSpec,
     Submission,
@@ -41,7 +41,7 @@ class Times:
     today: int
 
 
-class Progress(NamedTuple):
+class ProgressRow(NamedTuple):
     """How far the progress of a followed request has come."""
 
     body_hash: bytes
@@ -75,7 +75,7 @@ class Row(NamedTuple):
     ended_ms: int | None = None
     body: bytes | None = None
     group_id: str | None = None
-    progress: Progress | None = None
+    progress: ProgressRow | None = None
 
     def is_over(self, at: Times) -> bool:
         """Whether the row may be removed, and counts as removed."""
@@ -341,7 +341,7 @@ def follow(
     # The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`: skip that number.
     number = 1 if before is None else before.last + 2
     waiting = _new(row, at, keep_until_ms, noted=1)._replace(
-        progress=Progress(submission.body_hash, last=number, events=0, size=len(first_entry.body))
+        progress=ProgressRow(submission.body_hash, last=number, events=0, size=len(first_entry.body))
     )
     return Change(Submitted.NEW, waiting, entries=(first_entry,), forget="all", submission=submission)
 
@@ -350,9 +350,9 @@ def unfollow(row: Row | None, _: Times) -> Change[None]:
     return Change(None, None if row is not None and row.is_deferred else KEEP)
 
 
-def append(row: Row | None, _: Times, part: Part, spec: StoreSpec) -> Change[Refused | None]:
+def append(row: Row | None, _: Times, part: NewEntries, spec: StoreSpec) -> Change[AppendRefusal | None]:
     if row is None or not row.is_held_by(part.held.token):
-        return Change(Refused.FENCED)
+        return Change(AppendRefusal.FENCED)
     entries: list[NewEntry] = []
     restarts = False
     for entry in part.entries:
@@ -364,8 +364,8 @@ def append(row: Row | None, _: Times, part: Part, spec: StoreSpec) -> Change[Ref
     new_events = sum(entry.kind == EVENT for entry in entries)
     events, size = events + new_events, size + sum(len(entry.body) for entry in entries)
     if new_events and (events > spec.events_per_request or size > spec.event_bytes_per_request):
-        return Change(Refused.FULL)
-    after = Progress(
+        return Change(AppendRefusal.FULL)
+    after = ProgressRow(
         body_hash=part.submission.body_hash if before is None else before.body_hash,
         last=(0 if before is None else before.last) + len(entries),
         events=events,
@@ -383,12 +383,12 @@ def append(row: Row | None, _: Times, part: Part, spec: StoreSpec) -> Change[Ref
 # ---- allowances ------------------------------------------------------------------------------------------------------
 
 
-def take(used: float, freed: Sequence[float], amount: float, limit: float) -> base.Taken:
+def take(used: float, freed: Sequence[float], amount: float, limit: float) -> base.AllowanceTaken:
     """`freed`: what was reserved and has ended, or gives its place to this. (In Redis, `shares.lua` decides the same in
     one step, because many processes use one counter at the same time.)"""
     left = max(0.0, used - sum(freed))
     granted = left + amount <= limit
-    return base.Taken(granted=granted, used=left + amount if granted else left)
+    return base.AllowanceTaken(granted=granted, used=left + amount if granted else left)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------

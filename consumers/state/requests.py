@@ -110,7 +110,7 @@ class Requests(ABC):
     async def unfollow(self, identity: Identity) -> None:
         await self.change("unfollow", identity, decisions.unfollow)
 
-    async def append(self, parts: Sequence[base.Part]) -> Sequence[base.Refused | None]:
+    async def append(self, parts: Sequence[base.NewEntries]) -> Sequence[base.AppendRefusal | None]:
         wanted = [(each.held.identity, partial(decisions.append, part=each, spec=self.spec)) for each in parts]
         done = await self.change_all("append", wanted, durable=False, bodies=False)
         return [change.answer for change in done]

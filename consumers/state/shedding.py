@@ -16,7 +16,7 @@ STEP_BYTES: Final = 32 * 1024 * 1024
 SURPLUS_ROWS: Final = 50_000
 
 
-class Kind(StrEnum):
+class RowKind(StrEnum):
     """The kinds of a tenant's rows, by what they cost the tenant."""
 
     PAID = "paid"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
     """What is not removed, but counts for its tenant: claims that are held, and counters."""
 
 
-Share = tuple[str, Kind]
+Share = tuple[str, RowKind]
 
 
 class Surplus(NamedTuple):
@@ -58,16 +58,16 @@ def next_step(rows: deque[Surplus]) -> list[Surplus]:
 def cuts(used: Mapping[Share, int], at_most: float) -> list[tuple[Share, float]]:
     """How many bytes to remove of each tenant's rows of each kind, so that `used` falls to `at_most`. No tenant that
     has at most `at_most` divided by the number of tenants loses anything. The largest cut comes first."""
-    tenants: dict[str, dict[Kind, int]] = {}
+    tenants: dict[str, dict[RowKind, int]] = {}
     for (tenant, kind), size in used.items():
         tenants.setdefault(tenant, {})[kind] = size
     share = level((sum(sizes.values()) for sizes in tenants.values()), at_most)
     found: dict[Share, float] = {}
     for tenant, sizes in tenants.items():
-        left = max(0.0, share - sizes.pop(Kind.KEPT, 0))
-        flow = sizes.pop(Kind.FLOW, 0)
+        left = max(0.0, share - sizes.pop(RowKind.KEPT, 0))
+        flow = sizes.pop(RowKind.FLOW, 0)
         if flow > left:
-            found[tenant, Kind.FLOW] = flow - left
+            found[tenant, RowKind.FLOW] = flow - left
         top = level(sizes.values(), max(0.0, left - flow))
         found |= {(tenant, kind): size - top for kind, size in sizes.items() if size > top}
     return sorted(found.items(), key=lambda each: -each[1])

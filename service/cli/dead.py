@@ -214,7 +214,7 @@ def replay(
 
     Example:  lanekeeper dead replay --cause 5f3a09c1 --edit mended.json --rate 5
     """
-    from service.deadletters import Change, ReplayRefused
+    from service.deadletters import LetterEdit, ReplayRefused
 
     _require_choice(wanted, everything=everything)
     try:
@@ -225,7 +225,7 @@ def replay(
             f"{edit}: {why}; give a file that holds a JSON Merge Patch", param_hint="--edit"
         ) from None
     try:
-        change = Change(patch=patch, to_lane=to_lane, model=model)
+        change = LetterEdit(patch=patch, to_lane=to_lane, model=model)
     except ReplayRefused as error:
         raise typer.BadParameter(f"{edit}: {error}", param_hint="--edit") from None
     done = _with_letters(settings, lambda letters: letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run))

@@ -72,7 +72,7 @@ async def connected(settings: "Settings", purpose: str) -> "AsyncIterator[Connec
             yield connection
 
 
-class Stop:
+class StopSignals:
     """The first signal begins an orderly stop, once `armed` is set; else, and at the second, all ends at once."""
 
     def __init__(self, task: "asyncio.Task[object]") -> None:
@@ -90,11 +90,11 @@ class Stop:
 
 
 @contextmanager
-def stop_signals() -> Iterator[Stop]:
-    """Handle SIGINT and SIGTERM inside the block by the `Stop` that it gets."""
+def stop_signals() -> Iterator[StopSignals]:
+    """Handle SIGINT and SIGTERM inside the block by the `StopSignals` that it gets."""
     task = asyncio.current_task()
     assert task is not None
-    stop = Stop(task)
+    stop = StopSignals(task)
     with listening(stop):
         yield stop
 

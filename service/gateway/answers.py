@@ -31,7 +31,7 @@ from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract.messages import BodyAddress
 from lanekeeper.telemetry import signals
 from service.gateway.problems import ApiError, refused
-from service.gateway.shares import Parsing, SharedLimit
+from service.gateway.shares import BodyParsing, SharedLimit
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 WRITE_WITHIN_S = 30.0
@@ -175,7 +175,7 @@ class StoredAnswer:
 class StoredAnswers:
     """Fetches large answers from `stores`: those of now, and of before a change of the settings."""
 
-    def __init__(self, stores: Sequence[BodyStore], parsing: Parsing, *, most_bytes: int) -> None:
+    def __init__(self, stores: Sequence[BodyStore], parsing: BodyParsing, *, most_bytes: int) -> None:
         self._stores = stores
         self._parsing = parsing
         self._most_bytes = most_bytes

@@ -35,7 +35,7 @@ from service.gateway.messages import LookupPaths, Messages
 from service.gateway.operators import OperatorPaths
 from service.gateway.problems import ApiError, refused
 from service.gateway.requests import Poller, RequestPaths, SubmittedRequests, identity_of
-from service.gateway.server import Connection, Handler, descriptors
+from service.gateway.server import Handler, HttpConnection, descriptors
 from service.gateway.shares import SharedLimit, Shares
 from service.gateway.sockets import Sockets
 from service.page.live import Live
@@ -199,7 +199,7 @@ class Gateway:
 
     async def _admitted(self, handle: _CallHandler, request: web.Request) -> web.StreamResponse:
         caller = self._access.caller(request)
-        if isinstance(request.protocol, Connection):
+        if isinstance(request.protocol, HttpConnection):
             request.protocol.admit()
         with self._in_use.taken(caller.tenant):
             return await handle(request, caller)

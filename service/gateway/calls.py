@@ -36,7 +36,7 @@ from lanekeeper.requests import ANSWER_LATE_S, Options
 from service.config.settings import GatewayKey
 from service.gateway.access import lane_of, only_value, require_allowed_model, require_allowed_pipeline
 from service.gateway.problems import ApiError
-from service.gateway.shares import SharedLimit, Shares, Taken
+from service.gateway.shares import SharedLimit, SharedTaken, Shares
 from topology.codec import bounds
 from topology.codec import headers as header_rules
 from topology.codec.decoding import Request, decode, too_large
@@ -381,8 +381,8 @@ class Bodies:
         request: web.BaseRequest,
         caller: GatewayKey,
         stack: ExitStack,
-        memory: Taken,
-        files: Taken,
+        memory: SharedTaken,
+        files: SharedTaken,
         *,
         most_bytes: int,
     ) -> bytes | BinaryIO:

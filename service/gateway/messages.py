@@ -24,7 +24,7 @@ from aiohttp import web
 
 from consumers.background import background_task
 from consumers.failures import ProviderError
-from consumers.providers.anthropic import Found
+from consumers.providers.anthropic import LookedUp
 from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError, ReplyLost
@@ -336,7 +336,7 @@ class LookupPaths:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         provider: str | None = None,
-    ) -> Found:
+    ) -> LookedUp:
         account = self._accounts.of(provider)
         headers = provider_headers_of(request.headers)
         with self._places.taken(caller.tenant):
@@ -365,7 +365,7 @@ def _model_in(body: bytes) -> str:
     return model
 
 
-def _response(found: Found, *, body: bytes | None = None) -> web.Response:
+def _response(found: LookedUp, *, body: bytes | None = None) -> web.Response:
     headers = {**passed_headers(found.headers), "content-type": "application/json"}
     return web.Response(status=found.status, body=found.body if body is None else body, headers=headers)
 

@@ -28,9 +28,9 @@ from service.deadletters import (
     PAGE,
     PAGE_AT_MOST,
     AmbiguousId,
-    Change,
     DeadLetters,
     Filter,
+    LetterEdit,
     ReplayRefused,
     position,
     whole,
@@ -191,7 +191,7 @@ class OperatorPaths:
             if not (value is None or isinstance(value, str)):
                 raise ApiError(400, f"{name}: allowed is a name")
         try:
-            change = Change(patch=asked.get("edit"), **names)
+            change = LetterEdit(patch=asked.get("edit"), **names)
         except ReplayRefused as error:
             raise ApiError(400, f"edit: {error}") from error
         async with self._letters() as letters:

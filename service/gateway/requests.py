@@ -348,7 +348,7 @@ def status_of(
     known: Known,
     *,
     now_ms: int,
-    place: Place | None = None,
+    place: QueuePlace | None = None,
     pause: state.Pause | None = None,
     webhook: Mapping[str, Any] | None = None,
     of_tenant: str | None = None,
@@ -501,7 +501,7 @@ class Poller:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePlace:
     """The estimated position of a waiting request in its lane, and when it may start."""
 
     position: int
@@ -516,10 +516,10 @@ class Positions:
     def __init__(self, client: Client, store: state.Allowances) -> None:
         self._client = client
         self._store = store
-        self._places: dict[str, tuple[float, Place | None]] = {}
+        self._places: dict[str, tuple[float, QueuePlace | None]] = {}
         self._paces: dict[str, tuple[float, float]] = {}
 
-    async def of(self, lane: str) -> Place | None:
+    async def of(self, lane: str) -> QueuePlace | None:
         now_s = asyncio.get_running_loop().time()
         at_s, place = self._places.get(lane, (-AGE_S, None))
         if now_s - at_s >= AGE_S:
@@ -528,7 +528,7 @@ class Positions:
             self._places[lane] = now_s, place
         return place
 
-    async def _estimate(self, lane: str) -> Place | None:
+    async def _estimate(self, lane: str) -> QueuePlace | None:
         try:
             async with asyncio.timeout(ESTIMATED_WITHIN_S):
                 depth, per_s = await asyncio.gather(self._client.depth(lane), self._pace(lane))
@@ -536,7 +536,7 @@ class Positions:
             return None
         if depth is None or not depth.ready:  # the queue is empty: a worker or a side queue has the request
             return None
-        return Place(depth.ready - 1, None if per_s is None or not depth.consumers else depth.ready / per_s)
+        return QueuePlace(depth.ready - 1, None if per_s is None or not depth.consumers else depth.ready / per_s)
 
     async def _pace(self, lane: str) -> float | None:
         now_s = asyncio.get_running_loop().time()

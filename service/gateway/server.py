@@ -131,9 +131,9 @@ class Server:
         if self._paths is not None:
             await self._paths.aclose()
 
-    def _connection(self) -> "Connection":
+    def _connection(self) -> "HttpConnection":
         assert self._runner.server is not None
-        return Connection(
+        return HttpConnection(
             self._runner.server,
             self._connections,
             loop=asyncio.get_running_loop(),
@@ -197,11 +197,11 @@ async def _send_no_100(request: web.Request) -> None:
 class _Connections:
     def __init__(self, most: int) -> None:
         self._most = most
-        self._open: set[Connection] = set()
-        self._strangers: dict[Connection, None] = {}
-        self._idle: dict[Connection, None] = {}
+        self._open: set[HttpConnection] = set()
+        self._strangers: dict[HttpConnection, None] = {}
+        self._idle: dict[HttpConnection, None] = {}
 
-    def add(self, connection: "Connection") -> None:
+    def add(self, connection: "HttpConnection") -> None:
         if len(self._open) >= self._most:
             silent = self._strangers or self._idle
             oldest = next(iter(silent), connection)
@@ -212,20 +212,20 @@ class _Connections:
         self._open.add(connection)
         self._strangers[connection] = None
 
-    def is_in_use(self, connection: "Connection") -> None:
+    def is_in_use(self, connection: "HttpConnection") -> None:
         self._strangers.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def is_idle(self, connection: "Connection") -> None:
+    def is_idle(self, connection: "HttpConnection") -> None:
         if connection in self._open:
             self._idle[connection] = None
 
-    def remove(self, connection: "Connection") -> None:
+    def remove(self, connection: "HttpConnection") -> None:
         self._open.discard(connection)
         self.is_in_use(connection)
 
 
-class Connection(web.RequestHandler):
+class HttpConnection(web.RequestHandler):
     """An HTTP connection.
 
     Until `admit` is called for a call, its caller counts as a stranger, whose connection is closed first if there are

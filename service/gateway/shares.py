@@ -32,11 +32,11 @@ class SharedLimit:
         free = self._total - self.used + own
         return own + more <= free - free // self._spared
 
-    def taken(self, tenant: str | None, amount: int = 1) -> "Taken":
-        return Taken(self, tenant or "", amount)
+    def taken(self, tenant: str | None, amount: int = 1) -> "SharedTaken":
+        return SharedTaken(self, tenant or "", amount)
 
     @asynccontextmanager
-    async def taken_soon(self, tenant: str | None, *, within_s: float) -> "AsyncIterator[Taken]":
+    async def taken_soon(self, tenant: str | None, *, within_s: float) -> "AsyncIterator[SharedTaken]":
         try:
             async with asyncio.timeout(within_s):
                 while not self.fits(tenant, 1):
@@ -70,7 +70,7 @@ class SharedLimit:
         return refused(f"as many {self._what} of this tenant are under way here as fit beside others", status=529)
 
 
-class Taken:
+class SharedTaken:
     """What one user has taken of a `SharedLimit`."""
 
     __slots__ = ("_amount", "_limit", "_tenant", "amount")
@@ -94,7 +94,7 @@ class Taken:
         self.change(0)
 
 
-class Parsing:
+class BodyParsing:
     """Parses and unpacks bodies: small ones at once, all others one after the other in a thread."""
 
     def __init__(self) -> None:
@@ -126,4 +126,4 @@ class Shares:
 
     calls: SharedLimit
     memory: SharedLimit
-    parsing: Parsing = field(default_factory=Parsing)
+    parsing: BodyParsing = field(default_factory=BodyParsing)

@@ -30,8 +30,8 @@ from service.gateway.answers import Drain, StoredAnswers
 from service.gateway.calls import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.problems import ApiError, problem_of, refused
 from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, urls_of
-from service.gateway.server import Connection
-from service.gateway.shares import Shares, Taken
+from service.gateway.server import HttpConnection
+from service.gateway.shares import SharedTaken, Shares
 from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
 
@@ -296,7 +296,7 @@ class BoundedSocket(web.WebSocketResponse):
     def __init__(self, request: web.Request, *, heartbeat_s: float, message_bytes: int) -> None:
         super().__init__(heartbeat=heartbeat_s, max_msg_size=message_bytes, writer_limit=sys.maxsize, compress=False)
         self._protocol = request.protocol
-        self.memory: Taken
+        self.memory: SharedTaken
         self.sizes: deque[int] = deque()
         self._drain = Drain(request)
         self._write_lock = asyncio.Lock()
@@ -306,9 +306,9 @@ class BoundedSocket(web.WebSocketResponse):
         self._out = await super().prepare(request)
         return self._out
 
-    def count_in(self, memory: Taken) -> None:
+    def count_in(self, memory: SharedTaken) -> None:
         """Count the bytes of messages in `memory` as they arrive, until `forget` is called."""
-        assert isinstance(self._protocol, Connection)
+        assert isinstance(self._protocol, HttpConnection)
         self.memory = memory
         self._protocol.before_parser = partial(_Frames, self)
 

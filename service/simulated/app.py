@@ -14,7 +14,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from service.simulated import messages
-from service.simulated.batches import BATCHES_PATH, Batches, BatchOptions
+from service.simulated.batches import BATCHES_PATH, BatchOptions, SimulatedBatches
 from service.simulated.buckets import Limits
 from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, error_body, invalid
 from service.simulated.files import FILES_PATH, Files
@@ -73,7 +73,7 @@ class SimulatedAPI:
     """A simulated Anthropic API. `port` 0: a free one, which stays the same after `stop` and `start`."""
 
     faults_type = Faults
-    batches_type = Batches
+    batches_type = SimulatedBatches
     files_type = Files
 
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:

@@ -57,7 +57,7 @@ class BatchOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class Item:
+class SimulatedItem:
     """One request of a batch. `asked`: None if it is invalid; `done_s`: when its answer is there."""
 
     custom_id: str
@@ -70,11 +70,11 @@ class Item:
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class SimulatedBatch:
     """A batch, and what it has cost so far. `ends_s`: when its processing ends, if it is not cancelled."""
 
     id: str
-    items: list[Item]
+    items: list[SimulatedItem]
     created_s: float
     began_s: float
     ends_s: float
@@ -102,14 +102,14 @@ class BatchCall:
     status: int
 
 
-class Batches:
+class SimulatedBatches:
     """The batches of a simulated API. `calls`: the latest calls to their endpoints."""
 
     def __init__(self, ledger: Ledger, *, check_model: Callable[[str], None], notify: Callable[[], None]) -> None:
         self._ledger = ledger
         self._check_model = check_model
         self._notify = notify
-        self._batches: OrderedDict[str, Batch] = OrderedDict()
+        self._batches: OrderedDict[str, SimulatedBatch] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
         self._archived_bytes = 0
         self._created = 0
@@ -120,7 +120,7 @@ class Batches:
         self._options, self._item_faults, self._output_tokens, self._seed = options, item_faults, output_tokens, seed
 
     @property
-    def all(self) -> Mapping[str, Batch]:
+    def all(self) -> Mapping[str, SimulatedBatch]:
         """By id, the oldest first."""
         for batch in self._batches.values():
             self._look_at(batch)
@@ -174,7 +174,7 @@ class Batches:
                 found = getattr(self, f"_{endpoint}")(self._batch(id), url)
         return json_answer(found, headers)
 
-    async def _create(self, body: bytes, request_id: str) -> Batch:
+    async def _create(self, body: bytes, request_id: str) -> SimulatedBatch:
         given = _requests_in(body)
         options = self._options
         if len(given) > options.requests:
@@ -188,13 +188,13 @@ class Batches:
                 headers={"retry-after": "60"},
             )
         began_s = time.monotonic()
-        items: list[Item] = []
+        items: list[SimulatedItem] = []
         for nth, (custom_id, params) in enumerate(given):
             items.append(self._item(custom_id, params, began_s=began_s, nth=nth))
             if nth % _SOME == _SOME - 1:
                 await asyncio.sleep(0)
         self._created += 1
-        batch = Batch(
+        batch = SimulatedBatch(
             id=f"msgbatch_{self._created:024d}",
             items=items,
             created_s=time.time(),
@@ -208,10 +208,10 @@ class Batches:
             self._batches.popitem(last=False)
         return batch
 
-    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> Item:
+    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> SimulatedItem:
         body = json.dumps(params).encode()
         done_s = began_s + self._options.processing_s + (nth + 1) * self._options.item_s
-        item = Item(custom_id=custom_id, done_s=done_s, bytes=len(body))
+        item = SimulatedItem(custom_id=custom_id, done_s=done_s, bytes=len(body))
         try:
             item.asked = asked = messages.read_request(body)
             self._check_model(asked.model)
@@ -227,7 +227,7 @@ class Batches:
             item.refusal = self._item_faults.refusal(item.fault)
         return item
 
-    def _look_at(self, batch: Batch) -> None:
+    def _look_at(self, batch: SimulatedBatch) -> None:
         """Let the batch end, if it is over by now."""
         if batch.ended_s is not None or time.monotonic() < batch.ends_s:
             return
@@ -250,16 +250,16 @@ class Batches:
                 for item in old.items:
                     item.asked = item.fault = item.refusal = None
 
-    def _batch(self, id: str) -> Batch:
+    def _batch(self, id: str) -> SimulatedBatch:
         if (batch := self._batches.get(id)) is None:
             raise Refusal(404, f"Batch {id[:100]} not found", outcome="not_found")
         self._look_at(batch)
         return batch
 
-    def _retrieve(self, batch: Batch, url: str) -> dict[str, Any]:
+    def _retrieve(self, batch: SimulatedBatch, url: str) -> dict[str, Any]:
         return _described(batch, url)
 
-    def _cancel(self, batch: Batch, url: str) -> dict[str, Any]:
+    def _cancel(self, batch: SimulatedBatch, url: str) -> dict[str, Any]:
         if batch.ended_s is not None:
             raise invalid(f"Batch {batch.id} cannot be canceled: its processing has ended")
         if batch.cancelled_s is None:
@@ -267,7 +267,7 @@ class Batches:
             batch.ends_s = min(batch.ends_s, batch.cancelled_s + self._options.cancelling_s)
         return _described(batch, url)
 
-    def _delete(self, batch: Batch, _: str) -> dict[str, Any]:
+    def _delete(self, batch: SimulatedBatch, _: str) -> dict[str, Any]:
         if batch.ended_s is None:
             raise invalid(f"Batch {batch.id} cannot be deleted: cancel it first")
         if not batch.is_archived:
@@ -296,12 +296,14 @@ class Batches:
             "last_id": found[-1]["id"] if found else None,
         }
 
-    def _kind(self, item: Item, batch: Batch) -> str:
+    def _kind(self, item: SimulatedItem, batch: SimulatedBatch) -> str:
         if item.done_s > batch.ends_s:
             return "expired" if batch.cancelled_s is None else "canceled"
         return "succeeded" if item.refusal is None else "errored"
 
-    async def _results(self, request: web.BaseRequest, batch: Batch, headers: dict[str, str]) -> web.StreamResponse:
+    async def _results(
+        self, request: web.BaseRequest, batch: SimulatedBatch, headers: dict[str, str]
+    ) -> web.StreamResponse:
         lines = self._lines(batch)
         response = web.StreamResponse(headers={**headers, "content-type": "application/x-jsonl"})
         response.enable_chunked_encoding()
@@ -311,7 +313,7 @@ class Batches:
         await response.write_eof()
         return response
 
-    def _lines(self, batch: Batch) -> list[bytes]:
+    def _lines(self, batch: SimulatedBatch) -> list[bytes]:
         if batch.ended_s is None or batch.is_archived:
             raise Refusal(404, f"Batch {batch.id} has no results", outcome="not_found")
         order = list(range(len(batch.items)))
@@ -319,10 +321,10 @@ class Batches:
             random.Random(f"{self._seed} {batch.id}").shuffle(order)
         return [self._line(batch.items[nth], batch, nth) for nth in order]
 
-    def _line(self, item: Item, batch: Batch, nth: int) -> bytes:
+    def _line(self, item: SimulatedItem, batch: SimulatedBatch, nth: int) -> bytes:
         return json.dumps({"custom_id": item.custom_id, "result": self._result(item, batch, nth)}).encode() + b"\n"
 
-    def _result(self, item: Item, batch: Batch, nth: int) -> dict[str, Any]:
+    def _result(self, item: SimulatedItem, batch: SimulatedBatch, nth: int) -> dict[str, Any]:
         match item.kind:
             case "succeeded" if item.asked is not None:
                 output = messages.answer(item.asked, output_tokens=self._output_tokens)
@@ -372,7 +374,7 @@ def _requests_in(body: bytes) -> list[tuple[str, dict[str, Any]]]:
     return list(found.items())
 
 
-def _described(batch: Batch, url: str) -> dict[str, Any]:
+def _described(batch: SimulatedBatch, url: str) -> dict[str, Any]:
     counts = batch.counts
     has_ended = batch.ended_s is not None
     return {

@@ -13,7 +13,7 @@ from service.simulated.faults import Refusal
 Seconds = Callable[[], float]
 
 
-class Bucket(TokenBucket):
+class RateLimitBucket(TokenBucket):
     """One rate limit. Its level may become negative: what a call used beyond the estimate is taken at its end."""
 
     def __init__(self, per_minute: int, *, burst_s: float, clock: Seconds) -> None:
@@ -28,7 +28,8 @@ class Limits:
         self, *, requests: int, input_tokens: int, output_tokens: int, burst_s: float, clock: Seconds = time.monotonic
     ) -> None:
         self.requests, self.input_tokens, self.output_tokens = (
-            Bucket(per_minute, burst_s=burst_s, clock=clock) for per_minute in (requests, input_tokens, output_tokens)
+            RateLimitBucket(per_minute, burst_s=burst_s, clock=clock)
+            for per_minute in (requests, input_tokens, output_tokens)
         )
 
     def enter(self, input_tokens: int) -> None:

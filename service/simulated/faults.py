@@ -92,7 +92,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Script:
+class PromptMarkers:
     """What the markers in one prompt ask for."""
 
     faults: tuple[Fault, ...] = ()
@@ -100,7 +100,7 @@ class Script:
     tokens: int | None = None
 
 
-NO_SCRIPT: Final = Script()
+NO_SCRIPT: Final = PromptMarkers()
 
 
 class Faults:
@@ -130,7 +130,7 @@ class Faults:
             allowed = ", ".join(sorted(self.parameters))
             raise ValueError(f"fault {fault.name}: {min(unknown)!r} is neither xN nor one of {allowed}")
 
-    def choose(self, script: Script, prompt: str) -> Fault | None:
+    def choose(self, script: PromptMarkers, prompt: str) -> Fault | None:
         """Raises `Refusal` (400) for a marker of an unknown fault."""
         if not script.faults:
             return self.draw()
@@ -171,7 +171,7 @@ class Faults:
         return None
 
 
-def parse_script(prompt: str) -> Script:
+def parse_script(prompt: str) -> PromptMarkers:
     """The markers in a prompt. Raises `Refusal` (400)."""
     if "[[" not in prompt:
         return NO_SCRIPT
@@ -189,7 +189,7 @@ def parse_script(prompt: str) -> Script:
                     tokens = int(value)
     except ValueError as error:
         raise invalid(f"marker in the prompt: {error}") from error
-    return Script(faults=tuple(faults), latency_s=latency_s, tokens=tokens)
+    return PromptMarkers(faults=tuple(faults), latency_s=latency_s, tokens=tokens)
 
 
 def parse_fault(text: str) -> Fault:

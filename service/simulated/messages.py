@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from service.simulated.faults import Script, event, invalid, parse_script
+from service.simulated.faults import PromptMarkers, event, invalid, parse_script
 from topology.codec import media
 
 KNOWN_MODELS: Final = (
@@ -75,7 +75,7 @@ class Asked:
     input_tokens: int
     estimated_tokens: int
     """What is taken from the bucket of input tokens at the start; more than `input_tokens`, as Anthropic's estimate."""
-    script: Script
+    script: PromptMarkers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

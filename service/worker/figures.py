@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Final
 
 from consumers.flows.webhooks import STATES
-from consumers.providers.registry import Calls
+from consumers.providers.registry import CallFigures
 from consumers.slots.activity import WINDOWS, LaneActivity
 from consumers.slots.admission import LaneSlots
 from consumers.spending import DAY, LANE, TENANT
@@ -180,7 +180,9 @@ def _of_calls(budgeting: Budgeting) -> Iterator[Sample]:
         yield "lanekeeper.provider.paused", {"provider": name}, int(name in paused)
     is_open = dict.fromkeys(breakers.states(now_s), 1)
     outcomes: Counter[tuple[str, str]] = Counter()
-    by_model: defaultdict[tuple[str, str], list[Calls]] = defaultdict(list)  # `other` has calls of several accounts
+    by_model: defaultdict[tuple[str, str], list[CallFigures]] = defaultdict(
+        list
+    )  # `other` has calls of several accounts
     for (provider, account, model), calls in budgeting.registry.calls.items():
         by_model[provider, model].append(calls)
         for outcome, histogram in calls.times.items():

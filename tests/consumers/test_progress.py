@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from consumers.background import Background
 from consumers.progress import Progress, ProgressWriter
-from consumers.state.base import Held, Identity, Part, Refused, StoreUnavailable, Submission
+from consumers.state.base import AppendRefusal, Held, Identity, NewEntries, StoreUnavailable, Submission
 from consumers.state.sqlite.store import SqliteStore
 from tests.support.waiting import until
 
@@ -19,15 +19,15 @@ class Store(SqliteStore):
     """Records what is appended; `waits` holds the answer back."""
 
     def __init__(self) -> None:
-        self.calls: list[list[Part]] = []
-        self.answer: Refused | None = None
+        self.calls: list[list[NewEntries]] = []
+        self.answer: AppendRefusal | None = None
         self.failing = False
         self.fault: Exception | None = None
         self.waits = asyncio.Event()
         self.waits.set()
 
     @override
-    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+    async def append(self, parts: Sequence[NewEntries]) -> Sequence[AppendRefusal | None]:
         self.calls.append(list(parts))
         is_failing = self.failing
         await self.waits.wait()
@@ -100,7 +100,7 @@ async def test_a_claim_that_was_taken_over_begins_its_events_with_one_restart() 
 async def test_events_above_the_limit_of_the_store_stop_until_a_restart() -> None:
     store = Store()
     one = progress(requests(store))
-    store.answer = Refused.FULL
+    store.answer = AppendRefusal.FULL
     one.part("event", b"a")
     await until(lambda: len(store.calls) == 1)
     store.answer = None
@@ -155,7 +155,7 @@ async def test_texts_are_written_as_they_are() -> None:
 async def test_a_claim_that_was_taken_over_writes_nothing_more() -> None:
     store = Store()
     one = progress(requests(store))
-    store.answer = Refused.FENCED
+    store.answer = AppendRefusal.FENCED
     one.part("event", b"a")
     await until(lambda: len(store.calls) == 1)
     await one.flushed()

@@ -10,7 +10,7 @@ import pytest
 
 from service.config.flows import PipelineSettings
 from service.simulated.app import SimulatedOptions
-from service.simulated.batches import Batch, BatchOptions
+from service.simulated.batches import BatchOptions, SimulatedBatch
 from tests.support.brokers import Vhost, close_connection
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import RunningWorker, serving
@@ -47,11 +47,11 @@ async def outcomes(app: Requester, asked: Mapping[str, str]) -> dict[str, Got]:
     return found
 
 
-def made(worker: RunningWorker) -> list[Batch]:
+def made(worker: RunningWorker) -> list[SimulatedBatch]:
     return list(worker.api.batches.all.values())
 
 
-def end(batch: Batch) -> None:
+def end(batch: SimulatedBatch) -> None:
     """Let all its requests be answered, and the batch end, when it is asked for next."""
     batch.ends_s = 0
     for item in batch.items:
@@ -213,13 +213,13 @@ async def test_a_batch_that_is_still_created_when_its_channel_is_lost_is_not_cre
 ) -> None:
     """The same process gets the ticket again, while its first call goes on at the provider."""
     async with batching(vhost, count=5, window_s=30) as worker, requester(vhost.amqp_url) as app:
-        create, creating = worker.api.batches._create, list[asyncio.Task[Batch]]()
+        create, creating = worker.api.batches._create, list[asyncio.Task[SimulatedBatch]]()
 
-        async def late(*given: Any) -> Batch:
+        async def late(*given: Any) -> SimulatedBatch:
             await asyncio.sleep(12)
             return await create(*given)
 
-        async def goes_on(*given: Any) -> Batch:
+        async def goes_on(*given: Any) -> SimulatedBatch:
             creating.append(asyncio.create_task(late(*given)))
             return await asyncio.shield(creating[-1])
 

@@ -19,7 +19,7 @@ from consumers.state.base import Identity
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.telemetry import signals
 from service.config.settings import Settings
-from service.deadletters import Change, DeadLetters, Filter
+from service.deadletters import DeadLetters, Filter, LetterEdit
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
@@ -29,7 +29,7 @@ from tests.support.waiting import until
 from topology.broker.deadletters import Scan
 
 NEWEST: dict[str, Any] = {"anthropic_version": "2026-10-21"}  # in which `temperature` is an error
-COOLER = Change(patch={"temperature": None})
+COOLER = LetterEdit(patch={"temperature": None})
 RATE = 20.0
 USER = "lanekeeper"
 """The user of the tests' virtual hosts."""
@@ -77,7 +77,7 @@ async def test_100_dead_letters_of_three_causes_are_mended_and_run_again_once(
         mended = Filter(causes=frozenset({cause}))
         called = len(worker.api.calls)
 
-        refused = await letters.replay(mended, Change(patch={"max_tokens": "few"}))
+        refused = await letters.replay(mended, LetterEdit(patch={"max_tokens": "few"}))
         assert (refused.refusals, refused.replayed) == (40, 0)
         assert "max_tokens" in refused.refused[0]["reason"]
         dry = await letters.replay(mended, COOLER, dry_run=True)
@@ -150,7 +150,7 @@ async def test_a_replay_goes_to_another_lane_and_model_and_keeps_its_trace(vhost
         letter = await letters.find(Filter(ids=frozenset({"x"})))
         assert letter is not None
         assert (letter.trace_id, letter.app, letter.attempts, letter.tenant) == ("a" * 32, "shop", 1, "")
-        change = Change(patch={"temperature": None}, to_lane="batch", model="claude-haiku-4-5")
+        change = LetterEdit(patch={"temperature": None}, to_lane="batch", model="claude-haiku-4-5")
         assert letters.prepared(letter, change).routing_key == "batch.shop.ask.eu"
         assert (await letters.replay(Filter(ids=frozenset({"x"})), change)).replayed == 1
         reply = await until(lambda: app.finals(asked)[1:])
@@ -171,7 +171,7 @@ async def test_what_cannot_be_read_is_shown_exported_and_dropped(vhost: Vhost) -
         lines: list[bytes] = []
         assert await letters.export(Filter(), lines.append) == 2
         assert {each["code"] for each in (await groups(letters)).values()} == {"invalid_request", "unknown"}
-        refused = await letters.replay(Filter(), Change())
+        refused = await letters.replay(Filter(), LetterEdit())
         assert (refused.refusals, refused.replayed) == (2, 0)
         with_edit = await letters.replay(Filter(ids=frozenset({"raw"})), COOLER)
         assert "no JSON object" in with_edit.refused[0]["reason"]
@@ -350,7 +350,7 @@ async def test_a_dead_letter_that_is_there_twice_is_replayed_once_and_both_are_g
         for _ in range(2):
             await app.publish(request(1), **letter_of(""))
         await until(lambda: app.holds(2, "lane.dead"))
-        done = await letters.replay(Filter(ids=frozenset({"d-1"})), Change())
+        done = await letters.replay(Filter(ids=frozenset({"d-1"})), LetterEdit())
         assert (done.matched, done.replayed, done.left) == (1, 1, 0)
         await until(lambda: app.holds(0, "lane.dead"))
         await until(lambda: worker.api.calls)

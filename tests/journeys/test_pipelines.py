@@ -17,7 +17,7 @@ from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 from service.config.flows import PipelineSettings
-from service.deadletters import Change, DeadLetters, Filter
+from service.deadletters import DeadLetters, Filter, LetterEdit
 from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
 from tests.support.malicious import Stalls
@@ -415,9 +415,9 @@ async def test_dead_letters_of_pipelines_and_handlers_are_replayed_by_the_operat
         async with serving(vhost.amqp_url, handlers={"it": {"run": f"{FUNCTIONS}:echo"}}, **settings) as worker:
             async with Connection(vhost.amqp_url, name="operator") as connection:
                 letters = DeadLetters(worker.settings, connection)
-                other = await letters.replay(Filter(), Change(model="claude-haiku-5-5"))
+                other = await letters.replay(Filter(), LetterEdit(model="claude-haiku-5-5"))
                 assert (other.refusals, other.replayed) == (2, 0)
-                done = await letters.replay(Filter(), Change())
+                done = await letters.replay(Filter(), LetterEdit())
                 assert (done.refusals, done.replayed) == (0, 2), done.refused
             await until(lambda: len(app.finals(stepped)) + len(app.finals(ended)) == 4)
             assert app.finals(stepped)[1].json == {"echo": "echo: x"}

@@ -143,14 +143,14 @@ async def test_after_give_up_s_it_is_a_dead_letter_which_a_replay_posts_again(vh
             await until(lambda: worker.parts.posting.posted["undelivered"])
             hook.answer = lambda posted: web.Response(status=200)
             hook.posts.clear()
-            from service.deadletters import Change, DeadLetters, Filter
+            from service.deadletters import DeadLetters, Filter, LetterEdit
 
             dead = DeadLetters(worker.settings, worker.parts.broker.consuming)
             (letter,) = [each for each in [await dead.find(Filter(ids=frozenset({"w-dead"})))] if each]
             assert letter.code == "webhook_undelivered"
             assert "503" in letter.detail
             assert letter.message.body == reply.body
-            replayed = await dead.replay(Filter(codes=frozenset({"webhook_undelivered"})), Change())
+            replayed = await dead.replay(Filter(codes=frozenset({"webhook_undelivered"})), LetterEdit())
             assert (replayed.replayed, replayed.refusals) == (1, 0)
             await until(lambda: hook.posts)
             hook.posts[0].verify()

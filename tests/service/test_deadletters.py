@@ -6,7 +6,7 @@ import pytest
 
 from consumers.clock import moment_text, now_ms
 from lanekeeper.contract.messages import Message
-from service.deadletters import HOUR_MS, Change, Filter, Overview, ReplayRefused, merged, position
+from service.deadletters import HOUR_MS, Filter, LetterEdit, Overview, ReplayRefused, merged, position
 from tests.support.settings import load
 from topology.broker.deadletters import DeadLetter, cause_of, line_of, message_of_line
 
@@ -98,7 +98,7 @@ def test_a_merge_patch_is_applied_as_rfc_7396_says(target: Any, patch: Any, resu
 
 def test_an_edit_is_an_object() -> None:
     with pytest.raises(ReplayRefused, match="JSON object"):
-        Change(patch=[1])
+        LetterEdit(patch=[1])
 
 
 def test_a_page_has_the_newest_and_the_next_goes_on_after_it() -> None:

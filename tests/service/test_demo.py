@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from service.demo import Spending
+from service.demo import BudgetRun
 
-SPENT = Spending(waits_ms=[10] * 20, answered=75, refused=0, used=0.94)
-UNGATED = Spending(used=1.02)
+SPENT = BudgetRun(waits_ms=[10] * 20, answered=75, refused=0, used=0.94)
+UNGATED = BudgetRun(used=1.02)
 
 
 @pytest.mark.parametrize(

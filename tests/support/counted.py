@@ -35,16 +35,16 @@ from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import Admission, LaneSlots, QueueAdmitter, TenantShare
 from consumers.spending import Bound, CapsSpec, Hold, Spending, Spent
 from consumers.state.base import (
+    AllowanceReservation,
+    AllowanceTaken,
+    AppendRefusal,
     Ended,
     Granted,
     Identity,
-    Part,
+    NewEntries,
     Period,
-    Refused,
-    Reservation,
     Stop,
     StoreUnavailable,
-    Taken,
 )
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.jobs import NOW_MS, Bench, attempts, handler, routes_of
@@ -291,15 +291,15 @@ class Caps(Counted):
 class _SlowAllowances(MemoryAllowances):
     @override
     async def take(
-        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
-    ) -> Taken:
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: AllowanceReservation | None = None
+    ) -> AllowanceTaken:
         await turns(1)
         taken = await super().take(name, amount, limit=limit, period=period, reservation=reservation)
         await turns(1)
         return taken
 
     @override
-    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+    async def settle(self, name: str, used: float, *, period: Period, reservation: AllowanceReservation) -> None:
         await turns(1)
         await super().settle(name, used, period=period, reservation=reservation)
         await turns(1)
@@ -387,7 +387,7 @@ class _SlowStore(MemoryStore):
     """A store in memory; each call takes some turns of the loop, before and after what it does."""
 
     @override
-    async def append(self, parts: Sequence[Part]) -> Sequence[Refused | None]:
+    async def append(self, parts: Sequence[NewEntries]) -> Sequence[AppendRefusal | None]:
         await turns(2)
         self._at()
         return [None for _ in parts]

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from service.simulated import messages
 from service.simulated.app import SimulatedAPI
-from service.simulated.batches import NEVER_S, Batch, Batches, Item
+from service.simulated.batches import NEVER_S, SimulatedBatch, SimulatedBatches, SimulatedItem
 from service.simulated.faults import MID_STREAM, REFUSED, Fault, Faults, Refusal, event, seconds
 from service.simulated.sending import stream_headers
 
@@ -131,7 +131,7 @@ async def send_broken(
     return web.Response(body=message, headers=headers)
 
 
-class FaultyBatches(Batches):
+class FaultyBatches(SimulatedBatches):
     """Batches whose requests and endpoints can fail in every way."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
@@ -168,17 +168,17 @@ class FaultyBatches(Batches):
             self._batches.pop(json.loads(answer.body)["id"], None)
         return await send_broken(request, answer.body, headers=headers, fault=fault)
 
-    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> Item:
+    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> SimulatedItem:
         item = super()._item(custom_id, params, began_s=began_s, nth=nth)
         if item.fault is not None and item.fault.name == "hang":
             item.done_s = NEVER_S
         return item
 
-    def _kind(self, item: Item, batch: Batch) -> str:
+    def _kind(self, item: SimulatedItem, batch: SimulatedBatch) -> str:
         is_expired = item.fault is not None and item.fault.name == "expired"
         return "expired" if is_expired else super()._kind(item, batch)
 
-    def _line(self, item: Item, batch: Batch, nth: int) -> bytes:
+    def _line(self, item: SimulatedItem, batch: SimulatedBatch, nth: int) -> bytes:
         line = super()._line(item, batch, nth)
         match item.fault.name if item.fault else "":
             case "broken_json":

@@ -15,14 +15,14 @@ from consumers.spending import DAY, Cap
 from consumers.state import decisions
 from consumers.state.base import DAY_S as DAY_S
 from consumers.state.base import (
+    AllowanceReservation,
+    AllowanceTaken,
     Ending,
     Identity,
     Period,
-    Reservation,
     StoredFile,
     StoreSpec,
     StoreUnavailable,
-    Taken,
     period_of,
 )
 from consumers.state.decisions import Times
@@ -109,8 +109,8 @@ class MemoryAllowances:
         self._calls = 0
 
     async def take(
-        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
-    ) -> Taken:
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: AllowanceReservation | None = None
+    ) -> AllowanceTaken:
         self._look()
         if self.hangs:
             await asyncio.Event().wait()
@@ -123,7 +123,7 @@ class MemoryAllowances:
             self._reserved[name, id] = reservation.nonce, amount
         return taken
 
-    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+    async def settle(self, name: str, used: float, *, period: Period, reservation: AllowanceReservation) -> None:
         self._look()
         nonce, amount = self._reserved.get((name, reservation.id), ("", 0.0))
         if nonce == reservation.nonce:

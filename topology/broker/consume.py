@@ -28,7 +28,7 @@ from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable, TopologyMismatch
 from lanekeeper.telemetry import signals
-from topology.broker.memory import HELD_BYTES, HeldBytes, Waiting, size_of
+from topology.broker.memory import HELD_BYTES, HeldBytes, WaitingForRoom, size_of
 
 OPEN_TIMEOUT_S = 5
 """If `stop` is called while a channel is opened, it takes effect only when the channel is open or this time is over."""
@@ -171,7 +171,7 @@ class Session:
         self._loaded: dict[int, int] = {}
         """For how many bytes more it got room, to load them from elsewhere. They are another holder's: a lane whose
         messages all wait for such room does not hold what they wait for."""
-        self._without_room: dict[int, Waiting] = {}
+        self._without_room: dict[int, WaitingForRoom] = {}
         self._tag: str | None = None
         self.prefetch = 0
         """That of its consumer, or of the last one."""

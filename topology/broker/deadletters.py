@@ -174,7 +174,7 @@ class DeadLetter:
 # ---- reading the queue -----------------------------------------------------------------------------------------------
 
 
-class Reader(Protocol):
+class ScanReader(Protocol):
     """What a scan shows its messages to."""
 
     @property
@@ -183,7 +183,7 @@ class Reader(Protocol):
     def keeps(self, message: Message, tag: int) -> bool: ...
 
 
-R = TypeVar("R", bound=Reader)
+R = TypeVar("R", bound=ScanReader)
 
 
 class Scan(Generic[R]):
@@ -301,7 +301,7 @@ async def scanned(connection: Connection, queue: str, begin: Callable[[], R]) ->
 
 
 @dataclass(slots=True)
-class Batch:
+class LetterBatch:
     """Keeps letters with these keys, at most `most`, and of not much more than `HELD_BYTES`."""
 
     keys: set[int]
@@ -322,12 +322,14 @@ class Batch:
         return True
 
 
-async def held(connection: Connection, queue: str, keys: set[int], *, most: int) -> AsyncGenerator[Scan[Batch], None]:
+async def held(
+    connection: Connection, queue: str, keys: set[int], *, most: int
+) -> AsyncGenerator[Scan[LetterBatch], None]:
     """The letters with these keys, and all their copies, in batches of `most`. Each batch is held until it is removed,
     or the next one is begun; meanwhile others do not see it."""
     left, is_cut, tries = set(keys), False, 0
     while (left or is_cut) and tries < TRIES:
-        async with scanned(connection, queue, partial(Batch, keys, most)) as scan:
+        async with scanned(connection, queue, partial(LetterBatch, keys, most)) as scan:
             yield scan
             found = {letter.key for _, letter in scan.reader.held}
             is_cut = scan.reader.is_enough  # copies may be behind it

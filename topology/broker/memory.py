@@ -35,7 +35,7 @@ _COUNTS: Final = frozenset({names.DELIVERY_COUNT, names.ACQUIRED_COUNT})
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class WaitingForRoom:
     """Something for which there was no room: its size, what is called when there is, and what is called instead after
     `GIVEN_BACK_AFTER_S`."""
 
@@ -54,7 +54,7 @@ class HeldBytes:
     at_most: int = HELD_BYTES
     in_all: int = field(default=0, init=False)
     _held: Counter[str] = field(default_factory=Counter, init=False)
-    _waiting: defaultdict[str, deque[Waiting]] = field(default_factory=lambda: defaultdict(deque), init=False)
+    _waiting: defaultdict[str, deque[WaitingForRoom]] = field(default_factory=lambda: defaultdict(deque), init=False)
     _expected: defaultdict[tuple[str, str, int], deque[asyncio.TimerHandle]] = field(
         default_factory=lambda: defaultdict(deque), init=False
     )
@@ -87,16 +87,16 @@ class HeldBytes:
 
     def wait(
         self, holder: str, size: int, then: Callable[[], None], *, after_long: Callable[[], None] | None = None
-    ) -> Waiting:
+    ) -> WaitingForRoom:
         """When there is room for so many bytes, count them, and call `then`: holder by holder, in order. If there is
         none for long, count nothing, and call `after_long`."""
         loop = asyncio.get_running_loop()
-        waiting = Waiting(holder, size, then, after_long, loop.time())
+        waiting = WaitingForRoom(holder, size, then, after_long, loop.time())
         self._waiting[holder].append(waiting)
         waiting.timer = loop.call_later(LATE_S, self._look_late, waiting)
         return waiting
 
-    def forget(self, waiting: Waiting) -> None:
+    def forget(self, waiting: WaitingForRoom) -> None:
         if waiting.timer is not None:
             waiting.timer.cancel()
         if (line := self._waiting.get(waiting.holder)) is not None and waiting in line:
@@ -125,7 +125,7 @@ class HeldBytes:
             while (line := self._waiting.get(holder)) and self._has_room(holder, line[0].size):
                 self._admit(line[0])
 
-    def _look_late(self, waiting: Waiting) -> None:
+    def _look_late(self, waiting: WaitingForRoom) -> None:
         loop = asyncio.get_running_loop()
         is_first = self._waiting[waiting.holder][0] is waiting
         if is_first and not self._held[waiting.holder]:
@@ -136,7 +136,7 @@ class HeldBytes:
         else:
             waiting.timer = loop.call_later(LATE_S, self._look_late, waiting)
 
-    def _admit(self, waiting: Waiting) -> None:
+    def _admit(self, waiting: WaitingForRoom) -> None:
         line = self._waiting[waiting.holder]
         line.remove(waiting)
         if not line:

@@ -28,11 +28,11 @@ import structlog
 
 from consumers.state import base, groups
 from consumers.state.base import Fingerprint, Identity, StoreSpec, StoreUnavailable
-from consumers.state.decisions import KEEP, Change, Progress, Row, Times
+from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times
 from consumers.state.groups import MEMBER_BYTES, MEMBERS_AT_ONCE, Groups
 from consumers.state.redis.client import STORE, Argument, RedisClient
 from consumers.state.requests import Decide
-from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
+from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, RowKind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.figures import timings
 
@@ -383,13 +383,15 @@ class RedisStore(Groups):
         *,
         limit: float,
         period: base.Period,
-        reservation: base.Reservation | None = None,
-    ) -> base.Taken:
+        reservation: base.AllowanceReservation | None = None,
+    ) -> base.AllowanceTaken:
         values = (period.number, period.length_s * 1000, amount, limit, *(reservation or ()))
         granted, used = await self._run("take", self._allowance(name, period), *values)
-        return base.Taken(granted=granted == 1, used=float(used))
+        return base.AllowanceTaken(granted=granted == 1, used=float(used))
 
-    async def settle(self, name: str, used: float, *, period: base.Period, reservation: base.Reservation) -> None:
+    async def settle(
+        self, name: str, used: float, *, period: base.Period, reservation: base.AllowanceReservation
+    ) -> None:
         values = (period.number, period.length_s * 1000, used, *reservation[:2])
         await self._run("settle", self._allowance(name, period), *values)
 
@@ -518,7 +520,7 @@ def _seen(found: list[Any], now_ms: int) -> _Seen:
         ended_ms=int(ended) if ended else None,
         body=body,
         group_id=group.decode() or None,
-        progress=Progress(submitted, int(last), int(events), int(size)) if submitted else None,
+        progress=ProgressRow(submitted, int(last), int(events), int(size)) if submitted else None,
     )
     return _Seen(row, values)
 
@@ -633,4 +635,4 @@ def _entry(found: Sequence[Any]) -> base.Entry:
 
 def _share(found: bytes) -> Share:
     tenant, _, kind = found.decode().rpartition(" ")
-    return unquote(tenant), Kind(kind)
+    return unquote(tenant), RowKind(kind)

@@ -230,7 +230,7 @@ def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
         return waiting.done, None, error
 
 
-class Reader:
+class StoreReader:
     """Implements `Following.look` and `StoredPauses.pauses`, over its own connection and in its own thread. So readers
     do not delay claims, and commits that wait for the disk do not delay readers."""
 
@@ -321,7 +321,7 @@ class SqliteStore(Groups):
         self._looking: sqlite3.Connection | None = None
         self._writer = Writer(path, namespace=namespace, spec=spec, clock=self._clock, former=former)
         self.times = self._writer.times
-        self._reader = Reader(path, spec)
+        self._reader = StoreReader(path, spec)
 
     @property
     def trouble(self) -> str | None:

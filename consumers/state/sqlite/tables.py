@@ -13,9 +13,19 @@ from typing import Any, Final, TypeVar
 
 from consumers.state import base, decisions, groups
 from consumers.state.base import Fingerprint, Firing, Identity, Pause, StoredFile, Submission, WaitingLimit
-from consumers.state.decisions import KEEP, Change, Progress, Row, Times, as_json
+from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
 from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
-from consumers.state.shedding import LOW_WATER, STEP_ROWS, SURPLUS_ROWS, Kind, Share, Surplus, cuts, next_step, oldest
+from consumers.state.shedding import (
+    LOW_WATER,
+    STEP_ROWS,
+    SURPLUS_ROWS,
+    RowKind,
+    Share,
+    Surplus,
+    cuts,
+    next_step,
+    oldest,
+)
 from lanekeeper.contract.names import ATTEMPT
 
 T = TypeVar("T")
@@ -170,21 +180,21 @@ _SIZE: Final = (
     " WHERE f.tenant = request.tenant AND f.id = request.id), 0)"
 )
 _KIND: Final = (
-    f"CASE WHEN lease_ms > ? THEN '{Kind.KEPT}'"
+    f"CASE WHEN lease_ms > ? THEN '{RowKind.KEPT}'"
     # an id with # is of a step or item of a pipeline, whose request's id is before it
     f" WHEN instr(id, '#') AND NOT EXISTS (SELECT 1 FROM request p WHERE p.tenant = request.tenant"
     " AND p.id = substr(request.id, 1, instr(request.id, '#') - 1) AND p.status IS NOT NULL AND NOT p.cancelling)"
-    f" THEN '{Kind.FLOW}'"
-    f" WHEN status IS NULL OR cancelling THEN '{Kind.LIVE}'"
-    f" WHEN body_hash IS NULL AND NOT noted THEN '{Kind.CANCELLED}'"
-    f" WHEN status = 'error' AND (noted OR instr(headers, '\"{ATTEMPT}\": 0')) THEN '{Kind.FREE}'"
-    f" ELSE '{Kind.PAID}' END"
+    f" THEN '{RowKind.FLOW}'"
+    f" WHEN status IS NULL OR cancelling THEN '{RowKind.LIVE}'"
+    f" WHEN body_hash IS NULL AND NOT noted THEN '{RowKind.CANCELLED}'"
+    f" WHEN status = 'error' AND (noted OR instr(headers, '\"{ATTEMPT}\": 0')) THEN '{RowKind.FREE}'"
+    f" ELSE '{RowKind.PAID}' END"
 )
 _USED: Final = (
     f"SELECT tenant, {_KIND} AS kind, sum({_SIZE}) FROM request NOT INDEXED GROUP BY tenant, kind UNION ALL"
-    f" SELECT tenant, '{Kind.KEPT}', count(*) * {COUNTED_BYTES} FROM share GROUP BY tenant UNION ALL"
-    f" SELECT tenant, '{Kind.KEPT}', sum({COUNTED_BYTES} + coalesce(length(body), 0)) FROM kept GROUP BY tenant"
-    f" UNION ALL SELECT tenant, '{Kind.KEPT}', count(*) * {COUNTED_BYTES} FROM file GROUP BY tenant"
+    f" SELECT tenant, '{RowKind.KEPT}', count(*) * {COUNTED_BYTES} FROM share GROUP BY tenant UNION ALL"
+    f" SELECT tenant, '{RowKind.KEPT}', sum({COUNTED_BYTES} + coalesce(length(body), 0)) FROM kept GROUP BY tenant"
+    f" UNION ALL SELECT tenant, '{RowKind.KEPT}', count(*) * {COUNTED_BYTES} FROM file GROUP BY tenant"
 )
 _EXPIRED: Final = (
     f"SELECT tenant, id, {_SIZE}, keep_ms FROM request WHERE keep_ms <= ? AND lease_ms <= ?"
@@ -248,7 +258,7 @@ class Tables:
         if found is None:
             return None
         *columns, body_hash, last, events, size = found
-        row = Row._make((*columns, None if body_hash is None else Progress(body_hash, last, events, size)))
+        row = Row._make((*columns, None if body_hash is None else ProgressRow(body_hash, last, events, size)))
         if row.is_over(at):
             self._execute(_DELETE, me)
             return None
@@ -259,7 +269,7 @@ class Tables:
             names, values, _ = zip(*changed, strict=True)
             self._execute(_update(*names), (*values, *me))
 
-    def _go_on(self, me: tuple[str, str], to: Progress, change: Change[T]) -> None:
+    def _go_on(self, me: tuple[str, str], to: ProgressRow, change: Change[T]) -> None:
         if change.forget == "event":
             self._execute(_FORGET_EVENTS, me)
         elif change.forget == "all":
@@ -366,8 +376,8 @@ class Tables:
         *,
         limit: float,
         period: base.Period,
-        reservation: base.Reservation | None = None,
-    ) -> base.Taken:
+        reservation: base.AllowanceReservation | None = None,
+    ) -> base.AllowanceTaken:
         own = None if reservation is None else reservation.id
         ended = self._execute(_FREED, (name, period.length_s, period.number, at.today, own)).fetchall()
         before = self._used_in(name, period)
@@ -380,7 +390,9 @@ class Tables:
             )
         return taken
 
-    def settle(self, _: Times, name: str, used: float, *, period: base.Period, reservation: base.Reservation) -> None:
+    def settle(
+        self, _: Times, name: str, used: float, *, period: base.Period, reservation: base.AllowanceReservation
+    ) -> None:
         held = self._execute(_SETTLE, (name, period.length_s, period.number, *reservation[:2])).fetchall()
         before = self._used_in(name, period)
         self._set_used(name, period, decisions.take(before, [amount for (amount,) in held], used, inf).used)
@@ -595,7 +607,7 @@ class Tables:
     def used_by_share(self, now: int) -> dict[Share, int]:
         found: dict[Share, int] = {}
         for tenant, kind, size in self._execute(_USED, (now,)):
-            share = (tenant, Kind(kind))
+            share = (tenant, RowKind(kind))
             found[share] = found.get(share, 0) + size
         return found
 

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from typing_extensions import override
 
 from consumers.batches.collect import TOO_LARGE, Collector
-from consumers.batches.ticket import Item, Stage, Ticket, pack, unpack
+from consumers.batches.ticket import Item, Ticket, TicketStage, pack, unpack
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Route, Source
@@ -249,18 +249,18 @@ async def test_a_ticket_whose_lane_is_paused_is_not_submitted(collecting: Collec
     collecting.collector.breakers.brake = brake = Brake(pauses, now_ms=lambda: NOW_MS)
     await brake.read()
     waiting = await collecting.again(ticket)
-    assert (waiting.stage, collecting.submitted()) == (Stage.GATHERED, [])
+    assert (waiting.stage, collecting.submitted()) == (TicketStage.GATHERED, [])
 
     pauses.held.clear()
     await brake.read()
-    assert (await collecting.again(waiting)).stage == Stage.SUBMITTED
+    assert (await collecting.again(waiting)).stage == TicketStage.SUBMITTED
 
 
 async def test_a_gathered_ticket_becomes_one_batch_and_waits_for_it(collecting: Collecting) -> None:
     ticket = await collecting.gathered(*items(3))
     (sent,) = await collecting.take(ticket)
     again = collecting.read(sent)
-    assert (again.stage, again.batch_id, len(again.items)) == (Stage.SUBMITTED, "msgbatch_1", 3)
+    assert (again.stage, again.batch_id, len(again.items)) == (TicketStage.SUBMITTED, "msgbatch_1", 3)
     assert collecting.provider.made["msgbatch_1"].custom_ids == [f"{ticket.id}-{number}" for number in range(3)]
     assert sent.exchange == NAMES.delay(8)
     assert delay_ms(sent) == 25_600
@@ -301,15 +301,15 @@ async def test_a_provider_that_takes_no_batch_is_waited_for(collecting: Collecti
     (sent,) = await collecting.take(await collecting.gathered(*items(3)))
     assert delay_ms(sent) == (102_400 if error.retry_after_s else 25_600)
     again = collecting.read(sent)
-    assert (await collecting.again(again)).stage is Stage.SUBMITTED
+    assert (await collecting.again(again)).stage is TicketStage.SUBMITTED
     assert len(collecting.submitted()) == 1
 
 
 async def test_a_provider_that_cannot_be_asked_for_a_ticket_s_batch_is_waited_for(collecting: Collecting) -> None:
     collecting.provider.failing = TransientError("down", status=500, retry_after_s=204.8)
-    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    ticket = replace(await collecting.gathered(*items(2)), stage=TicketStage.ADOPTING, requests=2)
     (sent,) = await collecting.take(ticket)
-    assert (delay_ms(sent), collecting.read(sent).stage) == (204_800, Stage.ADOPTING)
+    assert (delay_ms(sent), collecting.read(sent).stage) == (204_800, TicketStage.ADOPTING)
     assert collecting.collector.counts["unsubmitted"] == 1
     assert not collecting.submitted()
 
@@ -340,7 +340,7 @@ async def test_a_split_that_is_done_twice_makes_the_same_tickets(collecting: Col
     # its worker died before it acknowledged, and before it took the ticket of the first half
     collecting.now_ms += 5_000
     adopting = await collecting.again(good, redelivered=True)
-    assert adopting.stage is Stage.ADOPTING
+    assert adopting.stage is TicketStage.ADOPTING
     assert (await collecting.again(adopting)).batch_id == submitted.batch_id
     assert collecting.read(first).id == ticket.id + "0"
     assert len(collecting.submitted()) == 1
@@ -363,7 +363,7 @@ async def test_a_ticket_whose_worker_died_looks_for_its_batch_before_it_makes_on
     (sent,) = await collecting.take(ticket, redelivered=True)
     assert delay_ms(sent) == 5_000, "a call to create it that was cut off has taken effect by then"
     adopted = await collecting.again(collecting.read(sent))
-    assert (adopted.stage, adopted.batch_id) == (Stage.SUBMITTED, submitted.batch_id)
+    assert (adopted.stage, adopted.batch_id) == (TicketStage.SUBMITTED, submitted.batch_id)
     assert len(collecting.submitted()) == 1
 
 
@@ -371,7 +371,7 @@ async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ende
     provider = collecting.provider
     provider.refusals, provider.is_created_though = [TransientError("cut off", type="connection")], True
     adopting = await collecting.again(await collecting.gathered(*items(2)))
-    assert adopting.stage is Stage.ADOPTING
+    assert adopting.stage is TicketStage.ADOPTING
     provider.add(["of-another-client-0", "of-another-client-1"])
     adopting = await collecting.again(adopting)
     assert set(adopting.candidates) == {"msgbatch_1", "msgbatch_2"}
@@ -380,7 +380,7 @@ async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ende
     assert adopting.candidates == ("msgbatch_1",)
     provider.end("msgbatch_1")
     adopted = await collecting.again(adopting)
-    assert (adopted.stage, adopted.batch_id) == (Stage.SUBMITTED, "msgbatch_1")
+    assert (adopted.stage, adopted.batch_id) == (TicketStage.SUBMITTED, "msgbatch_1")
     assert len(results(await collecting.take(adopted))) == 2
 
 
@@ -415,7 +415,7 @@ async def test_a_redelivered_ticket_waits_until_a_creation_that_was_cut_off_has_
     adopting = await collecting.again(await collecting.gathered(*items(2)))
     assert collecting.collector.counts["unsubmitted"] == 1
     again = await collecting.again(adopting, redelivered=True)
-    assert (again.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    assert (again.stage, collecting.submitted()) == (TicketStage.ADOPTING, [])
 
 
 async def test_a_lost_store_loses_no_request_and_makes_no_second_batch(collecting: Collecting) -> None:
@@ -441,7 +441,9 @@ async def test_no_second_batch_is_made_if_the_worker_dies_when_it_has_looked_at_
 ) -> None:
     provider = collecting.provider
     provider.end(provider.add(["of-another-client-0", "of-another-client-1"]).id)
-    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2, candidates=("msgbatch_1",))
+    ticket = replace(
+        await collecting.gathered(*items(2)), stage=TicketStage.ADOPTING, requests=2, candidates=("msgbatch_1",)
+    )
     await collecting.again(ticket)
     await forget(collecting, "msgbatch_2")
     again = await collecting.again(await collecting.again(ticket, redelivered=True))
@@ -450,12 +452,12 @@ async def test_no_second_batch_is_made_if_the_worker_dies_when_it_has_looked_at_
 
 
 async def test_of_two_copies_of_a_ticket_one_at_a_time_is_worked_on(collecting: Collecting) -> None:
-    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    ticket = replace(await collecting.gathered(*items(2)), stage=TicketStage.ADOPTING, requests=2)
     collecting.provider.may_list.clear()
     first = asyncio.create_task(collecting.take(ticket))
     await collecting.provider.asked_for_list.wait()
     copy = await collecting.again(ticket)
-    assert copy.stage is Stage.ADOPTING
+    assert copy.stage is TicketStage.ADOPTING
     collecting.provider.may_list.set()
     await first
     assert (await collecting.again(copy)).batch_id == "msgbatch_1"
@@ -464,7 +466,7 @@ async def test_of_two_copies_of_a_ticket_one_at_a_time_is_worked_on(collecting: 
 
 async def test_before_a_batch_is_made_of_fewer_requests_its_ticket_says_of_how_many(collecting: Collecting) -> None:
     whole = await collecting.gathered(*items(3))
-    ticket = replace(whole, stage=Stage.ADOPTING, requests=3, items=whole.items[1:])
+    ticket = replace(whole, stage=TicketStage.ADOPTING, requests=3, items=whole.items[1:])
     (sent,) = await collecting.take(ticket)
     ticket = collecting.read(sent)
     assert (ticket.requests, delay_ms(sent), collecting.submitted()) == (2, 0, [])
@@ -489,7 +491,7 @@ async def test_no_second_batch_is_made_although_another_ticket_had_some_of_the_r
 
 async def test_a_candidate_that_another_ticket_found_to_be_its_own_is_none_any_more(collecting: Collecting) -> None:
     collecting.provider.add(["b-0", "b-1"])
-    ticket = replace(await collecting.gathered(*items(2)), stage=Stage.ADOPTING, requests=2)
+    ticket = replace(await collecting.gathered(*items(2)), stage=TicketStage.ADOPTING, requests=2)
     ticket = await collecting.again(ticket)
     assert ticket.candidates == ("msgbatch_1",)
     await collecting.bench.store.hold("batch msgbatch_1", "b" * 24, for_s=60)
@@ -505,7 +507,7 @@ async def test_while_a_worker_that_was_cut_off_may_create_the_batch_its_successo
     await collecting.provider.asked_to_create.wait()
     collecting.collector = replace(collecting.collector)
     adopting = await collecting.again(await collecting.again(ticket, redelivered=True))
-    assert (adopting.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    assert (adopting.stage, collecting.submitted()) == (TicketStage.ADOPTING, [])
     held.set()
     await cut_off
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
@@ -522,7 +524,7 @@ async def test_while_a_call_that_lost_its_channel_may_create_the_batch_the_same_
     cut_off.cancel()
     await asyncio.wait({cut_off})
     adopting = await collecting.again(await collecting.again(ticket, redelivered=True))
-    assert (adopting.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    assert (adopting.stage, collecting.submitted()) == (TicketStage.ADOPTING, [])
     info = collecting.provider.add([ticket.custom_id(item) for item in ticket.items])  # it was created all the same
     adopting = await collecting.again(adopting)
     assert adopting.candidates == (info.id,)
@@ -537,7 +539,7 @@ async def test_after_a_call_that_failed_without_an_answer_its_batch_is_looked_fo
     collecting.provider.refusals = [TransientError("cut off", type="connection")]
     adopting = await collecting.again(await collecting.gathered(*items(2)))
     adopting = await collecting.again(adopting)
-    assert (adopting.stage, collecting.submitted()) == (Stage.ADOPTING, [])
+    assert (adopting.stage, collecting.submitted()) == (TicketStage.ADOPTING, [])
     collecting.bench.store.now_ms += 60_000
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
 
@@ -594,7 +596,7 @@ async def test_a_worker_that_took_long_makes_no_batch_because_another_one_may_ha
 ) -> None:
     monkeypatch.setattr("consumers.batches.collect.BEGIN_WITHIN_S", -1)
     adopting = await collecting.again(await collecting.gathered(*items(2)))
-    assert (adopting.stage, adopting.requests, collecting.submitted()) == (Stage.ADOPTING, 2, [])
+    assert (adopting.stage, adopting.requests, collecting.submitted()) == (TicketStage.ADOPTING, 2, [])
     monkeypatch.undo()
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
 
@@ -609,7 +611,7 @@ async def test_a_worker_whose_store_took_long_makes_no_batch(
         return await hold(name, owner, for_s=for_s)
 
     monkeypatch.setattr(collecting.bench.store, "hold", late)
-    assert (await collecting.again(await collecting.gathered(*items(2)))).stage is Stage.ADOPTING
+    assert (await collecting.again(await collecting.gathered(*items(2)))).stage is TicketStage.ADOPTING
     assert collecting.submitted() == []
 
 
@@ -818,7 +820,7 @@ async def test_what_would_leave_a_batch_at_once_is_not_put_into_it(collecting: C
     *back, sent = await collecting.take(ticket)
     assert results(back) == {"id-0": None, "id-2": None}
     ticket = collecting.read(sent)
-    assert (await collecting.again(ticket)).stage is Stage.SUBMITTED
+    assert (await collecting.again(ticket)).stage is TicketStage.SUBMITTED
     assert [batch.custom_ids for batch in collecting.provider.made.values()] == [[f"{ticket.id}-1"]]
 
 

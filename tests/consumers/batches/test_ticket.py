@@ -11,8 +11,8 @@ import pytest
 from consumers.batches.ticket import (
     AT_MOST_BYTES,
     Item,
-    Stage,
     Ticket,
+    TicketStage,
     UnreadTicket,
     pack,
     parts,
@@ -73,7 +73,7 @@ def test_a_ticket_is_the_same_after_packing() -> None:
     full = ticket(
         item(0, headers=HEADERS, content_type="application/json", correlation_id="c", reply_to="r", priority=3),
         item(1, headers={}, type="t", timestamp_s=1_790_000_000.0, app_id="a", persistent=True, params=b'{"other":1}'),
-        stage=Stage.ADOPTING,
+        stage=TicketStage.ADOPTING,
         headers="a,b",
         batch_id="msgbatch_1",
         candidates=("x", "y"),

@@ -16,20 +16,20 @@ from consumers.flows.lines import (
     WAITING_IN_LINE,
     WAITS_S,
     Line,
-    Lines,
-    Place,
+    PostLines,
+    PostPlace,
 )
 from tests.support.virtual_time import virtually
 
 A, B = Line("a", "https://a.example"), Line("b", "https://b.example")
-Answer = Place | float | None
+Answer = PostPlace | float | None
 
 
-def clocked() -> Lines:
-    return Lines(clock=asyncio.get_running_loop().time)
+def clocked() -> PostLines:
+    return PostLines(clock=asyncio.get_running_loop().time)
 
 
-def leave(lines: Lines, place: Place, *, took_s: float, is_answered: bool, not_for_s: float = 0) -> None:
+def leave(lines: PostLines, place: PostPlace, *, took_s: float, is_answered: bool, not_for_s: float = 0) -> None:
     lines.learn(place.line, took_s=took_s, is_answered=is_answered, not_for_s=not_for_s)
     lines.leave(place)
     lines.leave(place)  # changes nothing
@@ -39,7 +39,7 @@ def many(tenant: str, count: int) -> list[Line]:
     return [Line(tenant, f"https://{number}.example") for number in range(count)]
 
 
-async def entering(lines: Lines, *each: Line, size: int = 100) -> list["asyncio.Task[Answer]"]:
+async def entering(lines: PostLines, *each: Line, size: int = 100) -> list["asyncio.Task[Answer]"]:
     """They enter one after the other, and go as far as they come."""
     tasks = [asyncio.create_task(lines.enter(line, size)) for line in each]
     await asyncio.sleep(0)
@@ -51,8 +51,8 @@ def ended(tasks: list["asyncio.Task[Answer]"]) -> list[Answer]:
     return [task.result() for task in tasks if task.done() and not task.cancelled()]
 
 
-def places(tasks: list["asyncio.Task[Answer]"]) -> list[Place]:
-    return [found for found in ended(tasks) if isinstance(found, Place)]
+def places(tasks: list["asyncio.Task[Answer]"]) -> list[PostPlace]:
+    return [found for found in ended(tasks) if isinstance(found, PostPlace)]
 
 
 def backs(tasks: list["asyncio.Task[Answer]"]) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 from yarl import URL
 
 from consumers.addresses import PrivateAddress, Resolver
-from consumers.flows.posts import HEAD_BYTES, INFORMATIONAL, Answer, BadAnswer, NotReached, Poster
+from consumers.flows.posts import HEAD_BYTES, INFORMATIONAL, BadAnswer, NotReached, PostAnswer, Poster
 from tests.support.certificates import certificate
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
@@ -46,7 +46,7 @@ def saying(*pieces: bytes) -> Talk:
     return talk
 
 
-async def post(url: URL, *, within_s: float = 10, body: bytes = b"{}", private: bool = True) -> Answer:
+async def post(url: URL, *, within_s: float = 10, body: bytes = b"{}", private: bool = True) -> PostAnswer:
     poster = Poster(Resolver(private=private))
     try:
         return await poster.post(url, headers={"webhook-id": "m-1"}, body=body, within_s=within_s)

@@ -17,7 +17,7 @@ from standardwebhooks import Webhook
 from consumers.addresses import Resolver
 from consumers.flows.lines import AT_ONCE, PLACES, Line
 from consumers.flows.posting import SPREAD, Posting
-from consumers.flows.posts import Answer
+from consumers.flows.posts import PostAnswer
 from consumers.flows.webhooks import Hooks, Post, PostFailed, WebhookSpec, is_host, redelivered
 from consumers.settle import FAULTS_AT_MOST
 from consumers.state.base import Completion, StoreSpec
@@ -233,10 +233,10 @@ class Answering(Posting):
     statuses: list[int]
     headers: dict[str, str]
 
-    async def _post(self, post: Post, body: bytes) -> Answer:
+    async def _post(self, post: Post, body: bytes) -> PostAnswer:
         if not (status := self.statuses.pop(0)):
             raise PostFailed("no answer")
-        return Answer(status=status, headers=getattr(self, "headers", {}))
+        return PostAnswer(status=status, headers=getattr(self, "headers", {}))
 
 
 def delivered(bench: Bench, post: Post, **headers: Any) -> FakeDelivery:
@@ -427,9 +427,9 @@ async def test_posts_that_wait_are_limited_by_tenant_and_in_all_and_more_are_dea
 
 async def test_what_waits_in_memory_returns_to_the_queue_when_the_worker_stops() -> None:
     class Held(Posting):
-        async def _post(self, post: Post, body: bytes) -> Answer:
+        async def _post(self, post: Post, body: bytes) -> PostAnswer:
             await go_on.wait()
-            return Answer(status=200, headers={})
+            return PostAnswer(status=200, headers={})
 
     bench, go_on = Bench(spec=SPEC), asyncio.Event()
     posting = posting_of(Held, bench)

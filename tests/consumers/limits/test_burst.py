@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from consumers.limits.account import FIRST_BURST_S, Account
 from consumers.limits.base import NOTHING, Amounts, BucketHeaders, BudgetSpec, Feedback, Kind, RateHeaders
 from consumers.limits.budgets import own_budgets
-from service.simulated.buckets import Bucket
+from service.simulated.buckets import RateLimitBucket
 from tests.support.budget import Tokens, Traffic
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
@@ -71,7 +71,7 @@ def test_a_bucket_is_no_larger_than_the_providers_but_five_seconds_worth(
     capacity: float, steps: list[tuple[float, int, float]]
 ) -> None:
     now_s = 0.0
-    provider = Bucket(60, burst_s=capacity, clock=lambda: now_s)
+    provider = RateLimitBucket(60, burst_s=capacity, clock=lambda: now_s)
     account = Account("a", BudgetSpec(), now_s=now_s)
     for pause_s, asked, others in steps:
         now_s += pause_s

@@ -16,7 +16,7 @@ from lanekeeper.telemetry import signals
 from service.config.settings import Settings
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.batches import BatchOptions
-from service.simulated.buckets import Bucket
+from service.simulated.buckets import RateLimitBucket
 from service.worker import assembly
 from tests.support.budget import PLENTY
 from tests.support.settings import load
@@ -99,7 +99,7 @@ def test_two_models_of_different_lines_each_use_all_of_their_own_limit() -> None
         told = RateHeaders(BucketHeaders(limit=120), BucketHeaders(limit=PLENTY), BucketHeaders(limit=PLENTY))
         loop, budgets = asyncio.get_running_loop(), own_budgets(BudgetSpec())
         budgets.announce({SONNET: told, OLDER: told})
-        judges = {each: Bucket(120, burst_s=60, clock=loop.time) for each in (SONNET, OLDER)}
+        judges = {each: RateLimitBucket(120, burst_s=60, clock=loop.time) for each in (SONNET, OLDER)}
 
         async def flood(account: str) -> int:
             answered, ends_s = 0, loop.time() + 600

@@ -15,7 +15,7 @@ from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.prices import Prices, Usage
 from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.registry import CATEGORIES, STOP_REASONS, Calls, Registry, asking_for
+from consumers.providers.registry import CATEGORIES, STOP_REASONS, CallFigures, Registry, asking_for
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
 from tests.support.faulty_api import FaultyAPI
@@ -138,7 +138,7 @@ async def test_what_a_call_took_and_used_is_counted_by_its_outcome(
 def test_tokens_read_from_the_cache_do_not_count_against_the_limits() -> None:
     usage = Usage(input_tokens=1, output_tokens=2, cache_creation_input_tokens=4, cache_read_input_tokens=8)
     answer = Answer(body=b"", model="m", provider="p", usage=usage, cost_usd=0.5)
-    calls = Calls()
+    calls = CallFigures()
     for _ in range(2):
         calls.count(answer)
 

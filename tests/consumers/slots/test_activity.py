@@ -19,7 +19,7 @@ from consumers.outcomes import (
     Superseded,
 )
 from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
-from consumers.state.base import Period, Reservation, StoreUnavailable, Taken
+from consumers.state.base import AllowanceReservation, AllowanceTaken, Period, StoreUnavailable
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.completions import answered
 from tests.support.virtual_time import virtually
@@ -126,16 +126,16 @@ class Counted:
         return round(1000 * self.seen_s)
 
     async def take(
-        self, name: str, amount: float, *, limit: float, period: Period, reservation: Reservation | None = None
-    ) -> Taken:
+        self, name: str, amount: float, *, limit: float, period: Period, reservation: AllowanceReservation | None = None
+    ) -> AllowanceTaken:
         self.asked += 1
         self.periods_s.add(period.length_s)
         if self.is_away:
             raise StoreUnavailable("away")
         self.used += amount
-        return Taken(granted=True, used=self.used)
+        return AllowanceTaken(granted=True, used=self.used)
 
-    async def settle(self, name: str, used: float, *, period: Period, reservation: Reservation) -> None:
+    async def settle(self, name: str, used: float, *, period: Period, reservation: AllowanceReservation) -> None:
         raise NotImplementedError
 
     async def give_back(self, name: str, amount: float, *, period: Period) -> None:

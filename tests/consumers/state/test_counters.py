@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.state.base import Reservation, Store
+from consumers.state.base import AllowanceReservation, Store
 from consumers.state.redis.store import RedisStore
 from consumers.state.sqlite.store import SqliteStore
 from tests.support.examples import examples
@@ -46,8 +46,8 @@ async def test_giving_back_an_amount_of_an_earlier_period_has_no_effect(store: S
     assert (await store.take("tokens", 0, limit=100, period=current(DAY_S))).used == 0
 
 
-def reservation(id: str = "a", nonce: str = "1", *, in_s: float = 60) -> Reservation:
-    return Reservation(id, nonce, round(1000 * (time.time() + in_s)))
+def reservation(id: str = "a", nonce: str = "1", *, in_s: float = 60) -> AllowanceReservation:
+    return AllowanceReservation(id, nonce, round(1000 * (time.time() + in_s)))
 
 
 async def used(store: Store) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from consumers.state.base import (
+    AppendRefusal,
     Cancelling,
     FollowedStore,
     Found,
@@ -13,9 +14,8 @@ from consumers.state.base import (
     Held,
     Identity,
     Look,
+    NewEntries,
     NewEntry,
-    Part,
-    Refused,
     Store,
     Submission,
     Submitted,
@@ -49,8 +49,8 @@ async def held(store: Store, me: Identity = ME) -> Held:
     return Held(me, found.token)
 
 
-def part(holder: Held, *told: tuple[str, bytes]) -> Part:
-    return Part(holder, submission(), [NewEntry(*each) for each in told])
+def part(holder: Held, *told: tuple[str, bytes]) -> NewEntries:
+    return NewEntries(holder, submission(), [NewEntry(*each) for each in told])
 
 
 async def look(store: FollowedStore, after: int = 0, me: Identity = ME) -> Look:
@@ -134,14 +134,14 @@ async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store:
     await followed(store)
     late = await held(store)
     await store.release(late)
-    assert await store.append([part(late, ("event", b"too late"))]) == [Refused.FENCED]
+    assert await store.append([part(late, ("event", b"too late"))]) == [AppendRefusal.FENCED]
     holder = await held(store)
     assert await store.append([part(late, ("event", b"late")), part(holder, ("event", b"a"))]) == [
-        Refused.FENCED,
+        AppendRefusal.FENCED,
         None,
     ]
     await store.complete(ME, fingerprint(), answered("{}"), token=holder.token)
-    assert await store.append([part(holder, ("event", b"b"))]) == [Refused.FENCED]
+    assert await store.append([part(holder, ("event", b"b"))]) == [AppendRefusal.FENCED]
     assert [each.body for each in (await look(store)).entries] == [b"{}", b"a"]
 
 
@@ -168,10 +168,10 @@ async def test_a_restart_removes_the_events_before_it(store: FollowedStore) -> N
 async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: Opened) -> None:
     store: FollowedStore = await opened(events_per_request=3, event_bytes_per_request=100)  # type: ignore[assignment]
     holder = await held(store)
-    assert await store.append([part(holder, *[("event", b"")] * 4)]) == [Refused.FULL]
-    assert await store.append([part(holder, ("event", b"x" * 101))]) == [Refused.FULL]
+    assert await store.append([part(holder, *[("event", b"")] * 4)]) == [AppendRefusal.FULL]
+    assert await store.append([part(holder, ("event", b"x" * 101))]) == [AppendRefusal.FULL]
     assert await store.append([part(holder, *[("event", b"")] * 2, ("event", b"x" * 100))]) == [None]
-    assert await store.append([part(holder, ("event", b""))]) == [Refused.FULL]
+    assert await store.append([part(holder, ("event", b""))]) == [AppendRefusal.FULL]
     assert await store.append([part(holder, ("truncated", b"{}"))]) == [None]
     assert await store.append([part(holder, ("restart", b"{}"), ("event", b"x"))]) == [None]
 
@@ -239,7 +239,7 @@ async def test_events_that_are_refused_remove_none_of_those_before(opened: Opene
     holder = await held(store)
     await store.append([part(holder, ("event", b"a"))])
 
-    assert await store.append([part(holder, ("restart", b"{}"), *[("event", b"b")] * 2)]) == [Refused.FULL]
+    assert await store.append([part(holder, ("restart", b"{}"), *[("event", b"b")] * 2)]) == [AppendRefusal.FULL]
     assert [each.body for each in (await look(store)).entries] == [b"a"]
 
 

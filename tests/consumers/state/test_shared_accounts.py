@@ -18,7 +18,7 @@ from consumers.limits.budgets import Budgets
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import RedisClient, Script
 from consumers.state.redis.shared_budget import FORGOTTEN_AFTER_S, FORM, shared_budgets
-from service.simulated.buckets import Bucket
+from service.simulated.buckets import RateLimitBucket
 from tests.support.budget import ACCOUNT, spec
 from tests.support.redis import RedisServer
 from tests.support.spender import BURST_S, PER_MINUTE
@@ -116,7 +116,7 @@ async def test_three_processes_do_not_exceed_the_budget_and_every_lane_gets_its_
     granted = sorted(each for found in await asyncio.gather(*(spender() for _ in range(3))) for each in found)
     began_s = granted[0][0]
     clock_s = 0.0
-    judge = Bucket(PER_MINUTE, burst_s=BURST_S, clock=lambda: clock_s)
+    judge = RateLimitBucket(PER_MINUTE, burst_s=BURST_S, clock=lambda: clock_s)
     deepest = 0.0
     for at_s, _ in granted:
         clock_s = at_s - began_s

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from consumers.state.base import QUEUED, Granted, Held, Identity, NewEntry, StoreSpec, StoreUnavailable, Submission
 from consumers.state.redis.store import RedisStore
-from consumers.state.shedding import Kind, Share, cuts
+from consumers.state.shedding import RowKind, Share, cuts
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.tables import Tables
 from tests.support.completions import CANCELLED, answered, failed, fingerprint, untried
@@ -29,20 +29,20 @@ MAX_BYTES = 400_000
 EMPTY_BYTES = 100_000
 """More than an SQLite file takes without any row."""
 tenants = st.sampled_from(["a", "b", "c", "d"])
-shares = st.dictionaries(st.tuples(tenants, st.sampled_from(Kind)), st.integers(1, 1000), max_size=12)
+shares = st.dictionaries(st.tuples(tenants, st.sampled_from(RowKind)), st.integers(1, 1000), max_size=12)
 
 
 @given(used=shares, at_most=st.integers(0, 5000))
-@example(used={("a", Kind.PAID): 10, ("b", Kind.PAID): 100}, at_most=60)
+@example(used={("a", RowKind.PAID): 10, ("b", RowKind.PAID): 100}, at_most=60)
 def test_cuts_reach_the_aim_and_spare_who_is_below_an_equal_share(used: dict[Share, int], at_most: int) -> None:
     cut = dict(cuts(used, at_most))
     total, kept = Counter[str](), Counter[str]()
     for (tenant, kind), size in used.items():
         total[tenant] += size
-        kept[tenant] += size if kind is Kind.KEPT else 0
+        kept[tenant] += size if kind is RowKind.KEPT else 0
     left = {tenant: size - sum(by for (of, _), by in cut.items() if of == tenant) for tenant, size in total.items()}
 
-    assert all(kind is not Kind.KEPT and 0 < by <= used[tenant, kind] for (tenant, kind), by in cut.items())
+    assert all(kind is not RowKind.KEPT and 0 < by <= used[tenant, kind] for (tenant, kind), by in cut.items())
     assert all(left[tenant] == total[tenant] for tenant in total if total[tenant] <= at_most / len(total))
     if total.total() <= at_most:
         assert cut == {}
@@ -158,7 +158,7 @@ def test_a_full_sqlite_file_comes_below_its_limit_and_no_tenant_below_its_share_
                     return Tables(looked, StoreSpec()).used_by_share(store._clock.since_boot_ms())
 
             await swept(played, store, used)
-            removable = {kind for _, kind in await used()} - {Kind.KEPT}
+            removable = {kind for _, kind in await used()} - {RowKind.KEPT}
             with closing(sqlite3.connect(path)) as looked:
                 counted = looked.execute("SELECT sum(weight) FROM share GROUP BY tenant ORDER BY tenant").fetchall()
                 sums = "SELECT weight FROM share_sum WHERE tenant IS NOT NULL ORDER BY tenant"
@@ -228,7 +228,7 @@ def test_a_full_redis_comes_below_its_limit_and_no_tenant_below_its_share_loses_
         async with RedisStore(redis.url, namespace=namespace, spec=spec) as store:
             await swept(played, store, store._used_by_share)
             used = await store._used_by_share()
-            assert sum(used.values()) <= MAX_BYTES or {kind for _, kind in used} == {Kind.KEPT}
+            assert sum(used.values()) <= MAX_BYTES or {kind for _, kind in used} == {RowKind.KEPT}
             redis_client: Any = store._client._redis
             async for key in redis_client.scan_iter(match=f"{namespace}:unseen:*"):
                 for member in await redis_client.zrange(key, 0, -1):  # every counted cancellation has its row

@@ -10,15 +10,15 @@ import pytest
 
 from service.gateway import shares
 from service.gateway.problems import ApiError
-from service.gateway.shares import Parsing, SharedLimit
+from service.gateway.shares import BodyParsing, SharedLimit
 from tests.support.waiting import until
 
 PACKED = math.inf
 
 
 @pytest.fixture
-def parsing() -> Iterator[Parsing]:
-    made = Parsing()
+def parsing() -> Iterator[BodyParsing]:
+    made = BodyParsing()
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def test_a_tenant_that_holds_more_than_its_share_keeps_it_and_gets_no_more() -> 
     assert limit.used == 0
 
 
-async def test_small_bodies_are_parsed_at_once_and_others_in_a_thread(parsing: Parsing) -> None:
+async def test_small_bodies_are_parsed_at_once_and_others_in_a_thread(parsing: BodyParsing) -> None:
     async def thread_of(size: float) -> str:
         return await parsing.run(size, lambda: threading.current_thread().name)
 
@@ -59,7 +59,9 @@ async def test_small_bodies_are_parsed_at_once_and_others_in_a_thread(parsing: P
     assert (await thread_of(PACKED)).startswith("parsing")
 
 
-async def test_a_body_whose_turn_does_not_come_is_refused(parsing: Parsing, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_whose_turn_does_not_come_is_refused(
+    parsing: BodyParsing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shares, "PARSED_WITHIN_S", 0.05)
     may_end = threading.Event()
     first = asyncio.create_task(parsing.run(PACKED, lambda: may_end.wait(30)))
@@ -71,7 +73,7 @@ async def test_a_body_whose_turn_does_not_come_is_refused(parsing: Parsing, monk
         await first
 
 
-async def test_who_is_cancelled_while_its_body_is_parsed_ends_when_the_thread_does(parsing: Parsing) -> None:
+async def test_who_is_cancelled_while_its_body_is_parsed_ends_when_the_thread_does(parsing: BodyParsing) -> None:
     begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:

@@ -23,7 +23,7 @@ from service.gateway.app import document
 from service.gateway.calls import CallReader
 from service.gateway.requests import LARGEST_NUMBER, Poller, SubmittedRequests
 from service.gateway.server import Handler, Server
-from service.gateway.shares import Parsing, SharedLimit, Shares
+from service.gateway.shares import BodyParsing, SharedLimit, Shares
 from service.gateway.sockets import FIELDS, MESSAGE_BYTES, InvalidMessage, Sockets, read_message
 from tests.support.gate import SETTINGS
 from tests.support.waiting import until
@@ -72,7 +72,7 @@ class Endless(SubmittedRequests):
 class Served:
     """The path of the WebSocket alone."""
 
-    def __init__(self, port: int, poller: Poller, requests: Endless, memory: SharedLimit, parsing: Parsing) -> None:
+    def __init__(self, port: int, poller: Poller, requests: Endless, memory: SharedLimit, parsing: BodyParsing) -> None:
         self.port = port
         self.poller = poller
         self.requests = requests
