@@ -30,7 +30,7 @@ from lanekeeper.bodies import (
     BodyError,
     BodyStore,
     BodyTooLarge,
-    checked,
+    verified_body,
 )
 from lanekeeper.contract.messages import BodyAddress, Message, body_address_in
 from lanekeeper.contract.problems import answer_too_large
@@ -93,7 +93,7 @@ class WebBodies:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # The error's text is left out: it may contain the URL, and the URL a signature.
             raise BodiesUnavailable(f"its host: {type(error).__name__}") from None
-        return await asyncio.to_thread(lambda: checked(bytes(body), kept, most_bytes=most_bytes))
+        return await asyncio.to_thread(lambda: verified_body(bytes(body), kept, most_bytes=most_bytes))
 
 
 def _check(response: aiohttp.ClientResponse, most_bytes: int) -> None:

@@ -248,7 +248,9 @@ class BodyStore:
     def _fetch(self, kept: BodyAddress, most_bytes: int) -> bytes:
         path = self._path(kept.address)
         # one byte more than allowed, so that the size is bounded before anything is read
-        return checked(bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes)
+        return verified_body(
+            bytes(self._files.cat_file(path, start=0, end=most_bytes + 1)), kept, most_bytes=most_bytes
+        )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         # A file system call that hangs occupies its thread even after its caller was cancelled. Further calls wait for
@@ -277,7 +279,7 @@ def _owner_of(name: str) -> str:
     return "" if found is None else found["random"][:OWNER_DIGITS]
 
 
-def checked(body: bytes, kept: BodyAddress, *, most_bytes: int) -> bytes:
+def verified_body(body: bytes, kept: BodyAddress, *, most_bytes: int) -> bytes:
     """Return a fetched body if it is as announced. Raises BodyError, BodyTooLarge."""
     if len(body) > most_bytes:
         raise BodyTooLarge(f"more than {most_bytes} bytes are there")

@@ -18,7 +18,7 @@ import structlog
 
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.errors import one_line
+from consumers.providers.errors import error_line
 from consumers.providers.routes import Routes
 from consumers.state import SQLITE, open_store, redis_risks
 from consumers.state.base import StoreUnavailable
@@ -103,7 +103,7 @@ async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) 
         return None  # the key is right, and the provider is only busy at the moment
     except AccountError as error:
         if error.type == "credentials":
-            why = f"no credentials for {name}: {one_line(error.__cause__)}"
+            why = f"no credentials for {name}: {error_line(error.__cause__)}"
             return f"{why}; set {key_setting(name)}, or what the house's own library looks for"
         setting = key_setting(name) if error.status in (401, 402, 403) else _address_setting(settings, name)
         return f"{shown}: {error.reason} ({error.detail}): see {setting}"
@@ -212,7 +212,7 @@ SHOWN = 5
 NOTE = 300
 
 
-async def look(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
+async def run_checks(settings: Settings, *, simulate: bool = False) -> AsyncIterator[Finding]:
     """All checks of `lanekeeper check`. `simulate`: providers are not called."""
     yield Finding("settings", True, f"namespace {settings.namespace}, lanes as set")
     why_no_provider = "not asked: answers are simulated" if simulate else None
@@ -344,7 +344,7 @@ PLAIN = frozenset({"amqp", "http", "redis"})
 answers)."""
 
 
-async def refuse(settings: Settings) -> None:
+async def refuse_risks(settings: Settings) -> None:
     """Raises a SettingsError that names all risks, with the profile `production`."""
     if not settings.is_production:
         return

@@ -109,7 +109,7 @@ class LetterEdit:
         return {**(self.patch or {}), **({} if self.model is None else {"model": self.model})}
 
 
-def merged(target: Any, patch: Any) -> Any:
+def merge_patch(target: Any, patch: Any) -> Any:
     """JSON Merge Patch, RFC 7396."""
     if not isinstance(patch, dict):
         return patch
@@ -118,7 +118,7 @@ def merged(target: Any, patch: Any) -> Any:
         if value is None:
             result.pop(name, None)
         else:
-            result[name] = merged(result.get(name), value)
+            result[name] = merge_patch(result.get(name), value)
     return result
 
 
@@ -471,6 +471,8 @@ def _edited(body: bytes, patch: dict[str, Any]) -> bytes:
     if not isinstance(found, dict):
         raise ReplayRefused("its body is no JSON object, so that the edit does not apply")
     try:
-        return json.dumps(merged(found, patch), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(
+            merge_patch(found, patch), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode()
     except (ValueError, UnicodeEncodeError, RecursionError) as error:
         raise ReplayRefused(f"the edited body cannot be written as JSON: {error}") from error

@@ -142,7 +142,7 @@ class Status:
         return json.dumps(asdict(self), indent=2)
 
 
-async def look(connection: Connection, *, lanes: Sequence[LaneSpec], names: Names) -> Status:
+async def collect_status(connection: Connection, *, lanes: Sequence[LaneSpec], names: Names) -> Status:
     """Raises BrokerUnreachable; AccessRefused if the user may not ask workers; TopologyMismatch."""
     answers = await gather(connection, names=names)
     queues = [
@@ -205,7 +205,7 @@ class Probed:
     workers: Mapping[str, Mapping[str, str]]
 
 
-async def probe(connection: Connection, provider: str, *, names: Names, user: str) -> Probed | None:
+async def probe_provider(connection: Connection, provider: str, *, names: Names, user: str) -> Probed | None:
     """None if no worker has this provider. Raises ControlRefused if `user` is none of the workers' operators, NoReply,
     BrokerError."""
     question = Message(
@@ -429,7 +429,7 @@ def _lane(
         if not figures:
             return None
         told = [of_worker.get(what, {}) for of_worker in figures]
-        return {window: quantiles(merged(each.get(window) for each in told)) for window in WINDOWS}
+        return {window: quantiles(merged_sketch(each.get(window) for each in told)) for window in WINDOWS}
 
     def total(*fields: str) -> int | None:
         return sum(of_worker.get(field, 0) for of_worker in figures for field in fields) if figures else None
@@ -463,13 +463,13 @@ def _lane(
 # ---- sketches of waits and run times ---------------------------------------------------------------------------------
 
 
-def packed(sketch: BaseDDSketch) -> str:
+def packed_sketch(sketch: BaseDDSketch) -> str:
     """A sketch as text, for a worker's answer."""
     data: bytes = DDSketchProto.to_proto(sketch).SerializeToString()  # type: ignore[no-untyped-call]
     return base64.b64encode(zlib.compress(data)).decode()
 
 
-def unpacked(text: object) -> BaseDDSketch | None:
+def unpacked_sketch(text: object) -> BaseDDSketch | None:
     """The sketch in this text; None if there is none, or another version's."""
     if not isinstance(text, str) or len(text) > SKETCH_BYTES:
         return None
@@ -481,11 +481,11 @@ def unpacked(text: object) -> BaseDDSketch | None:
     return sketch
 
 
-def merged(texts: Iterable[object]) -> BaseDDSketch:
+def merged_sketch(texts: Iterable[object]) -> BaseDDSketch:
     """One sketch of all values in these; what cannot be read is left out."""
     total = DDSketch(ACCURACY)
     for text in texts:
-        if (sketch := unpacked(text)) is not None:
+        if (sketch := unpacked_sketch(text)) is not None:
             try:
                 total.merge(sketch)
             except ValueError:  # of a version with another accuracy

@@ -27,7 +27,7 @@ from typing import Final, assert_never
 
 import structlog
 
-from consumers.batches.ticket import Item, Ticket, TicketStage, UnreadTicket, items_in, message_of, pack, unpack
+from consumers.batches.ticket import Item, Ticket, TicketStage, UnreadTicket, items_in, pack, ticket_message, unpack
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
@@ -232,7 +232,7 @@ class Collector:
             return
         packed = items_in(message.body) if len(found.ticket.items) == len(ticket.items) else None
         body = await asyncio.to_thread(pack, found.ticket, packed)
-        again = message_of(found.ticket, body, headers_with({}, span.get_span_context()))
+        again = ticket_message(found.ticket, body, headers_with({}, span.get_span_context()))
         await settler.send_around(again, found.delay_ms, routing_key=settler.names.ticket_key)
         self.waiting[ticket.id] = ticket.lane, len(found.ticket.items), settler.now_ms() + found.delay_ms
         settler.failpoints.reach("after_submitted")
@@ -350,7 +350,7 @@ class Collector:
             )
             body = await asyncio.to_thread(pack, part)
             await self.publisher.publish_surely(
-                message_of(part, body), exchange="", routing_key=self.settler.names.tickets
+                ticket_message(part, body), exchange="", routing_key=self.settler.names.tickets
             )
         await self.store.dequeue(ticket.id, ticket.account)
         self._tell(ticket, "split")

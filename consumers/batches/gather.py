@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from consumers.batches.ticket import Item, Ticket, message_of, pack, parts
+from consumers.batches.ticket import Item, Ticket, pack, parts, ticket_message
 from consumers.brake import Brake
 from consumers.job import Route
 from consumers.settle import FAULTS_AT_MOST, Settler
@@ -335,7 +335,7 @@ class Gatherer:
                 gathered_ms=now_ms,
                 items=part,
             )
-            message = message_of(ticket, await asyncio.to_thread(pack, ticket))
+            message = ticket_message(ticket, await asyncio.to_thread(pack, ticket))
             try:
                 await self.publisher.publish_surely(message, exchange="", routing_key=names.tickets)
             except MessageTooLarge as error:  # the broker was told to take only smaller ones

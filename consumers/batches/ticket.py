@@ -128,7 +128,7 @@ def pack(ticket: Ticket, items: bytes | None = None) -> bytes:
     return _LENGTH.pack(len(head)) + head + items
 
 
-def message_of(ticket: Ticket, packed: bytes, headers: Mapping[str, Any] | None = None) -> Message:
+def ticket_message(ticket: Ticket, packed: bytes, headers: Mapping[str, Any] | None = None) -> Message:
     """The message of a packed ticket."""
     return Message(body=packed, headers=headers or {}, content_type=CONTENT_TYPE, message_id=ticket.id)
 
@@ -138,7 +138,7 @@ def items_in(packed: bytes) -> bytes:
     return packed[_LENGTH.size + _LENGTH.unpack_from(packed)[0] :]
 
 
-def weight(message: Message) -> int:
+def ticket_bytes(message: Message) -> int:
     """How many bytes a ticket takes when it is unpacked: gzip says so at its end."""
     body = message.body
     return len(body) + min(int.from_bytes(body[-4:], "little"), _UNPACKED_AT_MOST)

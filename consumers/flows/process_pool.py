@@ -165,7 +165,7 @@ class ProcessPool:
                     stdin=PIPE,
                     stdout=PIPE,
                     start_new_session=True,
-                    env=without_secrets(os.environ),
+                    env=environment_without_secrets(os.environ),
                 )
             )
         except OSError as error:
@@ -226,6 +226,6 @@ class ProcessPool:
             del self._running[tenant], self._took_s[tenant]
 
 
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def environment_without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of the processes."""
     return {name: value for name, value in environment.items() if not name.upper().startswith(SECRET_PREFIXES)}

@@ -263,7 +263,7 @@ class Webhooks:
     async def describe(self, identity: Identity) -> dict[str, Any] | None:
         """How posting this request's outcome went, if it has a webhook. Raises StoreUnavailable."""
         row = await self.store.webhook(identity)
-        return None if row is None else describe(row)
+        return None if row is None else log_entry(row)
 
     async def send(self, completion: Completion, *, url: str, identity: Identity, routing_key: str) -> None:
         """Raises BrokerError."""
@@ -294,10 +294,10 @@ def redelivered(letter: Message) -> Message:
     return replace(post, first_ms=None).message(letter.body)
 
 
-def describe(row: bytes) -> dict[str, Any]:
+def log_entry(row: bytes) -> dict[str, Any]:
     """What a stored `Log` says, without the URL, which may be secret."""
     return {name: value for name, value in json.loads(row).items() if name not in ("url", "routing_key")}
 
 
 def _named(identity: Identity, row: bytes) -> dict[str, Any]:
-    return {"id": identity.id, "tenant": identity.tenant, **describe(row)}
+    return {"id": identity.id, "tenant": identity.tenant, **log_entry(row)}

@@ -262,10 +262,10 @@ def learning(account: Account, kind: str) -> Iterator[None]:
         log.info(signals.LIMITS_LEARNED, account=account.name, kind=str(kind), **limits)
     if account.learned.stopped_until_s > stopped_until_s or any(map(lt, after, before)):
         for waiter, wait in list(forecast.hopeless(account, loop_s())):
-            refuse(account, waiter, wait)
+            refuse_waiter(account, waiter, wait)
 
 
-def refuse(account: Account, waiter: Waiter, wait: Wait) -> None:
+def refuse_waiter(account: Account, waiter: Waiter, wait: Wait) -> None:
     """Refuse a request that waits for budget: its task gets the exception WaitTooLong."""
     account.leave(waiter)
     waiter.refuse(wait)

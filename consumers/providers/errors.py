@@ -386,7 +386,7 @@ def is_html(content_type: str) -> bool:
     return content_type.lower().lstrip().startswith(("text/html", "application/xhtml"))
 
 
-def one_line(error: BaseException | None) -> str:
+def error_line(error: BaseException | None) -> str:
     """An exception on one line, for an operator. API keys are not removed."""
     return _line(f"{type(error).__name__} {error}", "")
 

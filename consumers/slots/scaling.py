@@ -81,7 +81,7 @@ class ExtraSlots:
         return self.lent + self.grown
 
 
-def decide(queues: Sequence[tuple[QueueLoad, ExtraSlots]]) -> list[ExtraSlots]:
+def share_out(queues: Sequence[tuple[QueueLoad, ExtraSlots]]) -> list[ExtraSlots]:
     """Compute how many additional slots each queue should have. `queues`: the most urgent first, like the result; each
     with what it has."""
     idle = sum(max(0, queue.slots - queue.reserved - queue.busiest) for queue, _ in queues)
@@ -241,8 +241,8 @@ class ScaledQueue:
 
 @dataclass(eq=False)
 class Scaling:
-    """Gives each queue of this worker the slots that `decide` says. `queues`: the most urgent first. `ready`: how many
-    messages wait in queues of the broker."""
+    """Gives each queue of this worker the slots that `share_out` says. `queues`: the most urgent first. `ready`: how
+    many messages wait in queues of the broker."""
 
     queues: Sequence[ScaledQueue]
     _: KW_ONLY
@@ -264,7 +264,7 @@ class Scaling:
             reason, until_s = self._bottlenecks.get(queue.lane, ("", now_s))
             bottleneck = reason if now_s < until_s else None
             queue.see(ready=ready.get(queue.pool.queue, 0), bottleneck=bottleneck, now_s=now_s)
-        decided = decide([(queue.load, queue.extra) for queue in self.queues])
+        decided = share_out([(queue.load, queue.extra) for queue in self.queues])
         for queue, extra in zip(self.queues, decided, strict=True):
             queue.give(extra if queue.pool.is_taking else ExtraSlots())
             if queue.can_scout:

@@ -21,7 +21,7 @@ from lanekeeper.amqp.driver import (
     is_bare,
     open_channel,
     text_of,
-    translate_errors,
+    translate_broker_errors,
 )
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract.identity import urls_of
@@ -115,7 +115,7 @@ class Connection:
                 supervisor.cancel()
                 await asyncio.wait([supervisor], timeout=CLOSE_TIMEOUT_S)
         if self._current is not None:
-            with suppress(BrokerUnreachable), translate_errors("closing"):
+            with suppress(BrokerUnreachable), translate_broker_errors("closing"):
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await self._current.close()
 
@@ -138,7 +138,7 @@ class Connection:
     async def channel(self, *, confirms: bool, timeout_s: float = 30) -> Channel:
         """Open a channel of aiormq, the library below aio-pika (docs/decisions/0001). Raises BrokerUnreachable."""
         connection = await self.underlying(timeout_s=timeout_s)
-        with translate_errors(f"no channel on {self.address}"):
+        with translate_broker_errors(f"no channel on {self.address}"):
             async with asyncio.timeout(timeout_s):
                 return await open_channel(connection, confirms=confirms)
 
@@ -178,7 +178,7 @@ class Connection:
         url = self._urls[self._url_index]
         connection = BrokerConnection(url, ssl_context=self._ssl_context, on_alarm=self._on_alarm)
         try:
-            with translate_errors(
+            with translate_broker_errors(
                 f"no broker at {self.address}", hint="; is it running, and is LANEKEEPER_AMQP_URL right?"
             ):
                 try:
@@ -260,7 +260,7 @@ async def depths(connection: Connection, queues: list[str]) -> dict[str, Depth]:
     """Raises AccessRefused (from 4.3 on, a user needs some right to a queue to see it), BrokerUnreachable,
     TopologyMismatch (no such queue)."""
     channel = await connection.channel(confirms=False, timeout_s=DEPTH_TIMEOUT_S)
-    with translate_errors("cannot look at the queues"):
+    with translate_broker_errors("cannot look at the queues"):
         found = {queue: await depth(channel, queue, timeout_s=DEPTH_TIMEOUT_S) for queue in queues}
     await close(channel)
     return found

@@ -296,7 +296,7 @@ async def close(channel: Channel) -> None:
 
 async def _close(channel: Channel) -> None:
     try:
-        with translate_errors("closing a channel"):
+        with translate_broker_errors("closing a channel"):
             await channel.close()
     except BrokerError:
         pass
@@ -321,7 +321,9 @@ for _name in ("aiormq.connection", "aiormq.channel"):
 
 
 @contextmanager
-def translate_errors(what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = "") -> Iterator[None]:
+def translate_broker_errors(
+    what: str, *, lost: type[BrokerError] = BrokerUnreachable, hint: str = ""
+) -> Iterator[None]:
     """Around each call of aiormq. Translate its exceptions for a lost channel or connection, or for a silent broker,
     into `lost`; unless it is given, a refusal becomes AccessRefused, and a missing exchange or queue TopologyMismatch.
     If aiormq has swallowed a cancellation of the task, raise CancelledError."""

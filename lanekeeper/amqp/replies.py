@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, close, translate_errors
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, close, translate_broker_errors
 from lanekeeper.amqp.tolerant import message_of
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
@@ -120,7 +120,7 @@ class DirectReplies:
     async def consume(self, channel: Channel) -> None:
         """The publisher's `on_channel`: a channel must have this consumer before its first publish with a direct reply-
         to address. Raises BrokerUnreachable, AccessRefused."""
-        with translate_errors("no direct replies"):
+        with translate_broker_errors("no direct replies"):
             await channel.basic_consume(DIRECT_REPLY_TO, self._on_delivery, no_ack=True, timeout=RPC_TIMEOUT_S)
         self._channel = channel
         channel.closing.add_done_callback(lambda _: self._on_lost())

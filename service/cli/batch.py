@@ -15,7 +15,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError
 from service.cli import options
 from service.cli.options import duration, named
-from service.cli.process import BAD_USE, FAILED, note, print_json, printable, run
+from service.cli.process import BAD_USE, FAILED, print_note, print_json, printable, run
 from service.telemetry import redaction
 
 if TYPE_CHECKING:
@@ -77,13 +77,13 @@ def submit(
             lines.seek(0)
             async with _Gateway(settings) as gateway:
                 batch = await gateway.create(lines, {name: value for name, value in headers.items() if value})
-                note(f"{printable(batch['id'])}: {_total(batch):,} requests submitted")
+                print_note(f"{printable(batch['id'])}: {_total(batch):,} requests submitted")
                 return await gateway.ended(batch) if wait else batch
 
     batch = run(submitted())
     print_json(batch) if json else print(printable(batch["id"]))
     if not wait:
-        note(f"to follow it: lanekeeper batch status {printable(batch['id'])} --wait")
+        print_note(f"to follow it: lanekeeper batch status {printable(batch['id'])} --wait")
 
 
 @app.command()
@@ -129,7 +129,7 @@ def results(
             return batch
 
     batch = run(fetched())
-    note(_line(batch))
+    print_note(_line(batch))
     if batch["request_counts"]["succeeded"] < _total(batch):
         raise typer.Exit(FAILED)
 
@@ -204,7 +204,7 @@ def _check(lines: BinaryIO) -> None:
     if not wrong and not ids:
         wrong.append("no requests: each line is one")
     if wrong:
-        note(printable(f"nothing was sent: {'; '.join(wrong)}"))
+        print_note(printable(f"nothing was sent: {'; '.join(wrong)}"))
         raise typer.Exit(BAD_USE)
 
 
@@ -285,7 +285,7 @@ class _Gateway:
         clock = asyncio.get_running_loop().time
         while batch["processing_status"] != "ended":
             if (line := _line(batch)) != told:
-                note(line)
+                print_note(line)
                 told = line
             await asyncio.sleep(LOOK_EVERY_S)
             try:

@@ -108,7 +108,7 @@ def resume(
     if json:
         print_json(found)
     else:
-        print("\n".join(f"resumed: {line(each, was=True)}" for each in found) or "it was not paused")
+        print("\n".join(f"resumed: {pause_line(each, was=True)}" for each in found) or "it was not paused")
 
 
 @options.with_settings
@@ -120,7 +120,7 @@ def pauses(settings: "Settings", json: options.Json = False) -> None:
     _print(run(ask(settings, n.PAUSES_KEY, {}))["pauses"], json=json)
 
 
-def line(pause: Mapping[str, str | None], *, was: bool = False) -> str:
+def pause_line(pause: Mapping[str, str | None], *, was: bool = False) -> str:
     """One line of text about a pause; `was`: one that has ended."""
     until = f" until {pause['until']}" if pause["until"] else ""
     why = f": {pause['why']}" if pause["why"] else ""
@@ -133,7 +133,7 @@ def _print(found: Sequence[Mapping[str, str | None]], *, json: bool) -> None:
     if json:
         print_json(found)
     else:
-        print("\n".join(map(line, found)) or "nothing is paused")
+        print("\n".join(map(pause_line, found)) or "nothing is paused")
 
 
 def _only(named: "Sequence[tuple[PauseKind, str]]") -> "tuple[PauseKind, str]":

@@ -13,7 +13,7 @@ import typer
 from lanekeeper.contract.names import ERRORS, STRIPPED_ON_REPUBLISH
 from service.cli import options
 from service.cli.options import Texts, named
-from service.cli.process import FAILED, connected, note, print_json, printable, run
+from service.cli.process import FAILED, connected, print_json, print_note, printable, run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -169,7 +169,7 @@ def show(
 
     wanted = Filter(ids=frozenset({id}), tenants=frozenset(tenants or ()))
     if (letter := _with_letters(settings, lambda letters: letters.find(wanted))) is None:
-        note(f"no dead letter has the id {printable(id)}")
+        print_note(f"no dead letter has the id {printable(id)}")
         raise typer.Exit(FAILED)
     found = whole(letter, jaeger_url=settings.traces_page)
     if json:
@@ -233,9 +233,9 @@ def replay(
         print_json(done.as_json())
     else:
         for refused in done.refused:
-            note(printable(f"{refused['id']}: {refused['reason']}"))
+            print_note(printable(f"{refused['id']}: {refused['reason']}"))
         if done.refusals:
-            note(f"{done.refusals} of {done.matched} cannot be replayed, so nothing was sent")
+            print_note(f"{done.refusals} of {done.matched} cannot be replayed, so nothing was sent")
         elif dry_run:
             print(f"{done.matched} would be replayed")
         else:
@@ -275,7 +275,7 @@ def export(settings: "Settings", wanted: "Filter") -> None:
     """
     exported = _with_letters(settings, lambda letters: letters.export(wanted, sys.stdout.buffer.write))
     sys.stdout.buffer.flush()
-    note(f"{exported} exported")
+    print_note(f"{exported} exported")
 
 
 @app.command("import")

@@ -13,7 +13,7 @@ import typer
 from lanekeeper.contract.problems import SettingsError
 from service.cli import options
 from service.cli.options import named
-from service.cli.process import FAILED, note, run
+from service.cli.process import FAILED, print_note, run
 
 if TYPE_CHECKING:
     from service.config.settings import Settings
@@ -91,7 +91,7 @@ def init(
     print(NEXT.format(serve="lanekeeper serve --simulate" if is_simulated else "lanekeeper serve"))
     print(USERS.format(file=PASSWORDS, users=" ".join(f"--user '{role}'" for role in roles)))
     if not is_well:
-        note("check found what is wrong (FAIL above); `lanekeeper check` looks again")
+        print_note("check found what is wrong (FAIL above); `lanekeeper check` looks again")
         raise typer.Exit(FAILED)
 
 
@@ -138,7 +138,7 @@ def _settings_file(found: Answers) -> tuple[dict[str, str], str]:
         lanes = {name: {"rank": RANKS_APART * number} for number, name in enumerate(found.lanes, 1)}
         lanes |= {name: {"enabled": False} for name in defaults if name not in found.lanes}
         values["lanes"] = lanes
-    keys = {found.tenant: access.new_key(), "the operator": access.new_key()}
+    keys = {found.tenant: access.random_key(), "the operator": access.random_key()}
     of_tenant, of_operator = map(access.hash_of, keys.values())
     values["gateway"] = {
         "keys": {of_tenant: {"tenant": found.tenant}, of_operator: {"tenant": "ops", "name": "ops", "operator": "act"}}

@@ -112,7 +112,7 @@ def listening(act: Callable[[], None]) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     """Print a line on standard error, where it does not mix with a command's output."""
     print(redaction.lines(f"lanekeeper: {text}"), file=sys.stderr, flush=True)
 
@@ -136,17 +136,17 @@ def report(error: BaseException, *, debug: bool) -> int:
         for line in "".join(traceback.format_exception(error)).splitlines():
             print(redaction.text(line), file=sys.stderr)
     if isinstance(cause, (KeyboardInterrupt, asyncio.CancelledError)):
-        note("stopped")
+        print_note("stopped")
         return STOPPED
     if isinstance(cause, SettingsError):
-        note(str(cause))
+        print_note(str(cause))
         return BAD_USE
     if isinstance(cause, LanekeeperError):
-        note(redaction.text(str(cause)))
+        print_note(redaction.text(str(cause)))
         return FAILED
     text = redaction.text(str(cause)) or "no text"
     hint = "" if debug else "; a fault of ours: run `lanekeeper --debug …` for the traceback"
-    note(f"unexpected {type(cause).__name__}: {text}{hint}")
+    print_note(f"unexpected {type(cause).__name__}: {text}{hint}")
     return FAILED
 
 

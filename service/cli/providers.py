@@ -27,7 +27,7 @@ def every(settings: "Settings", json: options.Json = False) -> None:
     if json:
         print_json(found)
     else:
-        print("\n".join(line(name, provider) for name, provider in found.items()) or "no worker answers")
+        print("\n".join(provider_line(name, provider) for name, provider in found.items()) or "no worker answers")
 
 
 @app.command("probe")
@@ -66,7 +66,7 @@ def told(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def line(name: str, provider: Mapping[str, Any]) -> str:
+def provider_line(name: str, provider: Mapping[str, Any]) -> str:
     """One line of text about a provider."""
     paused = provider["paused"]
     state = f"called by {provider['workers']} workers"
@@ -102,7 +102,7 @@ async def _answers(settings: "Settings") -> Sequence[Mapping[str, Any]]:
 
 
 async def _probe(settings: "Settings", name: str) -> "Probed | None":
-    from service.status import probe
+    from service.status import probe_provider
 
     async with connected(settings, "providers") as connection:
-        return await probe(connection, name, names=settings.names(), user=settings.credentials[0])
+        return await probe_provider(connection, name, names=settings.names(), user=settings.credentials[0])

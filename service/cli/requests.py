@@ -14,7 +14,7 @@ import typer
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.options import duration, instant, named
-from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, note, print_json, printable, run
+from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, print_json, print_note, printable, run
 from service.cli.webhooks import course
 from service.telemetry import redaction
 
@@ -88,7 +88,7 @@ def send(
     """
     user, _ = settings.credentials
     if tenant not in (None, user) and user not in settings.speakers:
-        note(
+        print_note(
             f"user {user} is not in LANEKEEPER_SPEAKERS here: where the workers' settings say the same, "
             f"--tenant {tenant} is ignored, and the request is {user}'s"
         )
@@ -144,7 +144,7 @@ async def _send(
                 if not wait:
                     _print_now(await client.publish(body, key=key, **how), end="\n")
                     return
-                note(f"request {printable(id)}")
+                print_note(f"request {printable(id)}")
                 timeout_s = _longest_wait_s(settings, lane, how)
                 async with background_task(_warn_if_no_worker(client, lane), name="watch"):
                     if stream:
@@ -234,7 +234,7 @@ def find(settings: "Settings", id: Id, json: options.Json = False) -> None:
         tenant = each["tenant"] or "none"
         print(printable(f"{id}: tenant {tenant}, lane {each['lane'] or 'unknown'}, {each['status']}{when}{why}"))
     if not found:
-        note(f"{printable(id)}: no worker has seen a request with this id, or it is kept no longer")
+        print_note(f"{printable(id)}: no worker has seen a request with this id, or it is kept no longer")
         raise typer.Exit(FAILED)
 
 
@@ -284,7 +284,7 @@ def _problem_told(settings: "Settings") -> Iterator[None]:
     except Problem as problem:
         attempts = f"{problem.attempts} attempt{'' if problem.attempts == 1 else 's'}"
         request = f"[request {printable(problem.request)}, {attempts}]"
-        note(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
+        print_note(f"{problem.code} ({problem.status}): {printable(problem.detail)} {request}")
         _tell_trace(settings, problem.trace)
         _tell_webhook(problem.webhook)
         raise typer.Exit(FAILED) from None
@@ -292,21 +292,23 @@ def _problem_told(settings: "Settings") -> Iterator[None]:
 
 def _tell_webhook(log: Mapping[str, Any] | None) -> None:
     if log is not None:
-        note(printable(f"webhook {course(log)}"))
+        print_note(printable(f"webhook {course(log)}"))
         for error in log["errors"]:
-            note(printable(f"  {error}"))
+            print_note(printable(f"  {error}"))
 
 
 async def _cancel_interrupted(client: "Client", id: str, *, tenant: str | None) -> None:
     from lanekeeper import LanekeeperError, NoReply
 
-    note(f"cancelling {id}; Ctrl-C again leaves it running")
+    print_note(f"cancelling {id}; Ctrl-C again leaves it running")
     try:
-        note(CANCELLED[await client.cancel(id, tenant=tenant)].format(id=id))
+        print_note(CANCELLED[await client.cancel(id, tenant=tenant)].format(id=id))
     except NoReply as kept:
-        note(f"{id}: its cancellation is kept by the broker: {kept}")
+        print_note(f"{id}: its cancellation is kept by the broker: {kept}")
     except LanekeeperError as error:
-        note(f"{id} is left running, it could not be cancelled: {error}; to fetch its answer: lanekeeper result {id}")
+        print_note(
+            f"{id} is left running, it could not be cancelled: {error}; to fetch its answer: lanekeeper result {id}"
+        )
 
 
 def _longest_wait_s(settings: "Settings", lane: str, how: "Options") -> float:
@@ -324,7 +326,7 @@ async def _warn_if_no_worker(client: "Client", lane: str) -> None:
     await asyncio.sleep(QUIET_S)
     depth = await client.depth(lane)
     if depth is not None and not depth.consumers:
-        note(
+        print_note(
             f"no worker takes the lane {lane}: the request waits; start one with `lanekeeper serve` or "
             "`lanekeeper consume`"
         )
@@ -370,10 +372,10 @@ def _read_stdin() -> str:
     try:
         prompt = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        note(f"standard input is not UTF-8: {error}")
+        print_note(f"standard input is not UTF-8: {error}")
         raise typer.Exit(BAD_USE) from None
     if not prompt.strip():
-        note("standard input is empty: there is nothing to ask")
+        print_note("standard input is empty: there is nothing to ask")
         raise typer.Exit(BAD_USE)
     return prompt
 
@@ -398,7 +400,7 @@ def _traced(settings: "Settings") -> Iterator["Tracing"]:
         tracing = Tracing(provider)
         with tracing.ask() as span:
             if span.is_recording() and (trace_id := tracing.trace_id()) is not None:
-                note(_trace_line(settings, trace_id))
+                print_note(_trace_line(settings, trace_id))
             try:
                 yield tracing
             except typer.Exit as error:  # the command has printed the actual error, which is the context of this one
@@ -413,7 +415,7 @@ def _tell_trace(settings: "Settings", trace_id: str | None) -> None:
     from opentelemetry import trace
 
     if trace_id is not None and not trace.get_current_span().get_span_context().is_valid:
-        note(_trace_line(settings, trace_id))
+        print_note(_trace_line(settings, trace_id))
 
 
 def _trace_line(settings: "Settings", trace_id: str) -> str:

@@ -29,7 +29,10 @@ def every(settings: "Settings", json: options.Json = False) -> None:
     if json:
         print_json(found)
     else:
-        print("\n".join(line(name, schedule) for name, schedule in found.items()) or "no schedules are in the settings")
+        print(
+            "\n".join(schedule_line(name, schedule) for name, schedule in found.items())
+            or "no schedules are in the settings"
+        )
 
 
 @app.command("run")
@@ -59,7 +62,7 @@ def pause(
     brake.begin(settings, "schedule", _spec(settings, name).name, for_s=for_s, why=why, json=json)
 
 
-def line(name: str, schedule: Mapping[str, Any]) -> str:
+def schedule_line(name: str, schedule: Mapping[str, Any]) -> str:
     """One line of text about a schedule."""
     more = "".join(f"; {text}" for text in (schedule["paused"], *_faults(schedule)) if text)
     return printable(

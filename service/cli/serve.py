@@ -103,7 +103,7 @@ async def _serve(
         if simulate:
             api = await stack.enter_async_context(SimulatedAPI())
             settings = simulating(settings, api.base_url)
-        await checks.refuse(settings)
+        await checks.refuse_risks(settings)
         checks.warn_of_plain_text(settings)
         checks.warn_of_unpriced(settings)
         parts = await stack.enter_async_context(
@@ -275,7 +275,7 @@ def new_key(
         read_tenant(tenant)
     except ValueError:
         raise typer.BadParameter(TENANT, param_hint="TENANT") from None
-    key = access.new_key()
+    key = access.random_key()
     hashed = access.hash_of(key)
     until = None if expires is None else expires.isoformat()
     given = {

@@ -81,10 +81,10 @@ def top(settings: "Settings") -> None:
 
 
 async def _look(settings: "Settings") -> "Status":
-    from service.status import look
+    from service.status import collect_status
 
     async with connected(settings, "status") as connection:
-        return await look(connection, lanes=settings.lane_specs(), names=settings.names())
+        return await collect_status(connection, lanes=settings.lane_specs(), names=settings.names())
 
 
 async def _watch(settings: "Settings") -> None:
@@ -92,14 +92,14 @@ async def _watch(settings: "Settings") -> None:
     from rich.live import Live
     from rich.text import Text
 
-    from service.status import look
+    from service.status import collect_status
 
     screen = Console()
     async with connected(settings, "top") as connection:
         with Live(console=screen, screen=True, auto_refresh=False) if screen.is_terminal else nullcontext() as live:
             while True:
                 try:
-                    found = await look(connection, lanes=settings.lane_specs(), names=settings.names())
+                    found = await collect_status(connection, lanes=settings.lane_specs(), names=settings.names())
                     page = Console(width=screen.width, record=True, file=StringIO(), force_terminal=screen.is_terminal)
                     _show_status(found, page)
                     shown = Text.from_ansi(page.export_text(styles=True))
@@ -172,9 +172,9 @@ def _show_status(found: "Status", console: "Console") -> None:
                 text = f"{figures['running']} running, {figures['begun']} begun, {figures['set_aside']} set aside"
                 say(f"{name}, tenant {tenant or '(none)'}: {text}")
     for pause in found.pauses:
-        say(brake.line(pause))
+        say(brake.pause_line(pause))
     for name, schedule in found.schedules.items():
-        say(f"schedule {schedules.line(name, schedule)}")
+        say(f"schedule {schedules.schedule_line(name, schedule)}")
     for line in (*found.waiting, *found.paused, *found.breakers):
         say(line)
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
@@ -273,7 +273,7 @@ def passes_checks(given: options.Given, *, simulate: bool, json: bool = False) -
 
 
 async def _findings(given: options.Given, *, simulate: bool) -> "AsyncIterator[Finding]":
-    from service.checks import Finding, look
+    from service.checks import Finding, run_checks
     from service.config.effective import effective
     from service.config.loading import load_with_sources
     from service.telemetry import logs
@@ -288,7 +288,7 @@ async def _findings(given: options.Given, *, simulate: bool) -> "AsyncIterator[F
             if setting.name.endswith("base_url") and setting.value is not None:
                 yield Finding("address", None, f"{setting.variable} is {setting.value}, from {setting.source}")
     with logs.configured(service="lanekeeper", level="critical"):
-        async for finding in look(settings, simulate=simulate):
+        async for finding in run_checks(settings, simulate=simulate):
             yield finding
 
 

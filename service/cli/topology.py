@@ -13,7 +13,7 @@ import typer
 from lanekeeper.contract.problems import BrokerError, BrokerUnreachable
 from service.cli import options
 from service.cli.options import Texts, named
-from service.cli.process import FAILED, connected, note, print_json, printable, run
+from service.cli.process import FAILED, connected, print_json, print_note, printable, run
 
 if TYPE_CHECKING:
     from service.config.settings import Settings
@@ -151,7 +151,7 @@ def export(
     declared = _declared(settings, version)
     accounts = [] if no_users else users_of(users or DEFAULT_USERS, passwords, settings, makes_passwords=True)
     if not settings.needs_user_id and any(user.role in APPLICATIONS for user in accounts):
-        note(
+        print_note(
             "requests without user_id share one tenant, whoever publishes them: have workers refuse them, "
             "LANEKEEPER_REQUIRE_USER_ID=true (docs/production.md)"
         )
@@ -238,7 +238,7 @@ async def _remove(settings: "Settings", lanes: Sequence[str]) -> None:
 
 def _end(found: "Verification") -> None:
     if found.note is not None:
-        note(found.note)
+        print_note(found.note)
     if found.differences:
         raise typer.Exit(FAILED)
 

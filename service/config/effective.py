@@ -31,7 +31,7 @@ def effective(settings: Settings, found: Mapping[Place, str]) -> Iterator[Effect
     """All settings with the values in effect. `found`: the source of each that a source has set."""
     for pattern in SETTINGS:
         for place in _places(settings, pattern):
-            yield Effective(".".join(place), variable(place), shown(settings, place), found.get(place, DEFAULT))
+            yield Effective(".".join(place), variable(place), shown_setting(settings, place), found.get(place, DEFAULT))
 
 
 def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
@@ -46,7 +46,7 @@ def _places(settings: Settings, pattern: Place) -> Iterator[Place]:
         yield (*pattern[:at], name, *pattern[at + 1 :])
 
 
-def shown(settings: Settings, place: Place) -> Any:
+def shown_setting(settings: Settings, place: Place) -> Any:
     """A setting's value in effect, as JSON, without secrets."""
     match place:
         case ("store_url",):
@@ -56,10 +56,10 @@ def shown(settings: Settings, place: Place) -> Any:
     node: Any = settings
     for step in place:
         node = node.get(step) if isinstance(node, Mapping) else getattr(node, step, None)
-    return plain(node)
+    return as_json(node)
 
 
-def plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """A value as JSON, without secrets."""
     if isinstance(value, SecretStr):
         text = value.get_secret_value()
@@ -67,7 +67,7 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {name: entry for name, entry in asdict(value).items() if entry is not None}
     if isinstance(value, Mapping):
-        return {str(name): plain(entry) for name, entry in value.items()}
+        return {str(name): as_json(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+        return [as_json(item) for item in value]
     return str(value) if isinstance(value, Path) else value

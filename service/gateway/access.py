@@ -31,7 +31,7 @@ _LONGEST = 256
 log = structlog.get_logger()
 
 
-def new_key() -> str:
+def random_key() -> str:
     """A random API key. Only its hash is stored, so it is shown once."""
     return PREFIX + secrets.token_urlsafe(32)
 

@@ -38,7 +38,7 @@ from service.deadletters import (
 from service.gateway.access import require_operator
 from service.gateway.calls import Bodies, limit_of
 from service.gateway.problems import ApiError, answer
-from service.status import Status, look, probe
+from service.status import Status, collect_status, probe_provider
 
 FRESH_S: Final = 2.0
 """Calls within this time get the same figures, because each question is answered by all workers."""
@@ -89,11 +89,11 @@ class OperatorPaths:
             if self._status is None or now_s() - self._status[0] >= FRESH_S:
                 assert self._connection is not None
                 lanes, names = self._settings.lane_specs(), self._settings.names()
-                self._status = now_s(), await look(self._connection, lanes=lanes, names=names)
+                self._status = now_s(), await collect_status(self._connection, lanes=lanes, names=names)
             return self._status[1]
 
     async def _lanes(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        return answer(shown(await self.status(), caller))
+        return answer(visible_to(await self.status(), caller))
 
     async def _pauses(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=False)
@@ -122,7 +122,7 @@ class OperatorPaths:
         name = request.match_info["name"]
         log.info(signals.PROBE_ASKED, provider=name[:100], user=caller.tenant)
         try:
-            found = await probe(
+            found = await probe_provider(
                 self._connection, name, names=self._settings.names(), user=self._settings.credentials[0]
             )
         except (ControlRefused, AccessRefused) as error:
@@ -223,7 +223,7 @@ class OperatorPaths:
             ) from error
 
 
-def shown(status: Status, caller: GatewayKey) -> dict[str, Any]:
+def visible_to(status: Status, caller: GatewayKey) -> dict[str, Any]:
     """What this caller may see: its key's lanes, its own tenant; an operator all."""
     sees_all = caller.operator != "no"
     lanes = []

@@ -72,7 +72,7 @@ class RequestPaths:
         request[ABOUT_REQUEST] = id = submitted_id_of(request.headers)
         async with self.bodies.checked_call(request, caller, request_id=id, task="requests") as call:
             await self.requests.submit(call, caller)
-        return answer({"id": id, **urls_of(id)}, status=202, Location=urls_of(id)["status_url"])
+        return answer({"id": id, **request_urls(id)}, status=202, Location=request_urls(id)["status_url"])
 
     async def get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         request[ABOUT_REQUEST] = id = request.match_info["id"]
@@ -232,7 +232,7 @@ class SubmittedRequests:
             if word == "queued" and pause is None:
                 place = await self._positions.of(known.submission.lane)
         row = None if known.found.completion is None else await self._store.webhook(identity_of(id, caller))
-        webhook = None if row is None else webhooks.describe(row)
+        webhook = None if row is None else webhooks.log_entry(row)
         return status_of(known, now_ms=now_ms(), place=place, pause=pause, webhook=webhook)
 
     async def _pause_of(self, lane: str, caller: GatewayKey) -> state.Pause | None:
@@ -310,7 +310,7 @@ def _unknown(id: str) -> ApiError:
     return ApiError(404, f"request {id[:128]!r} is not known, or is kept no longer")
 
 
-def urls_of(id: str) -> dict[str, str]:
+def request_urls(id: str) -> dict[str, str]:
     """The fields of an answer that tell where a request's status and events are."""
     return {"status_url": f"/v1/requests/{id}", "events_url": f"/v1/requests/{id}/events"}
 

@@ -29,7 +29,7 @@ from service.config.settings import GatewayKey
 from service.gateway.answers import Drain, StoredAnswers
 from service.gateway.calls import IDEMPOTENCY_KEY, CallReader, submitted_id_of
 from service.gateway.problems import ApiError, problem_of, refused
-from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, urls_of
+from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, request_urls
 from service.gateway.server import HttpConnection
 from service.gateway.shares import SharedTaken, Shares
 from topology.codec import bounds
@@ -169,7 +169,7 @@ class _Socket:
             reading = partial(read, headers, message.body, self._caller, request_id=id, task="requests")
             asked = await self._of.shares.parsing.run(len(message.body), reading)
             await self._requests.submit(asked, self._caller)
-        await self._send("submitted", id, message.ref, **urls_of(id))
+        await self._send("submitted", id, message.ref, **request_urls(id))
         if message.subscribe:
             self._follow(id, after=0)
 

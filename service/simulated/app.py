@@ -289,7 +289,7 @@ class SimulatedAPI:
 
     def output(self, asked: messages.Asked, fault: Fault | None) -> messages.Output:
         """What the model writes."""
-        return messages.answer(asked, output_tokens=self.options.output_tokens)
+        return messages.echo(asked, output_tokens=self.options.output_tokens)
 
     async def send_message(
         self, request: web.BaseRequest, message: bytes, *, headers: Mapping[str, str], fault: Fault | None

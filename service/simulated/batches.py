@@ -236,7 +236,7 @@ class SimulatedBatches:
             item.kind = self._kind(item, batch)
             self._outcomes[item.kind] += 1
             if item.kind == "succeeded" and item.asked is not None:
-                output = messages.answer(item.asked, output_tokens=self._output_tokens)
+                output = messages.echo(item.asked, output_tokens=self._output_tokens)
                 batch.usd += self._ledger.bill_batched(
                     item.asked.model, input_tokens=item.asked.input_tokens, output_tokens=output.tokens
                 )
@@ -327,7 +327,7 @@ class SimulatedBatches:
     def _result(self, item: SimulatedItem, batch: SimulatedBatch, nth: int) -> dict[str, Any]:
         match item.kind:
             case "succeeded" if item.asked is not None:
-                output = messages.answer(item.asked, output_tokens=self._output_tokens)
+                output = messages.echo(item.asked, output_tokens=self._output_tokens)
                 id = f"msg_{batch.id[9:]}{nth}"
                 return {"type": item.kind, "message": messages.message(item.asked, output, id=id, tier="batch")}
             case "errored" if item.refusal is not None:

@@ -156,7 +156,7 @@ def _text(content: Any) -> tuple[str, bool]:
     return "\n".join(texts), is_result
 
 
-def answer(asked: Asked, *, output_tokens: int | None) -> Output:
+def echo(asked: Asked, *, output_tokens: int | None) -> Output:
     """An echo of the last user message, or a call of the request's tool until its result comes."""
     blocks: list[dict[str, Any]] = []
     if asked.thinking:

@@ -350,7 +350,7 @@ def open_budgeting(
     )
 
 
-async def read_limits(
+async def read_all_limits(
     settings: Settings, providers: Sequence[AnthropicProvider], budgets: Budgets
 ) -> Mapping[str, BatchLimits]:
     """Read the limits of the organizations whose Admin API has a key in the settings. Returns the limits of batches by
@@ -599,7 +599,7 @@ async def assemble(
         budgeting = open_budgeting(
             settings, providers, store=store, brake=brake, lifecycle=lifecycle, tracing=tracing, stack=stack
         )
-        batch_limits = await read_limits(settings, providers, budgeting.budgets)
+        batch_limits = await read_all_limits(settings, providers, budgeting.budgets)
         control = _control(settings, broker, settler, store=store, brake=brake, providers=budgeting.registry.names)
         pausing = Pausing(
             {
@@ -678,7 +678,7 @@ async def assemble(
                 pauses=brake,
             ),
             collector=Collector(
-                broker.deliveries(names.tickets, prefetch=TICKETS, weight=ticket.weight),
+                broker.deliveries(names.tickets, prefetch=TICKETS, weight=ticket.ticket_bytes),
                 specs={lane.name: lane.batches for lane in all_lanes},
                 limits=batch_limits,
                 batches=budgeting.registry.batches,

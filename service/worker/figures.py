@@ -16,7 +16,7 @@ from consumers.slots.admission import LaneSlots
 from consumers.spending import DAY, LANE, TENANT
 from lanekeeper.telemetry.figures import added
 from service.metrics import Sample, Source, of_connection, of_publishes, of_store
-from service.status import packed
+from service.status import packed_sketch
 from service.worker.assembly import Budgeting, Worker
 from service.worker.memory import memory_kills
 from topology.lanes import LaneSpec
@@ -295,6 +295,6 @@ def _told(activity: LaneActivity) -> dict[str, Any]:
     return {
         **activity.snapshot(),
         "buried": activity.buried_by.total(),
-        "waits": {window: packed(waits) for window, (waits, _) in recent.items()},
-        "runs": {window: packed(runs) for window, (_, runs) in recent.items()},
+        "waits": {window: packed_sketch(waits) for window, (waits, _) in recent.items()},
+        "runs": {window: packed_sketch(runs) for window, (_, runs) in recent.items()},
     }

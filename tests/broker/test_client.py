@@ -22,7 +22,7 @@ from lanekeeper.contract.problems import TopologyMismatch
 from lanekeeper.replies import Problem
 from lanekeeper.requests import Options
 from service.simulated.app import SimulatedOptions
-from service.status import Status, look
+from service.status import Status, collect_status
 from tests.support.brokers import Vhost, close_connection
 from tests.support.defaults import LANES
 from tests.support.private_broker import PrivateBroker
@@ -265,7 +265,9 @@ async def test_aiormqs_own_log_lines_are_kept_for_the_applications_other_connect
 
 
 async def seen(worker: RunningWorker) -> Status:
-    return await look(worker.parts.broker.consuming, lanes=worker.settings.lane_specs(), names=worker.settings.names())
+    return await collect_status(
+        worker.parts.broker.consuming, lanes=worker.settings.lane_specs(), names=worker.settings.names()
+    )
 
 
 async def test_without_workers_depths_are_shown_without_waiting_for_answers(
@@ -275,7 +277,7 @@ async def test_without_workers_depths_are_shown_without_waiting_for_answers(
     async with Connection(vhost.amqp_url, name="test") as connection:
         await apply(declare(LANES, names=Names(), broker_version=connection.version), await connection.underlying())
         async with asyncio.timeout(60):
-            found = await look(connection, lanes=LANES, names=Names())
+            found = await collect_status(connection, lanes=LANES, names=Names())
 
     assert found.workers == ()
     assert [(lane.depth, lane.consumers, lane.running) for lane in found.lanes] == [(0, 0, None)] * 3

@@ -27,7 +27,7 @@ from lanekeeper.contract.problems import (
 )
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
-from service.checks import look
+from service.checks import run_checks
 from tests.faults.proxy import FROM, Proxy
 from tests.support.brokers import Vhost, close_connection, memory_alarm
 from tests.support.certificates import certificate
@@ -311,7 +311,7 @@ async def test_while_blocked_nothing_is_published_and_afterwards_everything_is(
                     "bodies": {"url": tmp_path.as_uri()},
                 }
                 settings = load(amqp_url=own_broker.amqp_url, **elsewhere)
-                wrong = [each async for each in look(settings, simulate=True) if each.well is False]
+                wrong = [each async for each in run_checks(settings, simulate=True) if each.well is False]
                 assert [each.what for each in wrong] == ["alarm"], "`lanekeeper check` does not blame the user's rights"
                 assert "low on memory" in wrong[0].text
                 surely = asyncio.create_task(publish_surely())

@@ -6,7 +6,7 @@ import pytest
 
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
-from service.status import look
+from service.status import collect_status
 from service.worker.figures import sources
 from tests.support.brokers import Vhost
 from tests.support.requester import requester
@@ -53,7 +53,7 @@ async def test_the_providers_ledger_equals_what_is_told_of_lanes_and_tenants(vho
         assert totals["lane"]["critical"].saved_usd == 0
         assert totals["tenant"]["ann"].saved_usd > 0 < totals["tenant"]["bob"].saved_usd
 
-        status = await look(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)
+        status = await collect_status(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)
         saved_usd = status.spent["lane"]["batch"]["saved_usd"]
         assert saved_usd == pytest.approx(float(ledger.saved_usd))
         figures = {

@@ -19,7 +19,7 @@ from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.settings import CapSettings, CapsSettings
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
-from service.status import look
+from service.status import collect_status
 from tests.journeys.test_batches import KEY, ask, made, outcomes
 from tests.journeys.test_brake import Operator
 from tests.support.brokers import Vhost
@@ -287,7 +287,7 @@ async def test_what_waits_in_batches_is_told(vhost: Vhost) -> None:
         await until(lambda: worker.parts.gatherer.in_hand == 1)
 
         async def told() -> bool:
-            found = await look(connection, lanes=worker.settings.lane_specs(), names=Names())
+            found = await collect_status(connection, lanes=worker.settings.lane_specs(), names=Names())
             return found.in_batches == 101 and found.batches.get("gathered") == 100
 
         await until(told)

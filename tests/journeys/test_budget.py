@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from service.simulated.app import SimulatedOptions
-from service.status import look
+from service.status import collect_status
 from tests.support.brokers import Vhost
 from tests.support.faulty_api import FaultyAPI
 from tests.support.pictures import picture, png
@@ -44,7 +44,7 @@ async def flood(app: Requester, jobs: int, *, key: str = "batch.tests.flood") ->
 
 async def status_of(running: RunningWorker) -> tuple[str, ...]:
     parts = running.parts
-    return (await look(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)).waiting
+    return (await collect_status(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)).waiting
 
 
 @pytest.mark.timing

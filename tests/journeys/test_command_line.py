@@ -15,7 +15,7 @@ from yarl import URL
 
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.names import Names
-from service.status import look
+from service.status import collect_status
 from tests.support import forks
 from tests.support.brokers import Vhost
 from tests.support.defaults import LANES
@@ -52,7 +52,9 @@ class Cli:
     async def running(self) -> int:
         """The number of running requests as in `lanekeeper status`, without starting a process for it."""
         async with Connection(self.environ["LANEKEEPER_AMQP_URL"], name="test") as connection:
-            return sum(each.running or 0 for each in (await look(connection, lanes=LANES, names=Names())).lanes)
+            return sum(
+                each.running or 0 for each in (await collect_status(connection, lanes=LANES, names=Names())).lanes
+            )
 
     async def status_of_critical(self) -> dict[str, Any]:
         """As `status` shows it, once its worker has answered in time; a busy one may be too late."""

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from service.status import look
+from service.status import collect_status
 from tests.support import forks
 from tests.support.brokers import Vhost
 from tests.support.processes import COMMAND, environment, lanekeeper
@@ -50,7 +50,7 @@ async def test_every_lane_answers_and_all_are_in_the_order_of_their_ranks(
         )
         assert delayed.status == "ok"
 
-        found = await look(worker.parts.broker.consuming, lanes=specs, names=worker.settings.names())
+        found = await collect_status(worker.parts.broker.consuming, lanes=specs, names=worker.settings.names())
         assert [lane.lane for lane in found.lanes] == [spec.name for spec in sorted(specs, key=lambda spec: spec.rank)]
         assert all(lane.consumers and lane.answered for lane in found.lanes)
 

@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from consumers.state.base import DAY_S
 from service.gateway.server import Server
 from service.simulated.app import SimulatedOptions
-from service.status import Status, look
+from service.status import Status, collect_status
 from service.worker.figures import sources
 from tests.journeys.test_gateway import body, post
 from tests.support.brokers import Vhost
@@ -46,11 +46,11 @@ def chain(spare: FaultyAPI, **more: Any) -> dict[str, Any]:
 
 
 async def status(worker: RunningWorker) -> Status:
-    """Once the worker has answered: `look` does not wait for one that is slow."""
+    """Once the worker has answered: `collect_status` does not wait for one that is slow."""
     parts = worker.parts
 
     async def told() -> Status | None:
-        found = await look(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)
+        found = await collect_status(parts.broker.publishing, lanes=parts.lanes, names=parts.broker.names)
         return found if found.workers else None
 
     found: Status = await until(told)

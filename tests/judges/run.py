@@ -267,7 +267,7 @@ class Judged(FaultyAPI):
         asked = replace(asked, tool=None)
         if not called:
             return await super()._answer(request, asked, fault, request_id)
-        thought = [block for block in messages.answer(asked, output_tokens=None).blocks if block["type"] == "thinking"]
+        thought = [block for block in messages.echo(asked, output_tokens=None).blocks if block["type"] == "thinking"]
         tools = [
             {"type": "tool_use", "id": f"toolu_{index}", "name": name, "input": json.loads(given)}
             for index, (name, given) in enumerate(called)

@@ -9,7 +9,7 @@ import pytest
 from consumers.prices import Usage
 from consumers.spending import Cap
 from service.checks import of_models
-from service.config.effective import plain
+from service.config.effective import as_json
 from tests.support.settings import load, wrong
 from topology.codec.decoding import user_hash
 from topology.lanes import DEFAULT_LANES
@@ -159,7 +159,7 @@ def test_caps_are_set_for_lanes_tenants_keys_and_users_by_day_week_and_month() -
     }
     assert spec.keys == {"ci": {"day": Cap(usd=1)}}
     assert spec.users == {user_hash("ann@shop.example"): {"month": Cap(tokens=9)}}
-    assert plain(settings.caps.tenants)["*"] == {"day": {"tokens": 1000}}
+    assert as_json(settings.caps.tenants)["*"] == {"day": {"tokens": 1000}}
     assert spec.in_money
     assert not load().caps.spec().in_money
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from service.checks import Finding, look
+from service.checks import Finding, run_checks
 from tests.support.settings import load
 
 NOBODY_LISTENS = "amqp://guest:guest@127.0.0.1:1/"
@@ -16,7 +16,7 @@ async def of_the_store(store_url: str) -> Finding:
 
 async def finding(what: str, **environ: str) -> Finding:
     settings = load(env={"LANEKEEPER_AMQP_URL": NOBODY_LISTENS, **environ})
-    findings = [each async for each in look(settings)]
+    findings = [each async for each in run_checks(settings)]
     return next(each for each in findings if each.what == what)
 
 

@@ -301,12 +301,12 @@ SHOWN = "a\\x1b[2J\\x9bb\\u202ec\\u2066d\\u200f"
 
 
 def test_what_others_wrote_does_not_control_the_terminal_and_forges_no_line(capsys: pytest.CaptureFixture[str]) -> None:
-    from service.cli.process import note, print_json, printable
+    from service.cli.process import print_json, print_note, printable
     from service.telemetry import redaction
 
     assert printable(f"{HOSTILE}\r\n\tç\xa0") == f"{SHOWN}\\r\\n\\tç\xa0"
     assert redaction.lines(f"{HOSTILE}\r\n\tç") == f"{SHOWN}\\r\n\tç", "an answer has lines"
-    note(HOSTILE)
+    print_note(HOSTILE)
     print_json({HOSTILE: [HOSTILE]})
     told, err = capsys.readouterr()
     assert err == f"lanekeeper: {SHOWN}\n"

@@ -6,7 +6,7 @@ import pytest
 
 from consumers.clock import moment_text, now_ms
 from lanekeeper.contract.messages import Message
-from service.deadletters import HOUR_MS, Filter, LetterEdit, Overview, ReplayRefused, merged, position
+from service.deadletters import HOUR_MS, Filter, LetterEdit, Overview, ReplayRefused, merge_patch, position
 from tests.support.settings import load
 from topology.broker.deadletters import DeadLetter, cause_of, line_of, message_of_line
 
@@ -93,7 +93,7 @@ def test_a_letter_matches_if_each_given_field_has_one_of_its_values(wanted: Filt
     ],
 )
 def test_a_merge_patch_is_applied_as_rfc_7396_says(target: Any, patch: Any, result: Any) -> None:
-    assert merged(target, patch) == result
+    assert merge_patch(target, patch) == result
 
 
 def test_an_edit_is_an_object() -> None:

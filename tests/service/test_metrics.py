@@ -20,9 +20,9 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
 from lanekeeper.telemetry.figures import Histogram
 from service.config.settings import GatewayKey
-from service.gateway.operators import shown
+from service.gateway.operators import visible_to
 from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics, Sample
-from service.status import SKETCH_BYTES, merge, merged, packed, quantiles, unpacked
+from service.status import SKETCH_BYTES, merge, merged_sketch, packed_sketch, quantiles, unpacked_sketch
 from service.worker import lengths as lengths_module
 from service.worker.lengths import QueueLengths
 from tests.support.waiting import until
@@ -180,19 +180,19 @@ def test_a_sketch_is_small_and_comes_back_as_it_was() -> None:
     sketch = DDSketch(ACCURACY)
     for exponent in range(1, 90_000):
         sketch.add(exponent * 40)  # up to an hour, in ms
-    text = packed(sketch)
-    again = unpacked(text)
+    text = packed_sketch(sketch)
+    again = unpacked_sketch(text)
 
     assert len(text) < 2048
     assert again is not None
-    assert quantiles(merged([text, text])) == {**quantiles(again), "count": 2 * 89_999}
+    assert quantiles(merged_sketch([text, text])) == {**quantiles(again), "count": 2 * 89_999}
     assert quantiles(again)["p99"] == pytest.approx(0.99 * 3_600_000, rel=0.03)
-    assert quantiles(merged([])) == {"p50": None, "p95": None, "p99": None, "count": 0}
+    assert quantiles(merged_sketch([])) == {"p50": None, "p95": None, "p99": None, "count": 0}
 
 
-@pytest.mark.parametrize("text", [None, 7, "", "?", "AAAA", packed(DDSketch(0.3)), "A" * SKETCH_BYTES])
+@pytest.mark.parametrize("text", [None, 7, "", "?", "AAAA", packed_sketch(DDSketch(0.3)), "A" * SKETCH_BYTES])
 def test_what_is_no_sketch_of_ours_is_left_out(text: object) -> None:
-    assert quantiles(merged([text]))["count"] == 0
+    assert quantiles(merged_sketch([text]))["count"] == 0
 
 
 def test_a_key_sees_its_lanes_and_its_tenant_and_an_operator_sees_all() -> None:
@@ -208,8 +208,8 @@ def test_a_key_sees_its_lanes_and_its_tenant_and_an_operator_sees_all() -> None:
     ]
     status = merge(answers, {}, lanes=(CRITICAL, BATCH), names=NAMES)
 
-    crm = shown(status, GatewayKey(tenant="crm", lanes=("critical",)))
-    ops = shown(status, GatewayKey(tenant="ops", lanes=("batch",), operator="look"))
+    crm = visible_to(status, GatewayKey(tenant="crm", lanes=("critical",)))
+    ops = visible_to(status, GatewayKey(tenant="ops", lanes=("batch",), operator="look"))
 
     assert [lane["lane"] for lane in crm["lanes"]] == ["critical"]
     assert crm["lanes"][0]["tenants"] == {"crm": of_tenant}

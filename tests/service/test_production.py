@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lanekeeper.contract.problems import AccessRefused
-from service.checks import of_file, of_settings, of_transport, refuse, risks
+from service.checks import of_file, of_settings, of_transport, refuse_risks, risks
 from service.config.settings import Settings
 from tests.support.redis import redis_server
 from tests.support.settings import load
@@ -130,4 +130,4 @@ def test_without_the_profile_requests_without_a_user_are_accepted() -> None:
 
 
 async def test_without_the_profile_nothing_is_refused_or_checked() -> None:
-    await refuse(load(env={"LANEKEEPER_AMQP_URL": "amqp://guest:guest@127.0.0.1:1/"}))
+    await refuse_risks(load(env={"LANEKEEPER_AMQP_URL": "amqp://guest:guest@127.0.0.1:1/"}))

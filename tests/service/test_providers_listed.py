@@ -1,6 +1,6 @@
 """`lanekeeper providers list`: what several workers tell, and its text."""
 
-from service.cli.providers import line, told
+from service.cli.providers import provider_line, told
 
 PAUSE = {"reason": "it refuses the key", "error": "authentication_error 401", "for_s": 30.0, "probe_in_s": 8.0}
 
@@ -20,10 +20,10 @@ def test_each_provider_is_told_once_with_what_any_worker_says_of_it() -> None:
     )
 
     assert [each["worker"] for each in found["anthropic"]["paused"]] == ["a:1", "b:1"]
-    assert line("anthropic", found["anthropic"]) == (
+    assert provider_line("anthropic", found["anthropic"]) == (
         "anthropic: paused by 2 of 2 workers, for 30 s: it refuses the key (authentication_error 401); "
         "probed again in 8 s"
     )
-    assert line("aws", found["aws"]) == (
+    assert provider_line("aws", found["aws"]) == (
         "aws: called by 2 workers; breaker of claude-haiku-5-5: open, asked again in 1.5 s"
     )

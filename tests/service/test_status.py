@@ -12,7 +12,7 @@ from consumers.slots.activity import ACCURACY
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from service.cli.status import _show_status
-from service.status import merge, packed
+from service.status import merge, packed_sketch
 from topology.delays import LEVELS
 from topology.lanes import BATCH, CRITICAL
 
@@ -30,7 +30,7 @@ def sketch(values: Iterable[int]) -> str:
     found = DDSketch(ACCURACY)
     for value in values:
         found.add(value)
-    return packed(found)
+    return packed_sketch(found)
 
 
 def test_figures_of_several_workers_are_added_up() -> None:

@@ -28,7 +28,7 @@ from service.config.settings import Settings
 from service.simulated import messages
 from service.simulated.app import Call, SimulatedOptions
 from service.simulated.faults import Fault
-from service.simulated.messages import answer, events, read_request
+from service.simulated.messages import echo, events, read_request
 from service.worker import running as worker
 from service.worker.assembly import Worker, assemble
 from tests.support.brokers import At, url_of
@@ -119,7 +119,7 @@ class HeldProvider:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         asked = read_request(await request.read())
-        found = events(asked, answer(asked, output_tokens=None), id=f"msg_{self.calls}", deltas=PIECES)
+        found = events(asked, echo(asked, output_tokens=None), id=f"msg_{self.calls}", deltas=PIECES)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         parts = len(self._may_come)

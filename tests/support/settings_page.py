@@ -15,7 +15,7 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from service.cli.status import value_text
-from service.config.effective import plain, shown
+from service.config.effective import as_json, shown_setting
 from service.config.names import ANY, SETTINGS, Place, allowed_values, is_section, variable
 from service.config.settings import LimitsSettings, Settings
 from topology.lanes import DEFAULT_LANES
@@ -86,7 +86,9 @@ def entries() -> list[Entry]:
         shared, values = place, (default,)
         if ANY in place and (at := place.index(ANY)) and place[at - 1] == "lanes":
             shared = (*place[:at], LANE, *place[at + 1 :])
-            values = tuple(shown(defaults, (*place[:at], lane.name, *place[at + 1 :])) for lane in DEFAULT_LANES)
+            values = tuple(
+                shown_setting(defaults, (*place[:at], lane.name, *place[at + 1 :])) for lane in DEFAULT_LANES
+            )
         name = variable(place).replace(ANY, LANE if LANE in shared else "<NAME>")
         found.append(Entry(shared, name, field, text, example or _said(values[0]), values))
     return found
@@ -150,7 +152,7 @@ def _said(value: Any) -> str:
         value = value.get_secret_value()  # a default is no secret
     if value is None or value in ((), {}):
         return "none"
-    return value_text(int(value) if isinstance(value, float) and value.is_integer() else plain(value))
+    return value_text(int(value) if isinstance(value, float) and value.is_integer() else as_json(value))
 
 
 def _declared(place: Place, defaults: Settings) -> tuple[type[BaseModel], FieldInfo, Any]:

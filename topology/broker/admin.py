@@ -22,7 +22,7 @@ from aiormq.exceptions import (
 )
 
 from lanekeeper.amqp.connection import Connection, depths
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, close, open_channel, translate_errors
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, asks_to_stop, close, open_channel, translate_broker_errors
 from lanekeeper.amqp.publisher import CONFIRM_TIMEOUT_S
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, BrokerUnreachable, TopologyMismatch
@@ -85,7 +85,7 @@ async def _absent(topology: Topology, connection: AbstractConnection) -> set[tup
 @contextmanager
 def broker_errors() -> Iterator[None]:
     """Turn the exceptions that aiormq raises for a failed declaration into BrokerErrors."""
-    with translate_errors("declaring"):
+    with translate_broker_errors("declaring"):
         try:
             yield
         except ChannelPreconditionFailed as error:
@@ -388,7 +388,7 @@ async def check_write_rights(connection: Connection, routes: Iterable[tuple[str,
     await connection.flowing(timeout_s=CONFIRM_TIMEOUT_S)
     channel = await connection.channel(confirms=False)
     try:
-        with translate_errors("whether it may write is not known"):
+        with translate_broker_errors("whether it may write is not known"):
             async with asyncio.timeout(CONFIRM_TIMEOUT_S):
                 await channel.tx_select()
                 for exchange, routing_key in routes:
@@ -429,17 +429,17 @@ async def remove_lane(lane: str, connection: Connection, management: Management,
         if queue in queues
     ]
     channel = await connection.channel(confirms=False, timeout_s=RPC_TIMEOUT_S)
-    with translate_errors("removing a lane"):
+    with translate_broker_errors("removing a lane"):
         for exchange, queue in bindings:
             await channel.queue_unbind(queue, exchange, key, timeout=RPC_TIMEOUT_S)
     await asyncio.sleep(SETTLED_S)
     try:
         await _require_unused(lane, queues, connection, management)
-        with translate_errors("removing a lane"):
+        with translate_broker_errors("removing a lane"):
             for queue in queues:
                 await channel.queue_delete(queue, timeout=RPC_TIMEOUT_S)
     except BaseException:
-        with suppress(BrokerError), translate_errors("binding again"):
+        with suppress(BrokerError), translate_broker_errors("binding again"):
             for exchange, queue in bindings:
                 await channel.queue_bind(queue, exchange, key, timeout=RPC_TIMEOUT_S)
         raise

@@ -22,7 +22,7 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, close, delivered, fetch, translate_errors
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, Delivered, close, delivered, fetch, translate_broker_errors
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names
 from lanekeeper.contract.messages import Message
@@ -115,7 +115,9 @@ class Delivery:
         self._is_settled = True
         if self._session is not None:
             self._session.on_settled(self.tag)
-        with translate_errors(f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost):
+        with translate_broker_errors(
+            f"channel lost before {self.queue} delivery {self.tag} was settled", lost=ChannelLost
+        ):
             await call()
 
 
@@ -199,7 +201,7 @@ class Session:
         async with self._consume_lock:
             if self._lost is None and (tag := self._tag) is not None:
                 self._tag = None
-                with suppress(BrokerError), translate_errors("cancelling"):
+                with suppress(BrokerError), translate_broker_errors("cancelling"):
                     await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT_S)
                 for delivered, waiting in list(self._without_room.items()):
                     if self._without_room.pop(delivered, None) is not None:
@@ -210,7 +212,7 @@ class Session:
         """Consume again, under a new consumer tag, because the broker may still use the old one."""
         async with self._consume_lock:
             if self._lost is None and self._tag is None and not self._stopped:
-                with suppress(BrokerError), translate_errors(f"cannot consume {self._queue!r}"):
+                with suppress(BrokerError), translate_broker_errors(f"cannot consume {self._queue!r}"):
                     await self._consume(prefetch)  # if this fails, the channel closes, and the session with it
 
     async def _consume(self, prefetch: int) -> None:
@@ -316,7 +318,7 @@ class Session:
     async def _nack(self, tag: int) -> None:
         with (
             suppress(ChannelLost),
-            translate_errors(f"channel lost before {self._queue} delivery {tag}", lost=ChannelLost),
+            translate_broker_errors(f"channel lost before {self._queue} delivery {tag}", lost=ChannelLost),
         ):
             await self._channel.basic_nack(tag, requeue=True, wait=False)
 
@@ -490,7 +492,7 @@ class Deliveries:
             self._at_front = await self._connection.channel(confirms=False, timeout_s=OPEN_TIMEOUT_S)
         channel = self._at_front
         while True:
-            with translate_errors(f"cannot fetch from {self.queue!r}", lost=ChannelLost):
+            with translate_broker_errors(f"cannot fetch from {self.queue!r}", lost=ChannelLost):
                 found = await fetch(channel, self.queue)
             if found is None:
                 return
@@ -536,7 +538,7 @@ class Deliveries:
         session = Session(channel, queue=self.queue, counted=self._counted, share=self._share)
         self.is_resizing = False  # nothing of this channel is in hand yet
         try:
-            with translate_errors(f"cannot consume {self.queue!r}"):
+            with translate_broker_errors(f"cannot consume {self.queue!r}"):
                 await session.start(prefetch=self.prefetch)
         except BrokerError as error:
             await session.close()
@@ -563,7 +565,7 @@ class Inbox:
 
     async def __aenter__(self) -> Self:
         self._channel = await self._connection.channel(confirms=False)
-        with translate_errors("no queue of one's own"):
+        with translate_broker_errors("no queue of one's own"):
             declared = await self._channel.queue_declare(exclusive=True, auto_delete=True, timeout=RPC_TIMEOUT_S)
             self.name = declared.queue or ""
             await self.bind()
@@ -577,7 +579,7 @@ class Inbox:
 
     async def bind(self) -> None:
         """Call it again if an exchange was deleted and declared again: its bindings are lost then. Raises the same."""
-        with translate_errors("cannot bind"):
+        with translate_broker_errors("cannot bind"):
             for exchange, routing_key in self._bindings:
                 await self._channel.queue_bind(self.name, exchange, routing_key, timeout=RPC_TIMEOUT_S)
 

@@ -25,7 +25,7 @@ from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
 from lanekeeper.amqp.connection import Connection, depth
-from lanekeeper.amqp.driver import RPC_TIMEOUT_S, close, delivered, fetch, translate_errors
+from lanekeeper.amqp.driver import RPC_TIMEOUT_S, close, delivered, fetch, translate_broker_errors
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import UNREADABLE, Depth, Encoded, Headers, Message
 from lanekeeper.contract.problems import AccessRefused, BrokerUnreachable
@@ -230,7 +230,7 @@ class Scan(Generic[R]):
             await asyncio.sleep(LOOK_PAUSE_S)
 
     async def remove(self, tag: int) -> None:
-        with translate_errors(f"channel lost before a message of {self._queue} was removed"):
+        with translate_broker_errors(f"channel lost before a message of {self._queue} was removed"):
             await self._channel.basic_ack(tag, wait=True)
         self._kept.discard(tag)
 
@@ -240,7 +240,7 @@ class Scan(Generic[R]):
         queue has all that it was sent before, and then the channel sends the rest."""
         if not self._kept:
             return
-        with translate_errors(f"channel lost before messages of {self._queue} were removed"):
+        with translate_broker_errors(f"channel lost before messages of {self._queue} were removed"):
             for tag in sorted(self._kept):
                 await self._channel.basic_ack(tag, wait=False)
             if (found := await fetch(self._channel, self._queue)) is not None:
@@ -286,7 +286,7 @@ async def scanned(connection: Connection, queue: str, begin: Callable[[], R]) ->
         channel = await connection.channel(confirms=False)
         scan = Scan(channel, queue, begin())
         try:
-            with translate_errors(f"cannot read {queue!r}"):
+            with translate_broker_errors(f"cannot read {queue!r}"):
                 is_done = await scan.take_all(gives_way=loop.time() < end)
                 if is_done:
                     await scan.give_back()

@@ -16,7 +16,7 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
 from lanekeeper.amqp.connection import Connection
-from lanekeeper.amqp.driver import translate_errors
+from lanekeeper.amqp.driver import translate_broker_errors
 from lanekeeper.amqp.tolerant import Properties
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerBlocked
@@ -77,7 +77,7 @@ class Notices:
             while len(together) < TOGETHER and not self._waiting.empty():
                 together.append(self._waiting.get_nowait())
             try:
-                with translate_errors("publishing notices"):
+                with translate_broker_errors("publishing notices"):
                     async with asyncio.timeout(WRITE_TIMEOUT_S):
                         await self._send(together)
             except Exception as error:  # whatever it is, the next notices are sent

@@ -18,7 +18,7 @@ from typing import Any, Final
 from consumers.limits import account, forecast
 from consumers.limits.account import Account, News, Waiter
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Reservation
-from consumers.limits.budgets import LATE_S, Budgets, learning, loop_s, refuse
+from consumers.limits.budgets import LATE_S, Budgets, learning, loop_s, refuse_waiter
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import BUDGET, RedisClient
 
@@ -269,5 +269,5 @@ class SharedBudgetQueue:
             if head is not None and head.future is not None:
                 wait = forecast.first(self.account, lane, head.amounts, now_s)
                 if wait.is_too_late(now_s, head.until_s):
-                    refuse(self.account, head, wait)
+                    refuse_waiter(self.account, head, wait)
                     self._is_due = True

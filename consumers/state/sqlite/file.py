@@ -386,7 +386,7 @@ def drop_log(path: Path, log: tuple[int, int] | None) -> None:
             os.close(folder)
 
 
-def probe(connection: sqlite3.Connection, path: Path, today: int) -> int:
+def probe_disk(connection: sqlite3.Connection, path: Path, today: int) -> int:
     """Write a value into the file, to see whether it can be written. Returns the free bytes on its disk."""
     connection.execute("UPDATE store SET probed_ms = ?", (today,))
     disk = os.statvfs(path)

@@ -37,7 +37,7 @@ from consumers.state.sqlite.file import (
     is_locked,
     log_of,
     open_file,
-    probe,
+    probe_disk,
     sync_commits,
 )
 from consumers.state.sqlite.tables import Tables
@@ -342,7 +342,7 @@ class SqliteStore(Groups):
 
     async def probe(self) -> None:
         left, used = await self.transact(
-            "probe", lambda tables, at: (probe(tables.connection, self._path, at.today), tables.used_bytes())
+            "probe", lambda tables, at: (probe_disk(tables.connection, self._path, at.today), tables.used_bytes())
         )
         self._no_room, self.is_full = None, used > self.spec.max_bytes
         if left < ROOM_BYTES:

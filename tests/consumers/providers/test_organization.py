@@ -44,7 +44,7 @@ def settings(api: SimulatedAPI, **env: str) -> Settings:
 async def started(found: Settings) -> tuple[Budgets, dict[str, int]]:
     providers = assembly.open_providers(found, parsing=Parsing())
     budgets = own_budgets(found.budget_spec())
-    limits = await assembly.read_limits(found, providers, budgets)
+    limits = await assembly.read_all_limits(found, providers, budgets)
     for provider in providers:
         await provider.aclose()
     return budgets, {name: each.requests for name, each in limits.items()}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from consumers.background import background_task
 from consumers.slots.activity import LaneActivity
 from consumers.slots.admission import LaneSlots
-from consumers.slots.scaling import AT_MOST, SCOUT_PREFETCH, ExtraSlots, QueueLoad, ScaledQueue, Scaling, decide
+from consumers.slots.scaling import AT_MOST, SCOUT_PREFETCH, ExtraSlots, QueueLoad, ScaledQueue, Scaling, share_out
 from lanekeeper.contract.problems import BrokerUnreachable
 from lanekeeper.telemetry import signals
 from tests.support.virtual_time import virtually
@@ -231,7 +231,7 @@ def flooded(lane: QueueLoad, **given: Any) -> QueueLoad:
 
 
 def shares(*lanes: QueueLoad) -> list[ExtraSlots]:
-    return decide([(lane, ExtraSlots()) for lane in lanes])
+    return share_out([(lane, ExtraSlots()) for lane in lanes])
 
 
 def test_the_most_urgent_lane_borrows_first_and_no_more_than_requests_wait() -> None:
@@ -273,7 +273,7 @@ def seen(draw: st.DrawFn) -> tuple[QueueLoad, ExtraSlots]:
 def test_no_reserve_is_lent_no_slot_is_lent_twice_and_no_queue_exceeds_slots_max(
     queues: list[tuple[QueueLoad, ExtraSlots]],
 ) -> None:
-    found = decide(queues)
+    found = share_out(queues)
 
     assert sum(each.lent for each in found) <= sum(
         max(0, load.slots - load.reserved - load.busiest) for load, _ in queues

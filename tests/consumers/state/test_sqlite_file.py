@@ -130,13 +130,13 @@ async def test_with_less_than_a_mib_of_disk_space_no_new_request_is_claimed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with a_store(path) as store:
-        monkeypatch.setattr("consumers.state.sqlite.store.probe", lambda *_: 1_048_575)
+        monkeypatch.setattr("consumers.state.sqlite.store.probe_disk", lambda *_: 1_048_575)
         with pytest.raises(StoreUnavailable, match="no room left"):
             await store.probe()
         await store.complete(ME, fingerprint(), answered(), token=None)
         assert "no room left" in (store.trouble or ""), "what is small enough is stored, and does not hide it"
 
-        monkeypatch.setattr("consumers.state.sqlite.store.probe", lambda *_: 1_048_576)
+        monkeypatch.setattr("consumers.state.sqlite.store.probe_disk", lambda *_: 1_048_576)
         await store.probe()
         assert store.trouble is None
 

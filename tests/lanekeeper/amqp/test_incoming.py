@@ -17,7 +17,7 @@ from pamqp.heartbeat import Heartbeat
 from typing_extensions import override
 
 from lanekeeper.amqp import connection as connections_of_ours
-from lanekeeper.amqp.driver import Incoming, Outgoing, translate_errors
+from lanekeeper.amqp.driver import Incoming, Outgoing, translate_broker_errors
 from lanekeeper.amqp.tolerant import message_of
 from lanekeeper.backoff import LEAST_S, pause_s
 from lanekeeper.contract.messages import Message
@@ -207,12 +207,12 @@ async def test_after_a_close_nothing_is_sent_but_the_answer_to_one_of_the_broker
     "raised", [OSError("gone"), TimeoutError(), RuntimeError("closed"), Exception(), StopAsyncIteration()]
 )
 async def test_a_lost_connection_becomes_our_typed_error(raised: Exception) -> None:
-    with pytest.raises(BrokerUnreachable, match="no channel"), translate_errors("no channel"):
+    with pytest.raises(BrokerUnreachable, match="no channel"), translate_broker_errors("no channel"):
         raise raised
 
 
 async def test_a_programming_error_is_not_translated() -> None:
-    with pytest.raises(ValueError, match="ours"), translate_errors("no channel"):
+    with pytest.raises(ValueError, match="ours"), translate_broker_errors("no channel"):
         raise ValueError("ours")
 
 
