@@ -15,7 +15,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import LanekeeperError
 from service.cli import options
 from service.cli.options import duration, named
-from service.cli.process import BAD_USE, FAILED, print_note, print_json, printable, run
+from service.cli.process import BAD_USE, FAILED, print_json, print_note, printable, run
 from service.telemetry import redaction
 
 if TYPE_CHECKING:
