@@ -118,6 +118,8 @@ class Progress:
         self._failed += report.failed
         self._done += report.when == "teardown"
         now_s = self._monotonic()
+        if report.when == "setup" and not self._done:  # what came before was collection
+            self._began_s = now_s
         if now_s - self._said_s < SAY_EVERY_S or not self._done:
             return
         self._said_s = now_s
