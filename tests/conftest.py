@@ -38,7 +38,7 @@ from topology import delays
 
 DEFAULT = "default"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
-MISSING = "LANEKEEPER_TESTS_MISSING"
+MISSING = "TESTS_MISSING"
 """The environment variable that tells the workers which versions are unavailable, and why: a JSON object."""
 MEMORY = Path("/dev/shm")
 LEAST_BYTES = 2 * 1024**3

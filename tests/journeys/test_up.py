@@ -30,7 +30,7 @@ async def test_its_own_instructions_work_and_ctrl_c_ends_it_quietly(vhost: Vhost
                 said.append(line.decode().strip())
         asking = next(line for line in said if line.startswith("lanekeeper send --stream"))
         asked = await asyncio.create_subprocess_shell(
-            f". .cache/up/env; cd {HOUSE}; {asking}", cwd=tmp_path, stdout=PIPE
+            f". .cache/up/env; cd {HOUSE}; {asking}", cwd=tmp_path, env=environ, stdout=PIPE
         )
         answer, _ = await asked.communicate()
         second = await asyncio.create_subprocess_exec(*UP, cwd=tmp_path, env=environ, stderr=PIPE)

@@ -34,7 +34,7 @@ from tests.support.engine import (
 from tests.support.with_broker import adopt_orphans, kill_all
 
 VERSIONS = ("3.10", "4.0", "4.3")
-FOLDER = "LANEKEEPER_TESTS_KEEPER"
+FOLDER = "TESTS_KEEPER"
 """The environment variable that tells the workers of a session the folder of its keeper."""
 SOCKET = "keeper"
 BUILD_S = 600
