@@ -115,11 +115,11 @@ async def lanekeeper(
 
 @asynccontextmanager
 async def interpreter(
-    *line: str, environ: Mapping[str, str], folder: Path, module: str = COMMAND
+    *line: str, environ: Mapping[str, str], folder: Path, module: str = COMMAND, python: str | Path = sys.executable
 ) -> AsyncIterator[Running]:
     """The same, but it imports everything itself, as when a user starts it."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
+        python,
         "-m",
         module,
         *line,

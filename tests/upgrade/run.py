@@ -2,7 +2,7 @@
 
     ./dev upgrade-test [REVISION]          without one: the latest tag, or else the last release
 
-The old version's worker runs from a checkout of its revision, with the packages of this one. It has running calls,
+The old version's worker runs from a checkout of its revision, with the packages of that time. It has running calls,
 waiting requests and delayed ones when `topology apply` of the new version runs and a new worker starts beside it; more
 requests come; the old one gets SIGTERM; then more come. Both share one Redis."""
 
@@ -53,7 +53,18 @@ async def publish(ledger: Ledger, phase: str) -> None:
         await ledger.ask(LANES[number % 3], prompt, id=f"{phase}-{number}", headers=headers)
 
 
-async def upgrade(vhost: Vhost, old: Path, folder: Path, redis: str) -> dict[str, object]:
+def packages_of(old: Path) -> Path:
+    """Python in an environment with what this revision needs."""
+    environment = old / ".venv"
+    uv = Path(sys.executable).with_name("uv")
+    install = (uv, "pip", "install", "--quiet", "--require-hashes", "--only-binary", ":all:")
+    python = environment / "bin/python"
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, environment], check=True)
+    subprocess.run([*install, "--python", python, "-r", old / "requirements.lock"], check=True)
+    return python
+
+
+async def upgrade(vhost: Vhost, old: Path, python: Path, folder: Path, redis: str) -> dict[str, object]:
     """What was seen; raises AssertionError if a request was lost, or answered in two ways."""
     async with FaultyAPI() as api:
         shared = environment(vhost, api, LANEKEEPER_STORE_URL=redis, LANEKEEPER_GRACE_S="20")
@@ -65,7 +76,7 @@ async def upgrade(vhost: Vhost, old: Path, folder: Path, redis: str) -> dict[str
             "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "false",
         }  # a batch would take longer than this test
         ledger = Ledger(vhost.amqp_url)
-        async with interpreter("serve", environ=before, folder=folder) as first:
+        async with interpreter("serve", environ=before, folder=folder, python=python) as first:
             await first.ready(within_s=60)
             async with ledger.writing(), ledger.reading():
                 await publish(ledger, "old")
@@ -102,9 +113,10 @@ def main(from_revision: str) -> None:
         archive = subprocess.run(["git", "archive", from_revision], cwd=HOUSE, capture_output=True, check=True).stdout
         old.mkdir()
         subprocess.run(["tar", "-x", "-C", old], input=archive, check=True)
+        python = packages_of(old)
         with redis_server(folder) as redis:
             began = time.monotonic()
-            seen = asyncio.run(upgrade(vhost, old, folder, redis.url))
+            seen = asyncio.run(upgrade(vhost, old, python, folder, redis.url))
     print(f"from {from_revision}: nothing lost, in {time.monotonic() - began:.0f} s")
     for what, count in seen.items():
         print(f"  {what}: {count}")
