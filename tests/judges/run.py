@@ -503,6 +503,8 @@ async def judge_calls(
         found.append({client: got for _, out in both for client, got in json.loads(out).items()})
         arrived[way.name] = defaultdict(list)
         for each in api.calls:
+            if each.prompt == "1":  # a worker's own call, which finds out whether a paused provider answers again
+                continue
             arrived[way.name][each.model].append(f"{each.started_s:.3f} {each.outcome} {each.status}")
     direct, through = found
     for client in CLIENTS:
