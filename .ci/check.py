@@ -49,12 +49,11 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 """Each with its pattern, and the places that may contain it."""
 TESTS = (
-    ("tests/consumers", *(f"--ignore=tests/consumers/{each}" for each in ("flows", "limits", "state"))),
-    ("tests/consumers/flows", "tests/consumers/limits", "tests/consumers/state", "tests/lanekeeper"),
-    ("tests/topology", "tests/service", "tests/fuzz"),
+    ("tests/consumers", "--ignore=tests/consumers/state"),
+    ("tests/consumers/state", "tests/lanekeeper", "tests/topology", "tests/service", "tests/fuzz"),
 )
-"""Three runs beside each other. With pytest-xdist each process would collect all tests, and send a report of each,
-which costs half as much again as the tests."""
+"""Two runs beside each other. With pytest-xdist each process would collect all tests, and send a report of each, which
+costs half as much again as the tests."""
 
 
 def begin(*command: str | Path) -> tuple["subprocess.Popen[bytes]", IO[bytes]]:

@@ -188,6 +188,7 @@ def failed_with(outcome: Outcome) -> str:
     return outcome.brief.split()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "used"),
     [
@@ -306,6 +307,7 @@ async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provide
     assert two.calls == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["authentication", "billing", "spend_limit", "usage_limit", "permission", "html"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_of_the_account_pauses_the_provider_and_takes_no_attempt(
@@ -469,6 +471,7 @@ async def test_unknown_stop_reasons_and_categories_are_other_in_metrics(provider
     assert two.registry.stops["normal", MODEL, "other"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fallback", ["refusal", "server_error", "cut"])
 async def test_a_fallback_that_refuses_or_fails_leaves_a_refusal_that_is_paid_once(

@@ -23,6 +23,7 @@ async def fails() -> None:
     raise RuntimeError("broken")
 
 
+@pytest.mark.slow
 async def test_a_task_that_has_ended_is_not_kept() -> None:
     background = Background()
     task = background.begin(made(), name="make")

@@ -55,6 +55,7 @@ def test_what_was_left_once_is_given_back(thing: type[Counted], schedule: list[S
     virtually(play(thing, schedule, cancels=cancels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thing", EVERYTHING)
 @given(schedule=STEPS, cancels=st.integers(0, 2))
 @settings(max_examples=examples(500), deadline=None)
@@ -64,6 +65,7 @@ def test_what_is_taken_is_given_back_whoever_is_cancelled_at_whatever_await(
     virtually(play(thing, schedule, cancels=cancels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("thing", EVERYTHING)
 @given(schedule=STEPS, cancels=st.integers(0, 2))
 @settings(max_examples=examples(100), deadline=None)
@@ -144,6 +146,7 @@ async def test_everything_is_given_back_by_a_request_that_is_told_to_stop(why: S
     assert ground.counted == 1, "it may have been paid"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_probe", [False, True])
 def test_everything_is_given_back_wherever_the_request_is_cancelled(is_probe: bool) -> None:
     async def story(turns: int) -> bool:

@@ -100,6 +100,7 @@ def test_what_falls_into_the_skipped_hour_runs_after_it_and_what_falls_into_the_
     assert texts(NIGHTLY, "2026-10-25T01:10Z", 2) == ["10-26 01:30", "10-27 01:30"], "it is the second 2:10"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cron", ["30 2 * * *", "0,30 1-3 * * *", "15 */2 * * *", "5 2 * * 0", "*/20 2 * * *"])
 @pytest.mark.parametrize(
     ("zone", "day"),
@@ -133,6 +134,7 @@ def test_with_seconds_too_what_falls_into_the_skipped_hour_runs_once_after_it(cr
     assert texts(replace(NIGHTLY, cron=cron), "2026-03-28T12:00Z", 2) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cron", ["30 2 * * *", "0 30 2 * * *"])
 @pytest.mark.parametrize("missed", ["skip", "once"])
 async def test_it_fires_once_a_time_across_a_change_of_summer_time(missed: Any, cron: str) -> None:

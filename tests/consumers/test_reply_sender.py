@@ -359,6 +359,7 @@ async def test_a_requesters_forged_retry_header_is_ignored(bench: Bench) -> None
     assert await bench.settler.reply_only(bench.job(headers=forged)) is None
 
 
+@pytest.mark.slow
 def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(bench: Bench) -> None:
     reply_retries = ReplyRetries(max_waiting=30)
 

@@ -56,6 +56,7 @@ def searching(pytestconfig: pytest.Config) -> settings:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("counts", [True, False], ids=["quorum intake", "classic intake"])
 def test_every_request_has_one_ending_whatever_happens(searching: settings, counts: bool) -> None:
@@ -67,6 +68,7 @@ def test_every_request_has_one_ending_whatever_happens(searching: settings, coun
     kept()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_request_has_one_ending_with_two_to_six_faults(searching: settings) -> None:
     @searching
@@ -77,6 +79,7 @@ def test_every_request_has_one_ending_with_two_to_six_faults(searching: settings
     kept()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", range(len(set(FAULTS))))
 def test_every_request_has_one_ending_with_any_single_fault_at_any_moment(fault: int) -> None:
     every = [(at, choice) for at in range(16) for choice in range(3)]
@@ -85,6 +88,7 @@ def test_every_request_has_one_ending_with_any_single_fault_at_any_moment(fault:
         run(with_faults({at: (fault, choice)}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_done", [False, True])
 @pytest.mark.parametrize("step", ["claim", "call"])
 def test_a_request_that_kills_every_worker_is_dead_lettered_and_others_are_answered(step: str, is_done: bool) -> None:
@@ -255,6 +259,7 @@ def test_a_part_that_breaks_the_promise_is_found(
         kept()
 
 
+@pytest.mark.slow
 def test_acknowledging_first_is_found_even_if_only_replies_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

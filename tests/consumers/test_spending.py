@@ -200,6 +200,7 @@ async def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() 
     assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
 
 
+@pytest.mark.slow
 async def test_how_much_of_each_cap_is_used_is_known_until_the_next_day_of_those_used_last() -> None:
     store, clock = MemoryAllowances(), Clock()
     spending = Spending(store, CapsSpec(tenants={"*": daily(requests=10)}), now_ms=clock)
@@ -483,6 +484,7 @@ async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
 
 
+@pytest.mark.slow
 async def test_a_step_of_a_pipeline_is_counted_like_an_answer() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
     flow = FlowHop(step="second", deadline_ms=NOW_MS)
@@ -545,6 +547,7 @@ async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_f
     assert isinstance(await ground.enter(ground.job()), Refused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("left_ms", "most_ms"), [(60_000, 60_000), (3_600_000, 90_000)])
 async def test_over_a_cap_a_request_waits_for_the_next_day_or_nearly_to_its_deadline(
     left_ms: int, most_ms: int

@@ -5,6 +5,7 @@ import json
 import random
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def test_any_text_can_be_encoded_and_what_has_no_surrogate_is_unchanged(text: st
     json.dumps(redaction.fields({"said": text, "more": [text]}, with_content=True), ensure_ascii=False).encode()
 
 
+@pytest.mark.slow
 @given(st.sampled_from([400, 401, 404, 500, 529]), TEXT, TEXT, TEXT)
 @example(400, LONE, LONE, LONE)
 def test_a_request_ends_whatever_the_text_of_its_error(status: int, type: str, code: str, message: str) -> None:
@@ -69,6 +71,7 @@ def test_a_request_ends_whatever_the_text_of_its_error(status: int, type: str, c
         assert error.spent(Amounts(1)) is not None
 
 
+@pytest.mark.slow
 @given(TEXT, TEXT, TEXT)
 @example(LONE, LONE, LONE)
 @example("\ud83d", "\ude00", "m")

@@ -44,6 +44,7 @@ def test_mutations_of_the_corpus_raise_only_typed_errors(target: str) -> None:
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_random_bytes_raise_only_typed_errors(target: str) -> None:
     @settings(max_examples=examples(EXAMPLES), deadline=None, suppress_health_check=list(HealthCheck), database=None)

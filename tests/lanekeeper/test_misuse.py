@@ -204,6 +204,7 @@ print([name for name in names if before.get(name) is not after.get(name) and bef
 """
 
 
+@pytest.mark.slow
 def test_neither_importing_nor_using_the_client_changes_the_libraries_below_it() -> None:
     assert subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True).stdout == "[]\n"
 

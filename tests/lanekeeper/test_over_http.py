@@ -440,6 +440,7 @@ kept = ask(Client(sys.argv[1], api_key=sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 async def test_clients_that_nobody_closed_are_closed_when_dropped_and_at_exit(gateway: FakeGateway) -> None:
     script = (sys.executable, "-c", DROPPED, gateway.url, KEY)
     process = await asyncio.create_subprocess_exec(*script, stdout=PIPE, stderr=PIPE)

@@ -72,6 +72,7 @@ async def test_a_with_block_opens_one_connection_and_closes_it(client: Client, g
     assert others == [first + 1, first + 1, first]
 
 
+@pytest.mark.slow
 async def test_a_client_that_is_dropped_is_closed(gateway: FakeGateway) -> None:
     client = Client(gateway.url, api_key=KEY)
     await asyncio.to_thread(client.publish, BODY, key=LANE)

@@ -92,6 +92,7 @@ async def test_a_batch_is_cancelled_and_json_is_the_apis_own(told: Any) -> None:
         assert told.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "wanted"),
     [

@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
@@ -15,6 +17,7 @@ def tracked(*patterns: str) -> Iterator[Path]:
     return (ROOT / name for name in names.splitlines())
 
 
+@pytest.mark.slow
 def test_each_page_that_is_named_exists() -> None:
     named = {
         (path.relative_to(ROOT).as_posix(), page)

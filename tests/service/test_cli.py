@@ -47,6 +47,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*([each] for each in COMMANDS), *(["topology", each] for each in TOPOLOGY)])
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([*command, "--help"]) == 0

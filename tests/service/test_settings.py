@@ -174,6 +174,7 @@ def test_by_default_the_store_is_a_file_in_the_users_state_folder(monkeypatch: p
     assert (given.store, given.former_store) == ("sqlite:///here.sqlite", None)
 
 
+@pytest.mark.slow
 def test_each_broker_has_a_default_store_of_its_own_however_its_url_is_written() -> None:
     def default(url: str) -> str:
         return load(env={"LANEKEEPER_AMQP_URL": url}).store

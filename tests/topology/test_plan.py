@@ -210,6 +210,7 @@ def test_missing_delay_levels_are_summarised_and_other_differences_are_listed() 
     assert not [each for each in shown if "lane.delay." in each.name and each.what != "binding"]
 
 
+@pytest.mark.slow
 def test_a_single_missing_level_and_changed_levels_are_listed_individually() -> None:
     one = compare(DECLARED, replace(FOUND, queues=tuple(each for each in FOUND.queues if each.name != "lane.delay.07")))
     assert without_levels(one, Names()) == (one, 0)

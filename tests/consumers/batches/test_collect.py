@@ -747,6 +747,7 @@ async def test_a_request_that_is_too_large_to_go_back_ends_and_the_others_go_bac
     assert results([back]) == {"id-1": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [StoreUnavailable("away"), ZeroDivisionError("ours")])
 async def test_after_an_error_a_ticket_comes_back_each_time_after_twice_as_long(
     collecting: Collecting, error: Exception

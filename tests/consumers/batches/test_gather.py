@@ -192,6 +192,7 @@ async def test_the_largest_batch_is_closed_when_all_have_the_requests_of_two() -
     assert gathering.settled == ["ack"] * 2 + ["nack"] * (len(found) - 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 4, 5, None])
 async def test_what_causes_a_fault_when_it_is_read_ends_nothing_and_is_parked_in_the_end(
     times: int | None, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def test_a_body_of_any_bytes_and_its_params_come_back() -> None:
     assert found.items[0].params == b'{"x":1}'
 
 
+@pytest.mark.slow
 def test_items_are_divided_into_tickets_that_the_broker_takes() -> None:
     rng = random.Random(3)
     given = [item(number, body=rng.randbytes(700_000)) for number in range(20)]
@@ -120,6 +121,7 @@ def test_items_are_divided_into_tickets_that_the_broker_takes() -> None:
     assert all(len(pack(ticket(*part))) <= AT_MOST_BYTES for part in found)
 
 
+@pytest.mark.slow
 def test_what_packs_very_well_is_divided_too_because_it_is_unpacked_in_memory() -> None:
     given = [item(number, body=b" " * 8_000_000) for number in range(9)]
     assert [len(part) for part in parts(given)] == [4, 4, 1]

@@ -44,6 +44,7 @@ async def ask_all(handlers: Handlers, *given: Any) -> list[Any]:
     return await asyncio.gather(*(ask(handlers, each) for each in given), return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "cpu"])
 async def test_calls_are_gathered_up_to_the_count_and_each_gets_its_own_result(kind: Kind) -> None:
     async with registered(kind, count=5) as handlers:
@@ -64,6 +65,7 @@ async def test_where_a_lane_has_fewer_slots_nothing_waits_for_more() -> None:
         assert await ask_all(handlers, "a", "b") == [["a", 2], ["b", 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["async", "cpu"])
 async def test_each_can_fail_by_itself(kind: Kind) -> None:
     async with registered(kind) as handlers:
@@ -75,6 +77,7 @@ async def test_each_can_fail_by_itself(kind: Kind) -> None:
     assert isinstance(a_set, RequestProblem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "given", "text"),
     [

@@ -3,6 +3,8 @@
 import asyncio
 from itertools import pairwise
 
+import pytest
+
 from consumers.flows.lines import (
     AT_ONCE,
     LEAST_S,
@@ -125,6 +127,7 @@ def test_slow_endpoints_leave_their_own_tenants_quick_ones_room() -> None:
     virtually(story())
 
 
+@pytest.mark.slow
 def test_a_backlog_of_a_slow_endpoint_goes_back_once_in_a_while_and_not_round_and_round() -> None:
     async def story() -> None:
         lines = clocked()

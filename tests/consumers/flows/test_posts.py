@@ -109,6 +109,7 @@ async def test_a_flood_of_informational_answers_is_ended_and_holds_the_process_u
     assert sent < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [
@@ -147,6 +148,7 @@ async def test_a_body_without_end_is_not_read() -> None:
         assert (await post(url, within_s=5)).status == 200
 
 
+@pytest.mark.slow
 async def test_a_name_with_a_private_address_is_not_called_and_one_that_is_not_there_is_told() -> None:
     async with server(saying(OK)) as url:
         for host in ("localhost", "127.0.0.1", "localhost."):

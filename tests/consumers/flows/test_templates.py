@@ -120,6 +120,7 @@ def test_a_template_takes_a_second_of_cpu_time_at_most(prompt: str) -> None:
     assert time.process_time() - began_s < 2
 
 
+@pytest.mark.slow
 def test_the_items_of_a_fan_out_are_filled_in_together_and_not_for_too_long() -> None:
     every: dict[str, Any] = {"each": "input.many", "numbers": range(1000)}
     texts, count = filled_in(STATE, **{**FINDS, **every, "prompt": "{{ number }}: {{ item }} of {{ before }}"})

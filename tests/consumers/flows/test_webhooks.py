@@ -210,6 +210,7 @@ class Faulty(Posting):
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "steps"), [(1, ["reject"]), (FAULTS_AT_MOST, ["confirmed: lane.dead", "ack"])])
 async def test_what_causes_a_fault_of_ours_again_and_again_becomes_a_dead_letter(
     times: int, steps: list[str], monkeypatch: pytest.MonkeyPatch
@@ -288,6 +289,7 @@ async def test_a_post_is_signed_and_says_what_it_is_and_belongs_to_the_trace() -
     assert (event["state"], event["status"], "error" in event) == ("delivered", 204, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "private", "state", "error"),
     [
@@ -338,6 +340,7 @@ async def test_an_endpoint_that_does_not_answer_in_time_or_is_not_there_is_told_
     assert errors == ["no answer within 0.05 s", "not reached: ConnectionRefusedError"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attempts", "least_s"), [(0, 5), (1, 10), (3, 40)])
 async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts: int, least_s: float) -> None:
     bench = Bench(spec=SPEC)
@@ -357,6 +360,7 @@ async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts
     assert (told["id"], told["state"], told["attempts"]) == ("m-1", "retrying", attempts + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "retry_after", "least_s"),
     [
@@ -397,6 +401,7 @@ async def test_what_goes_back_to_the_broker_until_its_turn_makes_no_attempt() ->
     assert "other posts to answer" in bench.to("lane.dead").headers[n.DEAD_DETAIL], "it does not go round for ever"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "limit"),
     [
@@ -454,6 +459,7 @@ async def test_an_outcome_that_the_broker_takes_no_longer_is_posted_as_an_error(
     assert b"answer_too_large" in message.body
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "body", "why"),
     [

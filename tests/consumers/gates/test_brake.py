@@ -97,6 +97,7 @@ async def test_what_comes_back_with_the_result_of_its_batch_passes() -> None:
     assert world.bench.log == []
 
 
+@pytest.mark.slow
 async def test_of_very_many_only_some_come_back_in_a_second() -> None:
     world = World(PAUSE)
     job = world.job()

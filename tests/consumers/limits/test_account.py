@@ -277,6 +277,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(200), deadline=None)
 @example(  # the reserve of the lane above is kept for a minute, each time that a large request has emptied the bucket
     steps=[

@@ -29,6 +29,7 @@ def test_a_scenario_gives_the_same_figures_every_time(result: Result) -> None:
     assert run(SCENARIOS["full-104"]).asks == result.asks
 
 
+@pytest.mark.slow
 def test_every_recorded_request_is_answered_in_the_end(result: Result) -> None:
     assert all(each.answered_s is not None for each in result.asks if each.counts)
 
@@ -54,6 +55,7 @@ def test_failures_during_the_replay_lose_no_request(name: str) -> None:
     assert found.refused == sum(each.refused for each in found.asks)
 
 
+@pytest.mark.slow
 def test_requests_wait_until_an_outage_is_over() -> None:
     found = run(replace(SCENARIOS["down-104"], slice_s=(1455, 1515), down_s=(10, 30)))
 
@@ -98,6 +100,7 @@ def test_refusals_at_random_take_no_throughput(name: str, part: float) -> None:
     assert found.waits("critical").p50 == pytest.approx(0, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most_calls"), [("narrow-4", 4), pytest.param("narrow-40", 40, marks=pytest.mark.slow)]
 )

@@ -260,6 +260,7 @@ async def test_a_failure_in_the_middle_of_an_answer_may_have_been_paid(
     assert 0 < used.output_tokens < used.input_tokens, "by the text that has come"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -368,6 +369,7 @@ def failing(*answers: Response | None) -> tuple[Sequence[web.BaseRequest], Handl
 GOOD: Response = (200, SHORT, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     [
@@ -461,6 +463,7 @@ def refusing(status: int) -> tuple[list[str], Handler]:
 LISTED, CALLED = "GET /v1/models?limit=1", "POST /v1/messages"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "calls"),
     [

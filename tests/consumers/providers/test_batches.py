@@ -73,6 +73,7 @@ async def all_of(batches: Batches, id: str) -> dict[str, ResultLine]:
         return {line.custom_id: line async for line in lines}
 
 
+@pytest.mark.slow
 async def test_each_endpoint_is_called_as_the_vendors_client_calls_it(
     batches: Batches, sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:

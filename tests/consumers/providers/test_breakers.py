@@ -306,6 +306,7 @@ async def test_failures_caused_by_the_request_or_the_budget_do_not_open_a_breake
     assert these.wait_s(HERE, 0) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("timeout_s", "counts"), [(4.9, False), (5.0, True)])
 async def test_a_timeout_counts_if_the_call_was_given_five_seconds(timeout_s: float, counts: bool) -> None:
     these = breakers()

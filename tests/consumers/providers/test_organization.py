@@ -92,6 +92,7 @@ async def test_a_key_that_may_not_read_them_costs_one_log_line_without_the_key(k
     assert key not in str(logs)
 
 
+@pytest.mark.slow
 def test_two_models_of_different_lines_each_use_all_of_their_own_limit() -> None:
     """Two lines with 120 requests a minute each: at least 98 % of both, in virtual time."""
 

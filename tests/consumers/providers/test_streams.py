@@ -458,6 +458,7 @@ def streams(draw: st.DrawFn) -> list[dict[str, Any]]:
     return [*events, end(reason, usage=usage), STOP]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=streams())
 async def test_the_assembled_message_equals_that_of_the_vendors_client(events: list[dict[str, Any]]) -> None:

@@ -72,6 +72,7 @@ async def test_the_first_slot_that_becomes_free_goes_to_a_new_tenant(ended: Task
     assert worked.begun[-1] == "small"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 8])
 async def test_a_tenants_share_is_proportional_to_its_weight(ended: Tasks, slots: int) -> None:
     worked = Worked(slots, {"large": TenantShare(weight=3)})

@@ -257,6 +257,7 @@ def counts_a_slot_a_moment_early(on: Bench) -> None:
     on.ready, on.lost = 0, int(asyncio.get_running_loop().time() % 20 < 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "why",
     [

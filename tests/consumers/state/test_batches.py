@@ -116,6 +116,7 @@ async def test_a_mark_that_has_ended_is_none_also_before_it_is_removed(store: St
     assert await submitted(store, "a1", ONE, TWO) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1000])
 async def test_any_number_of_requests_is_marked_at_once(store: Store, count: int) -> None:
     requests: Sequence[Identity] = [Identity("crm", f"r-{at}") for at in range(count)]

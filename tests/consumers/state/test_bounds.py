@@ -164,6 +164,7 @@ async def test_while_there_is_room_nothing_is_removed(opened: Opened) -> None:
     assert await kept(store, "flood", *numbered(20)) == numbered(20)
 
 
+@pytest.mark.slow
 async def test_a_cancelled_wait_is_kept_no_longer_than_its_message_or_a_result(opened: Opened) -> None:
     store = await opened(keep_s=1)
     await store.defer(ME, due_ms=in_ms(500), keep_until_ms=in_ms(1000))

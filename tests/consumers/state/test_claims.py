@@ -657,6 +657,7 @@ async def test_a_sweep_removes_expired_results_in_steps(tmp_path: Path) -> None:
         assert [await store.sweep() for _ in range(4)] == [200, 200, 50, 0]
 
 
+@pytest.mark.slow
 async def test_beyond_the_size_limit_the_results_that_ended_first_are_removed(tmp_path: Path) -> None:
     spec = StoreSpec(max_bytes=1024 * KB)
     async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
@@ -713,6 +714,7 @@ async def test_each_hostile_id_is_a_separate_identity_and_returns_its_own_result
         assert isinstance(await store.claim(identity, fingerprint(f"body {number}", redelivered=True)), Ended)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [("a", "b:c"), ("a:b", "c"), ("", "a:b:c"), ("a:b:c", "")])
 async def test_a_tenant_and_an_id_cannot_be_taken_for_another_tenant_and_id(store: Store, one: tuple[str, str]) -> None:
     others = [("a", "b:c"), ("a:b", "c"), ("", "a:b:c"), ("a:b:c", "")]

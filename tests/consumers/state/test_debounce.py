@@ -65,6 +65,7 @@ async def test_an_update_is_known_until_the_latest_time_of_its_key(opened: Opene
     assert await told(there, (5, "older"), key="forgotten")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_of_many_concurrent_updates_exactly_the_last_is_told_that_it_is(opened: Opened, seed: int) -> None:
     stores = [await opened() for _ in range(3)]

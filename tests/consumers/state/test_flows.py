@@ -5,6 +5,8 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
+
 from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, Store, StoreSpec, find_ended
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, answered, failed, fingerprint
@@ -76,6 +78,7 @@ async def test_an_item_is_stopped_when_its_pipeline_has_ended_or_is_cancelled(st
     assert await store.renew([item]) == {item: Stop.FENCED}, "another worker has the item"
 
 
+@pytest.mark.slow
 async def test_what_a_pipeline_needs_is_kept_longer_than_results(opened: Opened) -> None:
     store = await opened(keep_s=SHORT_S, lease_s=SHORT_S)
     deadline_ms = round(time.time() * 1000) + 60_000
@@ -110,6 +113,7 @@ async def test_what_a_pipeline_needs_is_kept_longer_than_results(opened: Opened)
     assert found == {"claimed": Ending(), "released": Ending(), "ended": ok, "at once": ok}
 
 
+@pytest.mark.slow
 async def test_a_full_store_takes_what_a_running_pipeline_needs_last(opened: Opened) -> None:
     store = await opened(max_bytes=600_000)
     runs, over = Identity("crm", "runs"), Identity("crm", "over")
@@ -132,6 +136,7 @@ async def test_a_full_store_takes_what_a_running_pipeline_needs_last(opened: Ope
     assert None in await store.endings(others)
 
 
+@pytest.mark.slow
 async def test_a_pipeline_that_needs_more_than_the_store_has_loses_the_oldest(opened: Opened) -> None:
     store = await opened(max_bytes=StoreSpec().max_bytes)
     small = await opened(max_bytes=400_000)

@@ -127,6 +127,7 @@ async def test_its_results_come_in_its_order_and_in_pages(store: GroupedStore) -
     assert await store.members(GROUP, after=second[-1].position) == []
 
 
+@pytest.mark.slow
 async def test_large_results_come_in_smaller_pages(store: GroupedStore) -> None:
     await created(store)
     for id in IDS:

@@ -151,6 +151,7 @@ async def test_a_primary_that_was_demoted_is_left_for_the_one_to_which_its_addre
             assert isinstance(await is_well_again(store), Granted)
 
 
+@pytest.mark.slow
 async def test_the_authority_of_the_settings_signs_for_redis_too(tmp_path: Path, own_redis: RedisServer) -> None:
     cert, key = certificate(tmp_path, "localhost")
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

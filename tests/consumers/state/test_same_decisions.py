@@ -138,6 +138,7 @@ def test_sqlite_and_redis_make_the_same_decisions(redis: RedisServer, played: li
         assert one == other, step
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(100), deadline=None)
 @given(played=st.lists(steps.filter(lambda step: step[0] != "note"), max_size=30))
 def test_a_stored_completion_changes_only_if_its_dead_letter_runs_again(played: list[tuple[Any, ...]]) -> None:

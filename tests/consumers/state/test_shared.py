@@ -43,6 +43,7 @@ async def started(opened: Opened, *, spec: CapsSpec = SPEC) -> Process:
     return Process(Spending(await opened(), spec))
 
 
+@pytest.mark.slow
 async def test_a_hard_cap_holds_under_64_concurrent_callers_that_use_all_they_may(opened: Opened) -> None:
     processes = [await started(opened, spec=CapsSpec(tenants={"*": daily(usd=1.0)})) for _ in range(4)]
 
@@ -54,6 +55,7 @@ async def test_a_hard_cap_holds_under_64_concurrent_callers_that_use_all_they_ma
     assert not over.ends_soon
 
 
+@pytest.mark.slow
 async def test_several_processes_together_do_not_exceed_a_cap(opened: Opened) -> None:
     processes = [await started(opened) for _ in range(3)]
 

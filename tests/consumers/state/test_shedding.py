@@ -141,6 +141,7 @@ def _of_tenants(used: Mapping[Share, int]) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=st.lists(steps, max_size=12))
 @example(played=[("a", "submitted", 35, 9000)])

@@ -104,6 +104,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_a_claim_outlives_the_process_that_was_granted_it(tmp_path: Path) -> None:
     path = tmp_path / "lane.sqlite"
     process = await asyncio.create_subprocess_exec(

@@ -216,6 +216,7 @@ OLDER[6] = f"{WITHOUT_BATCHES} DROP TABLE kept; PRAGMA user_version = 6"
 OLDER[7] = f"{WITHOUT_BATCHES} PRAGMA user_version = 7"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", OLDER)
 async def test_a_file_of_an_earlier_version_is_upgraded(path: Path, version: int) -> None:
     async with a_store(path) as store:

@@ -224,6 +224,7 @@ TEXTS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(
     headers=st.dictionaries(st.text(max_size=20), values, max_size=6),
     properties=st.fixed_dictionaries(dict.fromkeys(TEXTS, texts)),

@@ -111,6 +111,7 @@ amqp_values = st.recursive(
 slow_start = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
+@pytest.mark.slow
 @slow_start
 @given(st.dictionaries(st.sampled_from(["traceparent", "tracestate", "baggage", "a"]), amqp_values))
 def test_any_header_value_leads_to_valid_trace_headers_and_no_exception(headers: dict[str, Any]) -> None:

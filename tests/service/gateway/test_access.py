@@ -39,6 +39,7 @@ def test_what_is_this_machine(host: str, answer: bool) -> None:
     assert is_loopback(host) is answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tenant", ["", " crm", "a\nb", "*"])
 def test_no_key_is_made_for_a_tenant_that_the_settings_refuse(tenant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["key", "new", tenant]) == 2

@@ -116,6 +116,7 @@ def test_the_bodys_schema_allows_what_the_codec_accepts(said: dict[str, Any]) ->
         assert BODY.is_valid(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", PROBLEM_SCHEMAS)
 def test_every_problem_document_fits_the_schema_and_a_mixed_one_does_not(schema: dict[str, Any]) -> None:
     validator = Draft202012Validator(schema)
@@ -167,6 +168,7 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
         assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)
 
 
+@pytest.mark.slow
 async def test_head_is_answered_wherever_get_is_except_where_an_answer_does_not_end() -> None:
     async with Alone() as made, aiohttp.ClientSession() as session:
         gets = [path for method, path in made.routes.handlers() if method == "GET"]

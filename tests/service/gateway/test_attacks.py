@@ -89,6 +89,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: counted[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut short"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_nothing_of_a_strangers_body_is_unpacked(
@@ -212,6 +213,7 @@ async def test_a_first_call_whose_headers_do_not_come_in_time_is_closed(monkeypa
             assert await reader.read() == b""
 
 
+@pytest.mark.slow
 async def test_no_answer_names_the_server_or_is_guessed_at() -> None:
     calls = [post(path, b"", method="GET") for path in ("/healthz", "/nowhere", "/v1/models", "/openapi.json")]
     async with opened() as made, sent(made.server.port, *calls, b"HELLO\r\n\r\n") as found:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from service.gateway.access import hash_of
 from tests.support.gate import Alone, call
 
@@ -44,6 +46,7 @@ WRONG: list[tuple[str, int, str]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_a_wrong_batch_is_refused_as_a_whole(tmp_path: Path) -> None:
     async with Alone(folder=tmp_path, keys=KEYS) as gateway:
         for body, status, says in WRONG:

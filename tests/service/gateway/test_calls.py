@@ -36,6 +36,7 @@ def body(**extra: Any) -> bytes:
     return json.dumps({**GOOD, **extra}).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("header", "value", "status"),
     [

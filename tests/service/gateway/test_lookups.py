@@ -58,6 +58,7 @@ async def retrieved(client: AsyncAnthropic) -> Any:
     return await client.models.retrieve(SONNET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ask",
     [

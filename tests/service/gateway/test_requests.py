@@ -224,6 +224,7 @@ async def test_a_request_that_may_be_published_stays_known_also_if_the_gateway_s
         assert await status_of(session, "/v1/requests/a") == status
 
 
+@pytest.mark.slow
 async def test_what_a_websocket_submits_is_a_call_like_others(tmp_path: Path) -> None:
     async with gateway(tmp_path, calls=1) as (at, client, session), session.ws_connect("/v1/ws") as socket:
         await socket.send_json({"type": "submit", "body": said(9), "id": "a", "subscribe": False})

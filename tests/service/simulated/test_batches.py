@@ -125,6 +125,7 @@ async def test_size_and_queue_have_limits(sdk: AsyncAnthropic, api: FaultyAPI) -
     await sdk.messages.batches.create(requests=asking("c", "d"))
 
 
+@pytest.mark.slow
 async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None:
     ids = [(await sdk.messages.batches.create(requests=asking("a"))).id for _ in range(5)][::-1]
 
@@ -138,6 +139,7 @@ async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None
         await sdk.messages.batches.list(limit=1001)
 
 
+@pytest.mark.slow
 async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_then(
     sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:

@@ -167,6 +167,7 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
     rows = "2026-11-22,0,0,shop\n" * 150_000
     for prompt in (rows, "0" * 3_000_000):
@@ -343,6 +344,7 @@ def padded(size: int) -> bytes:
     return b'{"prompt": "x"}'.ljust(size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("allowed", "above", "code", "text"),
     [

@@ -211,6 +211,7 @@ NAMED = re.compile(rf"\b({'|'.join(EXECUTING)})\b|(?<![.\w])(eval|exec|compile|_
 """A file without such a text need not be parsed."""
 
 
+@pytest.mark.slow
 def test_no_product_file_imports_a_format_that_can_execute_code() -> None:
     found = []
     suspects = {path: text for path, text in product().items() if NAMED.search(text)}

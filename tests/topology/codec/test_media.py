@@ -181,6 +181,7 @@ BODIES = JSON | st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(BODIES)
 def test_no_body_makes_the_count_raise(found: object) -> None:
     counted = count(found)
@@ -189,6 +190,7 @@ def test_no_body_makes_the_count_raise(found: object) -> None:
     assert 0 <= counted.standard_tokens <= counted.high_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -217,6 +219,7 @@ def test_of_hostile_media_a_bounded_part_is_read(blocks: list[object], monkeypat
     assert sum(pieces) <= 2 * media.PDF_BYTES
 
 
+@pytest.mark.slow
 def test_of_packed_objects_a_bounded_part_is_unpacked() -> None:
     bomb = zlib.compress(bytes(50_000_000))
     counting = media._Counting()
