@@ -304,9 +304,12 @@ def _expression(source: str) -> Expression:
 
 @contextmanager
 def _cpu_limited() -> Iterator[None]:
-    """Raises Unrendered in the block when it has taken `CPU_S`."""
+    """Raises Unrendered in the block when it has taken `CPU_S`.
+
+    Python drops what is raised in a destructor or a weak reference's callback, so the signal comes until one is heard.
+    """
     signal.signal(signal.SIGPROF, _raise_late)
-    signal.setitimer(signal.ITIMER_PROF, CPU_S)
+    signal.setitimer(signal.ITIMER_PROF, CPU_S, CPU_S / 10)
     try:
         yield
     except _Late:

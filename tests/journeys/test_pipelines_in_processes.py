@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from consumers.claiming import DEATHS_AT_MOST
 from consumers.settle import FAILPOINT_EXIT_CODE
 from tests.support.brokers import Vhost
 from tests.support.otlp import OtlpReceiver, ReceivedSpan
@@ -51,13 +52,18 @@ prompt = "all {{ summaries|join(' ') }}"
 
 @asynccontextmanager
 async def reborn(environ: dict[str, str], folder: Path) -> AsyncIterator[Counter[str]]:
-    """A worker that is started again each time a failpoint has ended it. Yields how often that was."""
+    """A worker that is started again each time a failpoint has ended it. Yields how often that was.
+
+    After three deaths it stays alive: with four a request may be parked as poison.
+    """
     lives: Counter[str] = Counter()
     ready = asyncio.Event()
 
     async def live() -> None:
         while True:
-            async with lanekeeper("serve", environ=environ, folder=folder) as worker:
+            dies = lives["killed"] < DEATHS_AT_MOST - 1
+            survives = {name: value for name, value in environ.items() if name != "LANEKEEPER_FAILPOINTS"}
+            async with lanekeeper("serve", environ=environ if dies else survives, folder=folder) as worker:
                 if not ready.is_set():
                     await worker.ready()
                     ready.set()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from consumers.flows import templates
 from consumers.flows.templates import (
     MOST_BYTES,
     Expression,
@@ -121,6 +122,7 @@ def test_a_template_takes_a_second_of_cpu_time_at_most(prompt: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_items_of_a_fan_out_are_filled_in_together_and_not_for_too_long() -> None:
     every: dict[str, Any] = {"each": "input.many", "numbers": range(1000)}
     texts, count = filled_in(STATE, **{**FINDS, **every, "prompt": "{{ number }}: {{ item }} of {{ before }}"})
@@ -131,6 +133,24 @@ def test_the_items_of_a_fan_out_are_filled_in_together_and_not_for_too_long() ->
     assert len(large) == 2
     values, _ = filled_in(STATE, **{**FINDS, **every, "value": "item"})
     assert values == [b"%d" % number for number in range(1000)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_limit_of_cpu_time_holds_where_a_destructor_drops_its_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0.01)
+
+    class Dear:
+        def __del__(self) -> None:
+            while True:
+                pass
+
+    def dear() -> None:
+        Dear()  # the first signal ends this
+        while True:
+            pass
+
+    with pytest.raises(Unrendered, match="CPU time"), templates._cpu_limited():
+        dear()
 
 
 def test_an_item_that_cannot_be_filled_in_is_refused_when_it_is_the_first() -> None:
