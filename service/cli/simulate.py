@@ -1,5 +1,5 @@
 """`lanekeeper demo` and `lanekeeper simulate`, which need no provider: the whole story on one machine, and the
-simulated Anthropic API by itself."""
+simulated API by itself."""
 
 import asyncio
 from typing import TYPE_CHECKING, Annotated
@@ -56,6 +56,8 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of the random faults.")] = 0,
 ) -> None:
     r"""Run a simulated Anthropic API: messages, streams, models, batches, rate limits, and faults.
+
+    OpenAI's chat completions, responses, embeddings and models are there too.
 
     Markers in a prompt change the answer to this prompt (docs/simulated.md has all markers):
 

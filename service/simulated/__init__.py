@@ -1,1 +1,1 @@
-"""A simulated Anthropic API, as a real HTTP server, with faults on request."""
+"""A simulated Anthropic API, and OpenAI's, as a real HTTP server, with faults on request."""

@@ -1,5 +1,6 @@
-"""START HERE: the simulated Anthropic API, an HTTP server. `_messages` and `_answer` contain the steps of a call to
-`POST /v1/messages`: check key, version, request and model; choose a fault; apply the limits; wait; answer."""
+"""START HERE: the simulated Anthropic API, an HTTP server, which is OpenAI's too. `_call` and `_answer` contain the
+steps of a call to `POST /v1/messages`, `/v1/chat/completions`, `/v1/responses` or `/v1/embeddings`: check key, version,
+request and model; choose a fault; apply the limits; wait; answer."""
 
 import asyncio
 import itertools
@@ -13,10 +14,10 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from service.simulated import messages
+from service.simulated import messages, openai
 from service.simulated.batches import BATCHES_PATH, BatchOptions, SimulatedBatches
 from service.simulated.buckets import Limits
-from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, error_body, invalid
+from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, invalid
 from service.simulated.files import FILES_PATH, Files
 from service.simulated.ledger import Ledger
 from service.simulated.sending import json_answer, read_body, send_stream
@@ -54,7 +55,7 @@ class SimulatedOptions:
 
 @dataclass(slots=True)
 class Call:
-    """The record of one call to `POST /v1/messages`."""
+    """The record of one call of the model."""
 
     started_s: float
     headers: Mapping[str, str]
@@ -82,6 +83,7 @@ class SimulatedAPI:
         self.ledger = Ledger()
         self.batches = self.batches_type(self.ledger, check_model=self._check_model, notify=self._notify)
         self.files = self.files_type()
+        self.responses = openai.SimulatedResponses()
         self._waiting: set[asyncio.Event] = set()
         self.configure(options or SimulatedOptions())
         self.running = 0
@@ -108,6 +110,7 @@ class SimulatedAPI:
             )
         )
         self._known_models = frozenset(messages.KNOWN_MODELS) | options.models
+        self._openai_models = frozenset(openai.KNOWN_MODELS) | options.models
         self.options = options
 
     @property
@@ -176,7 +179,11 @@ class SimulatedAPI:
         path, method = request.path, request.method
         try:
             if method == "POST" and path == "/v1/messages":
-                return await self._messages(request, request_id)
+                return await self._call(request, request_id, partial(messages.read_request, version=_version(request)))
+            if method == "POST" and path in openai.READERS:
+                return await self._call(request, request_id, openai.READERS[path])
+            if _is_openai(request):
+                return await self._openai(request, request_id)
             if method == "GET" and path == "/healthz":
                 return json_answer({"status": "ok"}, {})
             if method == "GET" and path == "/simulated/stats":
@@ -204,19 +211,40 @@ class SimulatedAPI:
                 return json_answer(messages.model_info(model), headers)
             raise Refusal(404, "Not found", outcome="not_found")
         except Refusal as refusal:
-            return self._refused(refusal, request_id, "")
+            return self._refused(request, refusal, request_id, "")
 
-    async def _messages(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    async def _openai(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        """What OpenAI's API has besides calls of the model."""
+        self._authorise(request)
+        headers, path = self._openai_headers(request_id, ""), request.path
+        if path.startswith(f"{openai.RESPONSES_PATH}/"):
+            return await self.responses.answer(request, headers)
+        if request.method == "GET" and path == "/v1/models":
+            found = [openai.model_info(model) for model in sorted(self._openai_models)]
+            return json_answer({"object": "list", "data": found}, headers)
+        if request.method == "GET" and path.startswith("/v1/models/"):
+            model = path.removeprefix("/v1/models/")
+            if model not in self._openai_models:
+                raise openai.unknown_model(model)
+            return json_answer(openai.model_info(model), headers)
+        raise Refusal(404, f"Invalid URL ({request.method} {path[:100]})", outcome="not_found")
+
+    async def _call(
+        self, request: web.BaseRequest, request_id: str, read: Callable[[bytes], messages.Asked]
+    ) -> web.StreamResponse:
         call = self._begin(request, request_id)
         outcome, status = "client_gone", 0
         try:
             self._authorise(request)
             body = await read_body(request)
             call.body = body if len(body) <= BODY_KEPT_BYTES else b""
-            asked = messages.read_request(body, version=_version(request))
+            asked = read(body)
             call.model, call.stream, call.prompt = asked.model[:TEXT_KEPT], asked.stream, asked.prompt[:TEXT_KEPT]
-            self._check_model(asked.model)
-            self.files.check(body)
+            if not asked.dialect.is_openai:
+                self._check_model(asked.model)
+                self.files.check(body)
+            elif asked.model not in self._openai_models:
+                raise openai.unknown_model(asked.model)
             fault = self.fault(asked)
             if fault is not None:
                 outcome = fault.name
@@ -225,7 +253,7 @@ class SimulatedAPI:
             return response
         except Refusal as refusal:
             outcome, status = refusal.outcome, refusal.status
-            return self._refused(refusal, request_id, call.model)
+            return self._refused(request, refusal, request_id, call.model)
         finally:
             call.outcome, call.status, call.ended_s = outcome, status, time.monotonic()
             self.running -= 1
@@ -250,25 +278,34 @@ class SimulatedAPI:
     ) -> web.StreamResponse:
         if fault is not None:
             await self.before_answering(request, fault, streamed=asked.stream)
-        limits = self._limits[messages.limit_line(asked.model)]
+        dialect, deltas = asked.dialect, self.options.stream_deltas
+        limits = self._limits[_openai_line(asked.model) if dialect.is_openai else messages.limit_line(asked.model)]
         limits.enter(asked.estimated_tokens)
-        headers = self._headers(request_id, asked.model)
+        headers = (self._openai_headers if dialect.is_openai else self._headers)(request_id, asked.model)
         output = self.output(asked, fault)
-        id = f"msg_{request_id[4:]}"
+        id = dialect.id_prefix + request_id[4:]
         try:
             duration_s = self._duration_s(asked, output)
-            if asked.stream:
-                events = messages.events(asked, output, id=id, deltas=self.options.stream_deltas)
-                pause_s = duration_s / len(events)
-                return await self.send_stream(
-                    request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
+            if asked.fields.get("background") is True:
+                return await self.responses.begin(
+                    request, asked, output, id=id, headers=headers, duration_s=duration_s, deltas=deltas
                 )
+            if asked.stream:
+                events = dialect.events(asked, output, id=id, deltas=deltas)
+                pause_s = duration_s / len(events)
+                if fault is not None and fault.name == MID_STREAM:
+                    type, half = fault.given.get("type", "overloaded_error"), max(1, len(events) // 2)
+                    events = [*events[:half], dialect.error_event(type, nth=half, request_id=request_id)]
+                return await self.send_stream(request, events, headers=headers, pause_s=pause_s, fault=fault)
             if duration_s > 0:
                 await asyncio.sleep(duration_s)
-            body = json.dumps(messages.message(asked, output, id=id)).encode()
-            return await self.send_message(request, body, headers=headers, fault=fault)
+            written = dialect.write(asked, output, id=id)
+            if dialect is openai.RESPONSES:
+                self.responses.keep(asked, written)
+            return await self.send_message(request, json.dumps(written).encode(), headers=headers, fault=fault)
         finally:
-            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens, output_tokens=output.tokens)
+            own = output.tokens if dialect.is_openai else 0  # OpenAI's limit of tokens is of both kinds together
+            limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens + own, output_tokens=output.tokens)
             self._models[asked.model] += 1
             self._input_tokens += asked.input_tokens
             self._output_tokens += output.tokens
@@ -305,13 +342,8 @@ class SimulatedAPI:
         headers: Mapping[str, str],
         pause_s: float,
         fault: Fault | None,
-        request_id: str,
     ) -> web.StreamResponse:
         """Send an answer as a stream of events, with a pause of `pause_s` seconds before each."""
-        if fault is not None and fault.name == MID_STREAM:
-            type = fault.given.get("type", "overloaded_error")
-            error = error_body(type, f"{type} in the middle", request_id=request_id)
-            events = [*events[: max(1, len(events) // 2)], b"event: error\ndata: %b\n\n" % error]
         return await send_stream(request, events, headers=headers, pause_s=pause_s)
 
     def _duration_s(self, asked: messages.Asked, output: messages.Output) -> float:
@@ -321,12 +353,13 @@ class SimulatedAPI:
         return self.options.latency_ms / 1000 + writing_s
 
     def _authorise(self, request: web.BaseRequest) -> None:
-        key, headers = _key(request), request.headers
+        key, is_openai = _key(request), _is_openai(request)
         if not key:
-            raise Refusal(401, "x-api-key header is required", outcome="unauthorised")
+            header = "Authorization" if is_openai else "x-api-key"
+            raise Refusal(401, f"{header} header is required", outcome="unauthorised")
         if self.options.api_key is not None and key != self.options.api_key:
             raise Refusal(401, "invalid x-api-key", outcome="unauthorised")
-        if "anthropic-version" not in headers:
+        if "anthropic-version" not in request.headers and not is_openai:
             raise invalid("anthropic-version: header is required")
 
     def _check_model(self, model: str) -> None:
@@ -338,6 +371,16 @@ class SimulatedAPI:
             "request-id": request_id,
             "anthropic-organization-id": "org_simulated",
             **self._limits[messages.limit_line(model)].headers(),
+        }
+
+    def _openai_headers(self, request_id: str, model: str) -> dict[str, str]:
+        limits = self._limits[_openai_line(model)]
+        return {
+            "x-request-id": request_id,
+            "openai-organization": "org-simulated",
+            "openai-version": "2020-10-01",
+            "openai-processing-ms": "1",
+            **openai.limit_headers(limits.requests, limits.input_tokens),
         }
 
     def _rate_limits(self, request: web.BaseRequest) -> dict[str, Any]:
@@ -374,9 +417,29 @@ class SimulatedAPI:
         )
         return {"data": found, "next_page": None}
 
-    def _refused(self, refusal: Refusal, request_id: str, model: str) -> web.Response:
-        headers = {**self._headers(request_id, model), **refusal.headers, "content-type": "application/json"}
-        return web.Response(status=refusal.status, body=refusal.body(request_id), headers=headers)
+    def _refused(self, request: web.BaseRequest, refusal: Refusal, request_id: str, model: str) -> web.Response:
+        if _is_openai(request):
+            status, body = openai.error(refusal)
+            headers = self._openai_headers(request_id, model)
+        else:
+            status, body = refusal.status, refusal.body(request_id)
+            headers = self._headers(request_id, model)
+        return web.Response(
+            status=status, body=body, headers={**headers, **refusal.headers, "content-type": "application/json"}
+        )
+
+
+def _is_openai(request: web.BaseRequest) -> bool:
+    """By the path; that of models is both APIs', but only Anthropic's has these headers."""
+    path = request.path
+    if path.startswith("/v1/models"):
+        return "anthropic-version" not in request.headers and "x-api-key" not in request.headers
+    return path in openai.READERS or path.startswith(f"{openai.RESPONSES_PATH}/")
+
+
+def _openai_line(model: str) -> str:
+    """Each of OpenAI's models has limits of its own."""
+    return f"openai {model}"
 
 
 def _key(request: web.BaseRequest) -> str:

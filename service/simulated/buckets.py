@@ -44,7 +44,7 @@ class Limits:
                     429,
                     f"This request would exceed the rate limit of {bucket.per_minute:,} {what} per minute.",
                     outcome="rate_limited",
-                    headers={"retry-after": str(math.ceil(wait_s)), **self.headers()},
+                    headers={"retry-after": str(math.ceil(wait_s))},
                 )
         self.requests.take(1)
         self.input_tokens.take(input_tokens)

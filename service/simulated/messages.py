@@ -1,14 +1,14 @@
 """Reads requests to the simulated model, and makes its answers, whole or as the events of a stream. The model echoes
-the prompt, so that each answer shows to which request it belongs."""
+the prompt, so that each answer shows to which request it belongs. `openai.py` does the same in OpenAI's formats."""
 
 import json
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from service.simulated.faults import PromptMarkers, event, invalid, parse_script
+from service.simulated.faults import PromptMarkers, error_body, event, invalid, parse_script
 from topology.codec import media
 
 KNOWN_MODELS: Final = (
@@ -64,8 +64,9 @@ def model_info(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A checked Messages request, with the parts that the simulated model uses."""
+    """A checked request, with the parts that the simulated model uses."""
 
+    dialect: "Dialect"
     model: str
     max_tokens: int
     stream: bool
@@ -76,6 +77,19 @@ class Asked:
     estimated_tokens: int
     """What is taken from the bucket of input tokens at the start; more than `input_tokens`, as Anthropic's estimate."""
     script: PromptMarkers
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The whole request, where an answer tells more of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """The formats of answers: whole (`write`), as the events of a stream, and an error in its middle."""
+
+    write: Callable[..., dict[str, Any]]
+    events: Callable[..., list[bytes]]
+    error_event: Callable[..., bytes]
+    id_prefix: str = ""
+    is_openai: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +127,7 @@ def read_request(body: bytes, *, counting: bool = False, version: str = WITHOUT_
     found = media.count(fields)
     input_tokens = tokens_of(len(body) - found.bytes) + found.tokens(fields["model"])
     return Asked(
+        dialect=MESSAGES,
         model=fields["model"],
         max_tokens=max_tokens,
         stream=fields.get("stream") is True,
@@ -224,12 +239,12 @@ def _block(index: int, block: dict[str, Any], *, deltas: int) -> Iterator[bytes]
     pieces: list[dict[str, Any]]
     if block["type"] == "tool_use":
         empty["input"] = {}
-        parts = ["", *_cut(json.dumps(block["input"]), deltas)]
+        parts = ["", *cut(json.dumps(block["input"]), deltas)]
         pieces = [{"type": "input_json_delta", "partial_json": part} for part in parts]
     else:
         delta, field = _PIECES[block["type"]]
         empty[field] = ""
-        pieces = [{"type": delta, field: part} for part in _cut(block[field], deltas)]
+        pieces = [{"type": delta, field: part} for part in cut(block[field], deltas)]
         if "signature" in block:
             empty["signature"] = ""
             pieces.append({"type": "signature_delta", "signature": block["signature"]})
@@ -241,7 +256,8 @@ def _block(index: int, block: dict[str, Any], *, deltas: int) -> Iterator[bytes]
     yield event("content_block_stop", index=index)
 
 
-def _cut(text: str, deltas: int) -> list[str]:
+def cut(text: str, deltas: int) -> list[str]:
+    """Up to `deltas` pieces."""
     pieces = min(deltas, len(text))
     return [text[n * len(text) // pieces : (n + 1) * len(text) // pieces] for n in range(pieces)]
 
@@ -249,3 +265,11 @@ def _cut(text: str, deltas: int) -> list[str]:
 def tokens_of(characters: int) -> int:
     """As the simulated API counts."""
     return max(1, math.ceil(characters / 4))
+
+
+def _error_event(type: str, *, nth: int, request_id: str) -> bytes:
+    error = error_body(type, f"{type} in the middle", request_id=request_id)
+    return b"event: error\ndata: %b\n\n" % error
+
+
+MESSAGES: Final = Dialect(write=message, events=events, error_event=_error_event, id_prefix="msg_", is_openai=False)

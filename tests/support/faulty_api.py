@@ -234,12 +234,9 @@ class FaultyAPI(SimulatedAPI):
         headers: Mapping[str, str],
         pause_s: float,
         fault: Fault | None,
-        request_id: str,
     ) -> web.StreamResponse:
         if fault is None or fault.name == MID_STREAM:
-            return await super().send_stream(
-                request, events, headers=headers, pause_s=pause_s, fault=fault, request_id=request_id
-            )
+            return await super().send_stream(request, events, headers=headers, pause_s=pause_s, fault=fault)
         events = list(events)
         half = max(1, len(events) // 2)
         match fault.name:

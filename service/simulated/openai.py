@@ -1,0 +1,545 @@
+"""OpenAI's API, simulated: reads requests for chat completions, responses and embeddings, and makes their answers,
+whole or as the events of a stream. The model is the one of `messages.py`: it echoes the prompt."""
+
+import asyncio
+import json
+import math
+import time
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import shake_128
+from typing import Any, Final
+
+from aiohttp import web
+
+from service.simulated.buckets import RateLimitBucket
+from service.simulated.faults import Refusal, parse_script
+from service.simulated.messages import Asked, Dialect, Output, cut, tokens_of
+from service.simulated.sending import json_answer, stream_headers
+
+CHAT_PATH: Final = "/v1/chat/completions"
+RESPONSES_PATH: Final = "/v1/responses"
+EMBEDDINGS_PATH: Final = "/v1/embeddings"
+KNOWN_MODELS: Final = ("gpt-5.5", "gpt-5.4-mini", "gpt-4o", "gpt-4o-mini", "text-embedding-3-small")
+DIMENSIONS: Final = 1536
+_RESPONSES_KEPT: Final = 1_000
+_ERRORS: Final[Mapping[int, tuple[str, str | None]]] = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    402: ("insufficient_quota", "insufficient_quota"),
+    403: ("invalid_request_error", None),
+    429: ("requests", "rate_limit_exceeded"),
+    500: ("server_error", None),
+    503: ("server_error", None),
+    504: ("server_error", None),
+    529: ("server_error", None),
+}
+_OVERLOADED: Final = "The engine is currently overloaded, please try again later"
+
+
+def error(refusal: Refusal) -> tuple[int, bytes]:
+    """Status and body of an error in OpenAI's format, which has no 402 and no 529."""
+    status, message = refusal.status, refusal.message
+    type, code = _ERRORS.get(status, ("invalid_request_error", None))
+    if status == 402:
+        status = 429
+    elif status == 529:
+        status, message = 503, _OVERLOADED
+    elif status == 429 and "tokens" in message:
+        type = "tokens"
+    about = {"message": message, "type": type, "param": None, "code": code, **(refusal.details or {})}
+    return status, json.dumps({"error": about}).encode()
+
+
+def invalid(message: str, *, param: str | None, code: str | None = None) -> Refusal:
+    """The error 400 for an invalid request."""
+    return Refusal(400, message, outcome="invalid", details={"param": param, "code": code})
+
+
+def unknown_model(model: str) -> Refusal:
+    """The error 404 for an unknown model."""
+    message = f"The model `{model[:100]}` does not exist or you do not have access to it."
+    return Refusal(404, message, outcome="unknown_model", details={"code": "model_not_found"})
+
+
+def model_info(model: str) -> dict[str, Any]:
+    """The JSON answer of the simulated `GET /v1/models/{id}`."""
+    return {"id": model, "object": "model", "created": 1_767_225_600, "owned_by": "system"}
+
+
+def limit_headers(requests: RateLimitBucket, tokens: RateLimitBucket) -> dict[str, str]:
+    """As OpenAI sends them."""
+    found = {}
+    for name, bucket in (("requests", requests), ("tokens", tokens)):
+        found[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+        found[f"x-ratelimit-remaining-{name}"] = str(max(0, int(bucket.level())))
+        found[f"x-ratelimit-reset-{name}"] = _duration(bucket.full_in_s())
+    return found
+
+
+def _duration(seconds: float) -> str:
+    """As Go writes it: 6m0s, 1.5s, 20ms."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)}m{math.ceil(rest)}s" if minutes else f"{rest:.3g}s"
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def read_chat(body: bytes) -> Asked:
+    """Raises `Refusal` (400)."""
+    fields = _fields(body, "messages")
+    said = fields["messages"]
+    if not isinstance(said, list) or not said or not all(isinstance(each, dict) for each in said):
+        raise invalid("Invalid 'messages': expected a list with at least one message.", param="messages")
+    functions = [tool["function"] for tool in _objects(fields.get("tools")) if isinstance(tool.get("function"), dict)]
+    format = fields.get("response_format") or {}
+    return _asked(
+        CHAT,
+        body,
+        fields,
+        said,
+        function=next(iter(functions), None),
+        schema=(format.get("json_schema") or {}).get("schema"),
+        max_tokens=fields.get("max_completion_tokens") or fields.get("max_tokens"),
+    )
+
+
+def read_response(body: bytes) -> Asked:
+    """Raises `Refusal` (400)."""
+    fields = _fields(body, "input")
+    given = fields["input"]
+    said = [{"role": "user", "content": given}] if isinstance(given, str) else _objects(given)
+    format = (fields.get("text") or {}).get("format") or {}
+    return _asked(
+        RESPONSES,
+        body,
+        fields,
+        said,
+        function=next((tool for tool in _objects(fields.get("tools")) if tool.get("type") == "function"), None),
+        schema=format.get("schema"),
+        max_tokens=fields.get("max_output_tokens"),
+    )
+
+
+def read_embeddings(body: bytes) -> Asked:
+    """Raises `Refusal` (400)."""
+    fields = _fields(body, "input")
+    inputs = _inputs(fields)
+    if not inputs or not all(isinstance(each, (str, list)) for each in inputs):
+        raise invalid("Invalid 'input': expected a string, or a list of them.", param="input")
+    said = [{"role": "user", "content": each} for each in inputs if isinstance(each, str)]
+    return _asked(EMBEDDINGS, body, fields, said)
+
+
+def _inputs(fields: Mapping[str, Any]) -> list[Any]:
+    """One for each vector; tokens are numbers."""
+    given = fields["input"]
+    is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
+    return [given] if is_one else given if isinstance(given, list) else []
+
+
+def _fields(body: bytes, required: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise invalid("We could not parse the JSON body of your request.", param=None)
+    for name in ("model", required):
+        if name not in fields:
+            raise invalid(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+    if not isinstance(fields["model"], str):
+        raise invalid("Invalid type for 'model': expected a string.", param="model", code="invalid_type")
+    return fields
+
+
+def _asked(
+    dialect: Dialect,
+    body: bytes,
+    fields: dict[str, Any],
+    said: Sequence[Mapping[str, Any]],
+    *,
+    function: Mapping[str, Any] | None = None,
+    schema: dict[str, Any] | None = None,
+    max_tokens: Any = None,
+) -> Asked:
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise invalid("Invalid 'max_tokens': expected a positive integer.", param="max_tokens", code="invalid_value")
+    last = said[-1] if said else {}
+    is_result = last.get("role") == "tool" or last.get("type") == "function_call_output"
+    prompt = _text(last.get("output") or last.get("content"))
+    tool = None
+    if function is not None and not is_result:
+        tool = {"name": function.get("name", "tool"), "input_schema": function.get("parameters") or {}}
+    elif schema is not None:
+        tool = {"name": "", "input_schema": schema}
+    input_tokens = tokens_of(len(body))
+    return Asked(
+        dialect=dialect,
+        model=fields["model"],
+        max_tokens=max_tokens or 1_000_000,
+        stream=fields.get("stream") is True,
+        prompt=prompt,
+        tool=tool,
+        thinking=False,
+        input_tokens=input_tokens,
+        estimated_tokens=input_tokens,
+        script=parse_script(prompt),
+        fields=fields,
+    )
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in _objects(content) if isinstance(part.get("text"), str))
+
+
+def _written(asked: Asked, output: Output) -> tuple[str, tuple[str, str] | None]:
+    """The text of an answer, or the name of the function that it calls and the arguments. Structured output is made
+    like the arguments of a function."""
+    (block,) = output.blocks
+    if block["type"] == "text":
+        return block["text"], None
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return (arguments, None) if not block["name"] else ("", (block["name"], arguments))
+
+
+# ---- chat completions and embeddings ---------------------------------------------------------------------------------
+
+
+def chat(asked: Asked, output: Output, *, id: str) -> dict[str, Any]:
+    """The JSON of a chat completion."""
+    text, called = _written(asked, output)
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
+    if called is not None:
+        function = {"name": called[0], "arguments": called[1]}
+        message["content"] = None
+        message["tool_calls"] = [{"id": "call_simulated", "type": "function", "function": function}]
+    choice = {"message": message, "logprobs": None, "finish_reason": _finish_reason(output, called)}
+    choices = [{"index": index, **choice} for index in range(_choices(asked))]
+    return {**_chat_head(asked, id, "chat.completion"), "choices": choices, "usage": _chat_usage(asked, output)}
+
+
+def chat_events(asked: Asked, output: Output, *, id: str, deltas: int) -> list[bytes]:
+    """The same as a stream, whose last event is `[DONE]`."""
+    head = _chat_head(asked, id, "chat.completion.chunk")
+    has_usage = bool((asked.fields.get("stream_options") or {}).get("include_usage"))
+    extra: dict[str, Any] = {"usage": None} if has_usage else {}
+    found = []
+
+    def add(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> None:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        found.append(_data({**head, "choices": [choice], **extra}))
+
+    text, called = _written(asked, output)
+    for index in range(_choices(asked)):
+        start: dict[str, Any] = {"role": "assistant", "content": "" if called is None else None, "refusal": None}
+        if called is not None:
+            function = {"name": called[0], "arguments": ""}
+            start["tool_calls"] = [{"index": 0, "id": "call_simulated", "type": "function", "function": function}]
+        add(index, start)
+        for piece in cut(text if called is None else called[1], deltas):
+            add(
+                index,
+                {"content": piece}
+                if called is None
+                else {"tool_calls": [{"index": 0, "function": {"arguments": piece}}]},
+            )
+        add(index, {}, _finish_reason(output, called))
+    if has_usage:
+        found.append(_data({**head, "choices": [], "usage": _chat_usage(asked, output)}))
+    return [*found, b"data: [DONE]\n\n"]
+
+
+def _choices(asked: Asked) -> int:
+    n = asked.fields.get("n")
+    return n if type(n) is int and 1 <= n <= 128 else 1
+
+
+def _chat_head(asked: Asked, id: str, kind: str) -> dict[str, Any]:
+    created = int(time.time())
+    return {
+        "id": f"chatcmpl-{id}",
+        "object": kind,
+        "created": created,
+        "model": asked.model,
+        "service_tier": "default",
+        "system_fingerprint": None,
+    }
+
+
+def _finish_reason(output: Output, called: object) -> str:
+    if output.stop_reason == "max_tokens":
+        return "length"
+    return "stop" if called is None else "tool_calls"
+
+
+def _chat_usage(asked: Asked, output: Output) -> dict[str, Any]:
+    return {
+        "prompt_tokens": asked.input_tokens,
+        "completion_tokens": output.tokens * _choices(asked),
+        "total_tokens": asked.input_tokens + output.tokens * _choices(asked),
+        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+def _chat_error_event(type: str, *, nth: int, request_id: str) -> bytes:
+    about = {"message": f"{type} in the middle", "type": "server_error", "param": None, "code": None}
+    return _data({"error": about})
+
+
+def _data(content: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(content).encode()
+
+
+def embeddings(asked: Asked, output: Output, *, id: str) -> dict[str, Any]:
+    """The JSON of the answer to `/v1/embeddings`: a vector by the hash of each input."""
+    dimensions = asked.fields.get("dimensions") or DIMENSIONS
+    packed = asked.fields.get("encoding_format") == "base64"
+    data = []
+    for index, given in enumerate(_inputs(asked.fields)):
+        vector = embedding(given, dimensions)
+        data.append(
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": b64encode(vector.tobytes()).decode() if packed else vector.tolist(),
+            }
+        )
+    usage = {"prompt_tokens": asked.input_tokens, "total_tokens": asked.input_tokens}
+    return {"object": "list", "data": data, "model": asked.model, "usage": usage}
+
+
+def embedding(given: object, dimensions: int) -> "array[float]":
+    """The vector of an input: always the same, of length one."""
+    raw = [byte - 127.5 for byte in shake_128(str(given).encode()).digest(dimensions)]
+    length = math.hypot(*raw)
+    return array("f", [each / length for each in raw])
+
+
+# ---- responses -------------------------------------------------------------------------------------------------------
+
+
+def response(asked: Asked, output: Output, *, id: str, status: str | None = None) -> dict[str, Any]:
+    """The JSON of a response. `status`: of one that has not ended, which has no output."""
+    fields, is_cut = asked.fields, output.stop_reason == "max_tokens"
+    ended = status is None
+    return {
+        "id": f"resp_{id}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status or ("incomplete" if is_cut else "completed"),
+        "background": fields.get("background") is True,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut and ended else None,
+        "instructions": fields.get("instructions"),
+        "max_output_tokens": fields.get("max_output_tokens"),
+        "metadata": fields.get("metadata") or {},
+        "model": asked.model,
+        "output": [_item(asked, output, id)] if ended else [],
+        "parallel_tool_calls": fields.get("parallel_tool_calls", True),
+        "previous_response_id": fields.get("previous_response_id"),
+        "reasoning": {"effort": None, "summary": None},
+        "service_tier": "default",
+        "store": fields.get("store", True),
+        "temperature": fields.get("temperature", 1.0),
+        "text": fields.get("text") or {"format": {"type": "text"}},
+        "tool_choice": fields.get("tool_choice", "auto"),
+        "tools": fields.get("tools") or [],
+        "top_p": fields.get("top_p", 1.0),
+        "truncation": fields.get("truncation", "disabled"),
+        "usage": None
+        if not ended
+        else {
+            "input_tokens": asked.input_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": output.tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": asked.input_tokens + output.tokens,
+        },
+        "user": fields.get("user"),
+    }
+
+
+def _item(asked: Asked, output: Output, id: str) -> dict[str, Any]:
+    text, called = _written(asked, output)
+    status = "incomplete" if output.stop_reason == "max_tokens" else "completed"
+    if called is not None:
+        name, arguments = called
+        about = {"name": name, "arguments": arguments, "call_id": "call_simulated"}
+        return {"type": "function_call", "id": f"fc_{id}", "status": status, **about}
+    content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "message", "id": f"msg_{id}", "status": status, "role": "assistant", "content": [content]}
+
+
+def response_events(asked: Asked, output: Output, *, id: str, deltas: int) -> list[bytes]:
+    """The same as a stream, of numbered events."""
+    found: list[bytes] = []
+
+    def add(kind: str, **fields: Any) -> None:
+        content = {"type": f"response.{kind}", "sequence_number": len(found), **fields}
+        found.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), json.dumps(content).encode()))
+
+    begun = response(asked, output, id=id, status="in_progress")
+    if begun["background"]:
+        queued = {**begun, "status": "queued"}
+        add("created", response=queued)
+        add("queued", response=queued)
+    else:
+        add("created", response=begun)
+    add("in_progress", response=begun)
+    whole = response(asked, output, id=id)
+    (item,) = whole["output"]
+    at: dict[str, Any] = {"item_id": item["id"], "output_index": 0}
+    empty = {**item, "status": "in_progress"}
+    if item["type"] == "function_call":
+        add("output_item.added", output_index=0, item={**empty, "arguments": ""})
+        for piece in cut(item["arguments"], deltas):
+            add("function_call_arguments.delta", **at, delta=piece)
+        add("function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+    else:
+        (part,) = item["content"]
+        at["content_index"] = 0
+        add("output_item.added", output_index=0, item={**empty, "content": []})
+        add("content_part.added", **at, part={**part, "text": ""})
+        for piece in cut(part["text"], deltas):
+            add("output_text.delta", **at, delta=piece, logprobs=[])
+        add("output_text.done", **at, text=part["text"], logprobs=[])
+        add("content_part.done", **at, part=part)
+    add("output_item.done", output_index=0, item=item)
+    add(whole["status"], response=whole)
+    return found
+
+
+def _response_error_event(type: str, *, nth: int, request_id: str) -> bytes:
+    about = {"code": "server_error", "message": f"{type} in the middle", "param": None}
+    content = {"type": "error", "sequence_number": nth, **about}
+    return b"event: error\ndata: %b\n\n" % json.dumps(content).encode()
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A response that can be retrieved. `events`: those of its stream."""
+
+    response: dict[str, Any]
+    events: list[bytes] = field(default_factory=list)
+    running: asyncio.Task[None] | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SimulatedResponses:
+    """The responses that can be retrieved, cancelled and deleted, the newest thousand."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, _Stored] = {}
+
+    def keep(self, asked: Asked, response: dict[str, Any]) -> None:
+        """Of one that was answered."""
+        if asked.fields.get("store") is not False:
+            self._add(_Stored(response))
+
+    async def begin(
+        self,
+        request: web.BaseRequest,
+        asked: Asked,
+        output: Output,
+        *,
+        id: str,
+        headers: Mapping[str, str],
+        duration_s: float,
+        deltas: int,
+    ) -> web.StreamResponse:
+        """Answer a call for a response in the background."""
+        stored = _Stored(response(asked, output, id=id, status="queued"))
+        self._add(stored)
+        events = response_events(asked, output, id=id, deltas=deltas)
+
+        async def run() -> None:
+            for event in events:
+                await asyncio.sleep(duration_s / len(events))
+                stored.events.append(event)
+                stored.changed.set()
+            stored.response = response(asked, output, id=id)
+
+        stored.running = asyncio.create_task(run(), name="response in the background")
+        if asked.stream:
+            return await self._follow(request, stored, headers, after=-1)
+        return json_answer(stored.response, dict(headers))
+
+    async def answer(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
+        """Retrieve, cancel or delete. Raises `Refusal`."""
+        id, _, action = request.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
+        if (stored := self._stored.get(id)) is None:
+            message = f"Response with id '{id[:100]}' not found."
+            raise Refusal(404, message, outcome="not_found", details={"param": "response_id"})
+        match request.method, action:
+            case "GET", "":
+                if request.query.get("stream") == "true":
+                    return await self._follow(
+                        request, stored, headers, after=int(request.query.get("starting_after", "-1"))
+                    )
+                return json_answer(stored.response, headers)
+            case "DELETE", "":
+                del self._stored[id]
+                return json_answer({"id": id, "object": "response", "deleted": True}, headers)
+            case "POST", "cancel":
+                if not stored.response["background"]:
+                    raise invalid("Cannot cancel a synchronous response.", param="response_id")
+                if stored.running is not None and not stored.running.done():
+                    stored.running.cancel()
+                    stored.changed.set()
+                    stored.response = {**stored.response, "status": "cancelled"}
+                return json_answer(stored.response, headers)
+        raise Refusal(404, "Not found", outcome="not_found")
+
+    def _add(self, stored: _Stored) -> None:
+        self._stored[stored.response["id"]] = stored
+        if len(self._stored) > _RESPONSES_KEPT:
+            del self._stored[next(iter(self._stored))]
+
+    async def _follow(
+        self, request: web.BaseRequest, stored: _Stored, headers: Mapping[str, str], *, after: int
+    ) -> web.StreamResponse:
+        if stored.running is None:
+            raise invalid("Only a response of a background request with a stream can be streamed.", param="stream")
+        answer = web.StreamResponse(headers=stream_headers(headers))
+        await answer.prepare(request)
+        sent = after + 1
+        while True:
+            stored.changed.clear()
+            await answer.write(b"".join(stored.events[sent:]))
+            sent = max(sent, len(stored.events))
+            if stored.running.done():
+                break
+            waiting = asyncio.create_task(stored.changed.wait())
+            await asyncio.wait((waiting, stored.running), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+        await answer.write(b"".join(stored.events[sent:]))
+        await answer.write_eof()
+        return answer
+
+
+CHAT: Final = Dialect(write=chat, events=chat_events, error_event=_chat_error_event)
+RESPONSES: Final = Dialect(write=response, events=response_events, error_event=_response_error_event)
+EMBEDDINGS: Final = Dialect(write=embeddings, events=chat_events, error_event=_chat_error_event)
+READERS: Final[Mapping[str, Callable[[bytes], Asked]]] = {
+    CHAT_PATH: read_chat,
+    RESPONSES_PATH: read_response,
+    EMBEDDINGS_PATH: read_embeddings,
+}
+"""By the path that is called."""
