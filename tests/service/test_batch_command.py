@@ -14,6 +14,8 @@ from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.batches import BatchOptions
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,6 @@ async def test_a_batch_is_cancelled_and_json_is_the_apis_own(told: Any) -> None:
         assert told.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lines", "wanted"),
     [

@@ -17,7 +17,7 @@ from topology.lanes import DEFAULT_LANES
 SECRET = "s3cret"
 
 
-pytestmark = pytest.mark.usefixtures("empty_folder")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("empty_folder")]
 
 
 PROVIDERS = {

@@ -3,6 +3,9 @@
 from graphlib import TopologicalSorter
 
 import grimp
+import pytest
+
+pytestmark = pytest.mark.slow
 
 
 def test_no_module_imports_itself_through_others_not_even_for_types() -> None:

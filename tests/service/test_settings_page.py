@@ -13,7 +13,7 @@ GIVEN = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("empty_folder")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("empty_folder")]
 
 
 def test_docs_settings_is_generated_from_the_declarations() -> None:

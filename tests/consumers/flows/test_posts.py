@@ -15,6 +15,8 @@ from consumers.addresses import PrivateAddress, Resolver
 from consumers.flows.posts import HEAD_BYTES, INFORMATIONAL, BadAnswer, NotReached, PostAnswer, Poster
 from tests.support.certificates import certificate
 
+pytestmark = pytest.mark.slow
+
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 HINT = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nRetry-After: 7\r\n\r\nok"
@@ -109,7 +111,6 @@ async def test_a_flood_of_informational_answers_is_ended_and_holds_the_process_u
     assert sent < 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [
@@ -148,7 +149,6 @@ async def test_a_body_without_end_is_not_read() -> None:
         assert (await post(url, within_s=5)).status == 200
 
 
-@pytest.mark.slow
 async def test_a_name_with_a_private_address_is_not_called_and_one_that_is_not_there_is_told() -> None:
     async with server(saying(OK)) as url:
         for host in ("localhost", "127.0.0.1", "localhost."):

@@ -16,6 +16,8 @@ from tests.support.budget import Tokens, Traffic
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
+pytestmark = pytest.mark.slow
+
 NOTHING_SAID = BucketHeaders()
 TRAVEL_S = (0.01, 0.06)
 
@@ -36,7 +38,6 @@ def told(remaining: float, *, limit: float = 60) -> RateHeaders:
 # ---- a provider that enforces its limits -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("burst_s", "tokens", "most_refused", "longest_s", "least_used"),
     [

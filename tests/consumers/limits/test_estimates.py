@@ -1,9 +1,13 @@
 """What a request is expected to use: the mean of what was seen, and a mean deviation more."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from consumers.limits.estimates import Estimates, UsageClass, task_of
+
+pytestmark = pytest.mark.slow
+
 
 CHAT, OTHER = UsageClass("critical", "shop.chat", "m"), UsageClass("critical", "shop.other", "m")
 

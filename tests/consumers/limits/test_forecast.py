@@ -14,6 +14,8 @@ from tests.support.budget import with_buckets_of
 from tests.support.examples import examples
 from tests.support.virtual_time import virtually
 
+pytestmark = pytest.mark.slow
+
 CAPS = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
 SPEC = BudgetSpec(accounts={"a": CAPS})
 """Buckets of 10 s: 1,000 input tokens, with reserves of 300, 200 and 50 for the lanes."""

@@ -12,6 +12,8 @@ from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, SCENARIOS
 from consumers.limits.base import Amounts
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Amounts(60, 60_000, 60_000)
 
 
@@ -24,12 +26,10 @@ def result() -> Result:
     return run(SCENARIOS["full-104"])
 
 
-@pytest.mark.slow
 def test_a_scenario_gives_the_same_figures_every_time(result: Result) -> None:
     assert run(SCENARIOS["full-104"]).asks == result.asks
 
 
-@pytest.mark.slow
 def test_every_recorded_request_is_answered_in_the_end(result: Result) -> None:
     assert all(each.answered_s is not None for each in result.asks if each.counts)
 
@@ -46,7 +46,6 @@ def test_no_more_is_used_than_the_provider_allows(result: Result) -> None:
             assert level > -0.03 * limit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three-104", "large-104", "down-104", "1s-104", "cold-104"])
 def test_failures_during_the_replay_lose_no_request(name: str) -> None:
     found = run(replace(SCENARIOS[name], slice_s=(1455, 1515), down_s=(10, 30) if name == "down-104" else None))
@@ -55,7 +54,6 @@ def test_failures_during_the_replay_lose_no_request(name: str) -> None:
     assert found.refused == sum(each.refused for each in found.asks)
 
 
-@pytest.mark.slow
 def test_requests_wait_until_an_outage_is_over() -> None:
     found = run(replace(SCENARIOS["down-104"], slice_s=(1455, 1515), down_s=(10, 30)))
 
@@ -79,7 +77,6 @@ def test_tokens_that_an_own_account_reserved_in_excess_return_after_the_call() -
     assert starts == pytest.approx([0, asks[0].takes_s], abs=0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["full-70", "full-90", "full-104", "full-110", "full-150"])
 def test_no_request_is_later_than_with_an_account_of_its_own_lane(name: str) -> None:
     found = run(SCENARIOS[name])
@@ -91,7 +88,6 @@ def test_no_request_is_later_than_with_an_account_of_its_own_lane(name: str) -> 
     assert found.refused == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), [("weather-5", 0.99), ("weather-12", 0.99), ("weather-30", 0.97)])
 def test_refusals_at_random_take_no_throughput(name: str, part: float) -> None:
     found = run(SCENARIOS[name])
@@ -100,7 +96,6 @@ def test_refusals_at_random_take_no_throughput(name: str, part: float) -> None:
     assert found.waits("critical").p50 == pytest.approx(0, abs=0.01)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "most_calls"), [("narrow-4", 4), pytest.param("narrow-40", 40, marks=pytest.mark.slow)]
 )
@@ -114,7 +109,6 @@ def test_a_provider_that_overloads_above_a_number_of_calls_is_used_and_seldom_ov
     assert found.waits("critical").p95 < 3
 
 
-@pytest.mark.slow
 def test_a_large_request_of_another_lane_delays_no_critical_request() -> None:
     scenario = SCENARIOS["large-104"]
     found = run(replace(scenario, large=tuple(each for each in scenario.large if each.lane != "critical")))

@@ -20,6 +20,8 @@ from .conftest import AskedFor
 from .test_anthropic import MESSAGE, Received
 from .test_streams import event
 
+pytestmark = pytest.mark.slow
+
 EVENTS: list[dict[str, Any]] = [
     {
         "type": "message_start",
@@ -135,7 +137,6 @@ async def test_amazons_errors_are_classified_by_their_status(
     assert "bedrock-key" not in str(caught.value)
 
 
-@pytest.mark.slow
 async def test_bedrock_without_an_api_key_gets_signed_requests(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,8 @@ from lanekeeper.contract.problems import BrokerUnreachable
 from lanekeeper.telemetry import signals
 from tests.support.virtual_time import virtually
 
+pytestmark = pytest.mark.slow
+
 P = ParamSpec("P")
 SECOND = 1.1
 

@@ -23,6 +23,8 @@ from consumers.state.base import (
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 
+pytestmark = pytest.mark.slow
+
 QUEUED = NewEntry("queued", b"{}")
 
 

@@ -25,6 +25,8 @@ from tests.support.completions import CANCELLED, answered, failed, fingerprint, 
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 400_000
 EMPTY_BYTES = 100_000
 """More than an SQLite file takes without any row."""
@@ -141,7 +143,6 @@ def _of_tenants(used: Mapping[Share, int]) -> Counter[str]:
     return found
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=st.lists(steps, max_size=12))
 @example(played=[("a", "submitted", 35, 9000)])
@@ -217,7 +218,6 @@ async def test_a_store_that_is_closed_does_not_wait_for_what_it_looks_for_to_rem
         await sweep
 
 
-@pytest.mark.slow
 @settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(played=st.lists(steps, max_size=8))
 def test_a_full_redis_comes_below_its_limit_and_no_tenant_below_its_share_loses_anything(

@@ -29,6 +29,8 @@ from topology.codec import decoding
 from topology.codec import headers as codec
 from topology.delays import MAX_DELAY_MS
 
+pytestmark = pytest.mark.slow
+
 ASYNCAPI_3 = Path(__file__).parents[2] / "support/asyncapi-3.0.0.json"
 OPENAPI, ASYNCAPI = document("openapi", SETTINGS), document("asyncapi", SETTINGS)
 REQUEST = ASYNCAPI["components"]["messages"]["request"]
@@ -50,7 +52,6 @@ async def got(url: str) -> Any:
         return await answer.json()
 
 
-@pytest.mark.slow
 async def test_the_documents_are_served_and_valid() -> None:
     async with Alone() as made:
         over_http, over_amqp = [await got(f"{made.url}/{name}.json") for name in ("openapi", "asyncapi")]
@@ -116,7 +117,6 @@ def test_the_bodys_schema_allows_what_the_codec_accepts(said: dict[str, Any]) ->
         assert BODY.is_valid(said)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schema", PROBLEM_SCHEMAS)
 def test_every_problem_document_fits_the_schema_and_a_mixed_one_does_not(schema: dict[str, Any]) -> None:
     validator = Draft202012Validator(schema)
@@ -157,7 +157,6 @@ async def test_calls_are_refused_on_every_path_as_the_document_says(monkeypatch:
         await refused(made, 500)
 
 
-@pytest.mark.slow
 async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() -> None:
     from tests.support.made_up_calls import (
         make_up,
@@ -168,7 +167,6 @@ async def test_made_up_calls_past_the_lanes_are_answered_as_the_document_says() 
         assert await asyncio.to_thread(make_up, made.url, paths=paths, examples=15) > len(paths)
 
 
-@pytest.mark.slow
 async def test_head_is_answered_wherever_get_is_except_where_an_answer_does_not_end() -> None:
     async with Alone() as made, aiohttp.ClientSession() as session:
         gets = [path for method, path in made.routes.handlers() if method == "GET"]

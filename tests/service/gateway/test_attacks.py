@@ -17,6 +17,8 @@ from tests.service.gateway.test_lookups import provider
 from tests.support.gate import Alone
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 KEYS = {hash_of("greedy"): {"tenant": "crm"}, hash_of("other"): {"tenant": "a"}}
 """The tenant `a` is the gateway's own user, so that no worker is asked about it."""
 BOMB = gzip.compress(bytes(64 * 2**20))
@@ -89,7 +91,6 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: counted[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut short"])
 @pytest.mark.parametrize("path", PATHS)
 async def test_nothing_of_a_strangers_body_is_unpacked(
@@ -213,7 +214,6 @@ async def test_a_first_call_whose_headers_do_not_come_in_time_is_closed(monkeypa
             assert await reader.read() == b""
 
 
-@pytest.mark.slow
 async def test_no_answer_names_the_server_or_is_guessed_at() -> None:
     calls = [post(path, b"", method="GET") for path in ("/healthz", "/nowhere", "/v1/models", "/openapi.json")]
     async with opened() as made, sent(made.server.port, *calls, b"HELLO\r\n\r\n") as found:

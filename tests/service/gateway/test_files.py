@@ -25,6 +25,8 @@ from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import SETTINGS, Alone
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.slow
+
 KEYS = {hash_of("crm"): {"tenant": "crm", "lanes": ["normal"]}, hash_of("shop"): {"tenant": "shop"}}
 BETA = "files-api-2025-04-14"
 BEGIN = b'--b\r\nContent-Disposition: form-data; name="file"; filename="%b"\r\n\r\n%b'
@@ -44,7 +46,6 @@ def without_ids(found: Any) -> dict[str, Any]:
     return {name: value for name, value in found.to_dict().items() if name not in ("id", "created_at", "expires_at")}
 
 
-@pytest.mark.slow
 async def test_the_sdk_gets_the_same_as_from_the_api(tmp_path: Path) -> None:
     async def calls(client: AsyncAnthropic) -> list[Any]:
         first = await client.beta.files.upload(file=text(), betas=[BETA])
@@ -160,7 +161,6 @@ async def test_of_a_call_only_the_form_the_version_and_the_betas_reach_the_provi
         }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "given", "wanted"),
     [

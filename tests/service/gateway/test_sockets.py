@@ -29,6 +29,8 @@ from tests.support.gate import SETTINGS
 from tests.support.waiting import until
 from topology.codec.bounds import VALUES
 
+pytestmark = pytest.mark.slow
+
 ENTRY = json.dumps("x" * 65_536).encode()
 MOST_BYTES = 32 * 2**20
 """What the kernel keeps of what nobody reads, and far more."""
@@ -159,7 +161,6 @@ async def client(port: int) -> AsyncIterator[Client]:
         yield Client(made)
 
 
-@pytest.mark.slow
 async def test_a_client_that_follows_and_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "WRITE_WITHIN_S", 0.5)
     async with served() as own, client(own.port) as silent:
@@ -172,7 +173,6 @@ async def test_a_client_that_follows_and_does_not_read_is_cut_off(monkeypatch: p
         await asyncio.wait_for(silent.is_cut_off(), 60)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "length"),
     [(BINARY, None), (TEXT, MESSAGE_BYTES + 1), (None, None)],
@@ -196,7 +196,6 @@ async def test_a_client_that_does_not_read_why_it_is_closed_is_cut_off(
         await asyncio.wait_for(silent.is_cut_off(), 60)
 
 
-@pytest.mark.slow
 async def test_a_request_that_is_left_before_its_subscription_is_answered_is_not_followed() -> None:
     async with served() as own, client(own.port) as silent:
         own.requests.may_answer.clear()
@@ -211,7 +210,6 @@ async def test_a_request_that_is_left_before_its_subscription_is_answered_is_not
         assert own.poller.followers == 2
 
 
-@pytest.mark.slow
 async def test_messages_that_have_not_come_completely_count_and_leave_room_for_another_tenant() -> None:
     """Of four messages, one tenant may hold three."""
     async with served() as own, AsyncExitStack() as stack:

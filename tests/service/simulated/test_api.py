@@ -9,6 +9,8 @@ from anthropic import AsyncAnthropic
 from service.simulated.app import SimulatedOptions
 from tests.support.faulty_api import FaultyAPI
 
+pytestmark = pytest.mark.slow
+
 MODEL = "claude-haiku-5-5"
 HEADERS = {"x-api-key": "a-key", "anthropic-version": "2026-10-21"}
 

@@ -13,6 +13,8 @@ from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
 from tests.support.faulty_api import FaultyAPI
 
+pytestmark = pytest.mark.slow
+
 MODEL = "claude-haiku-5-5"
 NEVER = BatchOptions(processing_s=1e9)
 
@@ -125,7 +127,6 @@ async def test_size_and_queue_have_limits(sdk: AsyncAnthropic, api: FaultyAPI) -
     await sdk.messages.batches.create(requests=asking("c", "d"))
 
 
-@pytest.mark.slow
 async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None:
     ids = [(await sdk.messages.batches.create(requests=asking("a"))).id for _ in range(5)][::-1]
 
@@ -139,7 +140,6 @@ async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None
         await sdk.messages.batches.list(limit=1001)
 
 
-@pytest.mark.slow
 async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_then(
     sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:
