@@ -20,6 +20,7 @@ import structlog
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import DEATHS_AT_MOST
 from consumers.clock import NowMs, now_ms
+from consumers.dialects.answers import Answer
 from consumers.failures import (
     TIMEOUT,
     AccountError,
@@ -40,7 +41,6 @@ from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, J
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
 from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, end_with, end_with_problem, stopped_by
-from consumers.providers.answers import Answer
 from consumers.providers.breakers import Breakers, Permit, ProviderChange
 from consumers.providers.registry import Registry
 from consumers.refusals import exceeded, later
@@ -121,7 +121,11 @@ class Attempts:
                 else:
                     answer = await self._call_routes(job, decoded, parts, limit)
                 _record_run(
-                    job, clock() - began_s, usage=answer.counted, cost_usd=answer.cost_usd, saved_usd=answer.saved_usd
+                    job,
+                    clock() - began_s,
+                    usage=answer.counted if answer.is_counted else None,
+                    cost_usd=answer.cost_usd,
+                    saved_usd=answer.saved_usd,
                 )
                 if answer.files:
                     await self.keep_files(job, answer.files, provider=answer.provider)

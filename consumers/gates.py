@@ -469,6 +469,8 @@ class CapsGate:
             usage = None if attempted is None else attempted.usage
             tokens = 0.0 if usage is None else usage.input_tokens + usage.output_tokens
             used = Spent(1, tokens, (attempted and attempted.cost_usd) or 0.0)
+            if usage is None and hold is not None:  # the provider has not said what the call used
+                used = likely
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = likely
         for model, amounts, cost_usd in () if attempted is None else attempted.lost:

@@ -26,14 +26,14 @@ from typing import Any, Literal
 import structlog
 from cachetools import LRUCache
 
+from consumers.dialects import DIALECTS
 from consumers.job import Job
-from consumers.providers.answers import CONTENT
 from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import Names
+from lanekeeper.contract.names import ANTHROPIC_MESSAGES, Names
 from lanekeeper.contract.problems import (
     PROBLEMS,
     AccessRefused,
@@ -467,6 +467,8 @@ class Parts:
         self._loss: object = None
         self._has_lost = False
         self._sent: asyncio.Future[None] | None = None
+        dialect = ANTHROPIC_MESSAGES if job.decoded is None else job.decoded.request.dialect
+        self._content = DIALECTS[dialect].content
         self.flow = False
         self.on_flow: Callable[[], None] = lambda: None
         self.has_sent = False
@@ -477,7 +479,7 @@ class Parts:
         self.reads_several = headers.get(n.PARTS_TOGETHER) in (True, "true") and bool(SEVERAL.fullmatch(correlation_id))
 
     async def __call__(self, event: bytes, /) -> None:
-        if not self.flow and CONTENT in event:
+        if not self.flow and self._content in event:
             self.flow = True
             self.on_flow()
         if self.is_open:

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from benchmarks.replaying.load import Ask
 from benchmarks.replaying.scenarios import Scenario
+from consumers.dialects.anthropic import read_rate
 from consumers.failures import OverloadedError, ProviderError, RateLimitedError, RetryPolicy, TransientError, decide
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Kind, RateHeaders, Reservation
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.outcomes import Retried
 from consumers.providers.breakers import Breaker, Failure, State
-from consumers.providers.errors import read_rate
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
 from topology.lanes import DEFAULT_LANES

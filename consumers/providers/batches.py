@@ -19,10 +19,20 @@ import anthropic
 import httpx2
 
 from consumers.decoding import Parsing
+from consumers.dialects.answers import Answer
+from consumers.dialects.anthropic import MESSAGES
+from consumers.dialects.anthropic_answers import read_answer
 from consumers.failures import AccountError, AnswerTooLargeError, RejectedError, TransientError
-from consumers.providers.answers import Answer
-from consumers.providers.errors import NETWORK_ERRORS, from_body, is_html, plain, refuse_html, translate_errors, within
-from consumers.providers.streams import bounded, from_json, read_answer, to_json
+from consumers.providers.errors import (
+    NETWORK_ERRORS,
+    from_fields,
+    is_html,
+    plain,
+    refuse_html,
+    translate_errors,
+    within,
+)
+from consumers.providers.streams import bounded, from_json, to_json
 from topology.codec import bounds
 
 PATH: Final = "/v1/messages/batches"
@@ -159,7 +169,7 @@ class Batches:
                 answer = read_answer(message, body, provider=self.name, request_id=None)
                 return replace(answer, usage=replace(answer.usage, is_batch=True))
             case {"type": "errored", "error": dict(error)}:
-                raise from_body(error, secret=self.secret)
+                raise from_fields(MESSAGES.error(error), MESSAGES, secret=self.secret)
             case {"type": "too_large"}:
                 raise AnswerTooLargeError(f"more than {self._max_line_bytes} bytes")
         raise TransientError("its line of the batch's results is no result", type="broken_answer")

@@ -24,8 +24,9 @@ from typing import Any, Final, Unpack
 from anthropic import AsyncAnthropicFoundry
 
 from consumers.failures import AnswerTooLargeError, TransientError
-from consumers.providers.anthropic import AnthropicProvider, Dialect, Reading, client_options
+from consumers.providers.anthropic import AnthropicProvider, CloudApi, Reading
 from consumers.providers.routes import DEFAULT_VERSION
+from consumers.providers.transport import client_options
 from topology.codec import bounds
 
 MISSING: Final = "needs a package that is not installed; run: pip install {package}"
@@ -50,14 +51,14 @@ def bedrock(
         _imported("boto3", AMAZON)
     client_of = import_module("anthropic.lib.bedrock").AsyncAnthropicBedrock
     client = client_of(api_key=api_key, aws_region=region, base_url=url, **client_options(url))
-    dialect = Dialect(
+    api = CloudApi(
         needs_dict=True,
         lists_models=False,
         splitter=FrameSplitter,
         signing_errors=errors,
         versions={DEFAULT_VERSION: "bedrock-2023-05-31"},
     )
-    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **reading)
+    return AnthropicProvider(client, name=name, secret=api_key or "", api=api, **reading)
 
 
 def vertex(
@@ -79,8 +80,8 @@ def vertex(
     client_of = import_module("anthropic.lib.vertex").AsyncAnthropicVertex
     client = client_of(region=region, project_id=project, access_token=api_key, base_url=url, **client_options(url))
     versions = {DEFAULT_VERSION: "vertex-2023-10-16"}
-    dialect = Dialect(needs_dict=True, lists_models=False, signing_errors=errors, versions=versions)
-    return AnthropicProvider(client, name=name, secret=api_key or "", dialect=dialect, **reading)
+    api = CloudApi(needs_dict=True, lists_models=False, signing_errors=errors, versions=versions)
+    return AnthropicProvider(client, name=name, secret=api_key or "", api=api, **reading)
 
 
 def foundry(*, name: str, api_key: str, base_url: str, **reading: Unpack[Reading]) -> AnthropicProvider:

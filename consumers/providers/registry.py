@@ -12,11 +12,12 @@ import structlog
 from cachetools import LRUCache
 from opentelemetry.trace import Span
 
+from consumers.dialects import DIALECTS
+from consumers.dialects.answers import NO_CATEGORY, REFUSAL, Answer, OnEvent
 from consumers.failures import ProviderError, TransientError
 from consumers.job import Route
 from consumers.limits.base import CallInProgress, Feedback, Kind
 from consumers.prices import Prices
-from consumers.providers.answers import CONTENT, NO_CATEGORY, REFUSAL, Answer, OnEvent
 from consumers.providers.batches import Batches
 from consumers.providers.routes import OTHER
 from lanekeeper.telemetry import signals, tracing
@@ -137,10 +138,11 @@ class Registry:
         clock = asyncio.get_running_loop().time
         began_s, outcome, has_first = clock(), "cancelled", False
         calls = self._calls_of(route)
+        content = DIALECTS[request.dialect].content
 
         async def noting(event: bytes) -> None:
             nonlocal has_first
-            if not has_first and CONTENT in event:
+            if not has_first and content in event:
                 has_first = True
                 calls.first_tokens.add(clock() - began_s)
             if parts is not None:

@@ -119,6 +119,8 @@ TRACE_CONTEXT = frozenset({TRACEPARENT, TRACESTATE, BAGGAGE})
 DEADLINE_MS = "x-lane-deadline-ms"
 LONG_CALL = "x-lane-long-call"
 STREAM = "x-lane-stream"
+DIALECT = "x-lane-dialect"
+"""Whose format the body is in: one of DIALECTS."""
 PARTS_TOGETHER = "x-lane-parts-together"
 DELAY_MS = "x-lane-delay-ms"
 AT = "x-lane-at"
@@ -140,8 +142,17 @@ ANTHROPIC_BETA = "anthropic-beta"
 ANTHROPIC_VERSION = "anthropic-version"
 PUBLIC = frozenset({
     DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, PARK_INVALID, SENT_MS,
-    BODY, BODY_SHA256, KEY, PARTS_TOGETHER, GROUP,
+    DIALECT, BODY, BODY_SHA256, KEY, PARTS_TOGETHER, GROUP,
 })  # fmt: skip
+
+# What DIALECT may say.
+ANTHROPIC_MESSAGES = "anthropic.messages"
+OPENAI_CHAT = "openai.chat"
+OPENAI_RESPONSES = "openai.responses"
+OPENAI_EMBEDDINGS = "openai.embeddings"
+OPENAI_DIALECTS = frozenset({OPENAI_CHAT, OPENAI_RESPONSES, OPENAI_EMBEDDINGS})
+DIALECTS = (ANTHROPIC_MESSAGES, *sorted(OPENAI_DIALECTS))
+"""The first is that of requests without the header."""
 
 STATUS = "x-lane-status"
 PART = "x-lane-part"

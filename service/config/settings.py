@@ -38,8 +38,8 @@ from service.config.hooks import WebhooksSettings
 from service.config.schedules import ScheduleSettings
 from service.config.value_types import Disagreement, Number, Section, clash, matching, words, wrong
 from topology.broker.memory import HELD_BYTES
+from topology.codec.bodies import user_hash
 from topology.codec.bounds import ANSWER_BYTES, VALUES
-from topology.codec.decoding import user_hash
 from topology.lanes import DEFAULT_LANES, GIB, MIB, NORMAL, BatchSpec, LaneSpec, nearest
 
 YEAR_S = 365 * 86_400

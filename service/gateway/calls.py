@@ -167,6 +167,8 @@ class CallReader:
         pipeline = headers.get(n.PIPELINE)
         if task == MESSAGES and pipeline is not None:
             raise invalid_request(f"header {n.PIPELINE}: a pipeline is run by POST /v1/requests")
+        if task == MESSAGES and n.DIALECT in headers:
+            raise invalid_request(f"header {n.DIALECT}: this path says it; leave the header out")
         if task == MESSAGES:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
             headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
             headers[n.LONG_CALL] = True

@@ -14,6 +14,7 @@ from typing_extensions import override
 from consumers.attempt import Attempts
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
+from consumers.dialects.answers import Answer
 from consumers.failures import TIMEOUT, RetryPolicy
 from consumers.job import Chain, Decoded, Job, LostCall, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
@@ -21,7 +22,6 @@ from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
 from consumers.progress import Progress
-from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.registry import Registry

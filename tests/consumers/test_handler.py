@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
+from consumers.dialects.answers import Answer, OnEvent
 from consumers.failures import OverloadedError, TransientError
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
 from consumers.job import Decoded, Job, Route
 from consumers.large_bodies import Fetching
 from consumers.limits.base import CallInProgress
 from consumers.outcomes import DeadLettered, Deferred, Outcome, Refused, Retried
-from consumers.providers.answers import Answer, OnEvent
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
 from consumers.slots.pausing import Pausing

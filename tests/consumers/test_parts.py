@@ -7,8 +7,8 @@ import pytest
 import structlog
 from typing_extensions import override
 
+from consumers.dialects import DIALECTS
 from consumers.job import Attempted
-from consumers.providers.answers import CONTENT
 from consumers.replies import Parts
 from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.amqp.replies import DirectReplies
@@ -21,6 +21,8 @@ from tests.support.virtual_time import virtually
 
 Answers = list[asyncio.Future[Confirm]]
 WAITING_BYTES = 256 * 1024
+
+CONTENT = DIALECTS[n.ANTHROPIC_MESSAGES].content
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import genai_prices
 import pytest
 from anthropic.types import Model
 
+from consumers.dialects.anthropic_answers import read_usage
 from consumers.prices import Price, Prices, Tokens, Usage
-from consumers.providers.streams import read_usage
 
 LITELLM: dict[str, dict[str, float]] = json.loads((Path(__file__).parent / "litellm_prices.json").read_text())
 """The rows of Anthropic's own API in LiteLLM 1.110.2's `model_prices_and_context_window_backup.json`."""

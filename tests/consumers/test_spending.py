@@ -46,7 +46,7 @@ from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances, daily
 from tests.support.virtual_time import virtually
-from topology.codec.decoding import user_hash
+from topology.codec.bodies import user_hash
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
 from topology.lanes import CRITICAL, BatchSpec
 
@@ -528,17 +528,17 @@ async def test_a_call_that_was_interrupted_is_counted_although_another_provider_
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01 + COST)
 
 
-async def test_an_answer_whose_usage_is_not_known_counts_as_a_request_without_tokens() -> None:
+async def test_an_answer_whose_usage_is_not_known_counts_as_much_as_was_expected() -> None:
     ground = Ground(lanes={"critical": daily(requests=10, tokens=10_000, usd=1)})
 
     await ground.through(ground.job(), ANSWERED, usage=None)
 
     assert counted(ground.store) == {
         "cap lane critical requests": 1,
-        "cap lane critical tokens": 0,
-        "cap lane critical usd": 0,
+        "cap lane critical tokens": 1500,
+        "cap lane critical usd": 0.007,
     }
-    assert ground.spending.totals()["lane"]["critical"] == Total(1, 0, 0)
+    assert ground.spending.totals()["lane"]["critical"] == Total(1, 1500, 0.007)
 
 
 async def test_a_request_larger_than_a_whole_cap_is_refused_instead_of_waiting_for_the_next_day() -> None:

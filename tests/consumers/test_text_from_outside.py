@@ -9,13 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from consumers.dialects.answers import Answer
+from consumers.dialects.anthropic import MESSAGES, classify
+from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.base import Failure
 from consumers.failures import RetryPolicy, decide
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered
-from consumers.providers.answers import Answer
-from consumers.providers.anthropic import parse_message
-from consumers.providers.errors import classify, from_event
-from consumers.providers.streams import StreamedMessage, parse_event, read_answer, to_json
+from consumers.providers.calling import parse_message
+from consumers.providers.errors import from_event
+from consumers.providers.streams import parse_event, to_json
 from lanekeeper.amqp.tolerant import encoded
 from lanekeeper.contract.identity import encodable
 from lanekeeper.contract.problems import RequestProblem
@@ -63,8 +66,8 @@ def test_any_text_can_be_encoded_and_what_has_no_surrogate_is_unchanged(text: st
 def test_a_request_ends_whatever_the_text_of_its_error(status: int, type: str, code: str, message: str) -> None:
     event = {"error": {"type": type, "message": message, "details": {"error_code": code}}}
     for error in (
-        classify(status=status, type="", code=code, message=message, retry_after_s=None),
-        from_event(event, secret="k"),
+        classify(Failure(status=status, type="", code=code, message=message, retry_after_s=None)),
+        from_event(MESSAGES.error(event), MESSAGES, secret="k"),
     ):
         json.loads(settled(None, error))
         error.brief.encode()

@@ -18,15 +18,17 @@ from pamqp.commands import Basic
 from pamqp.header import ContentHeader
 
 from consumers.control import _id_of, read_command
+from consumers.dialects.anthropic import MESSAGES, classify, read_rate
+from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.base import Failure
+from consumers.dialects.bodies import set_stream
 from consumers.failures import ProviderError, read_retry_after_s
-from consumers.providers.anthropic import parse_message, set_stream
+from consumers.providers.calling import parse_message
 from consumers.providers.cloud import FrameSplitter
-from consumers.providers.errors import classify, from_event, read_rate
+from consumers.providers.errors import from_event
 from consumers.providers.streams import (
     EventSplitter,
-    StreamedMessage,
     parse_event,
-    read_answer,
     to_json,
 )
 from lanekeeper.amqp.tolerant import NESTED_LEVELS, encoded, message_of, read_table, readable_header, write_table
@@ -123,7 +125,7 @@ def stream(data: bytes) -> None:
     try:
         for event in map(parse_event, whole):
             if event.get("type") == "error":
-                raise from_event(event, secret="sk-ant-secret")
+                raise from_event(MESSAGES.error(event), MESSAGES, secret="sk-ant-secret")
             if streamed.add(event):
                 break
         _answered(to_json(streamed.message()))
@@ -164,12 +166,14 @@ def response(data: bytes) -> None:
     assert wait_s is None or 0 <= wait_s <= 86_400
     read_rate(told, now_s=NOW_MS / 1000)
     classify(
-        status=400 + len(data) % 200,
-        type=lines[0],
-        code=lines[1],
-        message=lines[2],
-        retry_after_s=wait_s,
-        request_id=None,
+        Failure(
+            status=400 + len(data) % 200,
+            type=lines[0],
+            code=lines[1],
+            message=lines[2],
+            retry_after_s=wait_s,
+            request_id=None,
+        )
     )
 
 

@@ -11,7 +11,7 @@ from consumers.spending import Cap
 from service.checks import of_models
 from service.config.effective import as_json
 from tests.support.settings import load, wrong
-from topology.codec.decoding import user_hash
+from topology.codec.bodies import user_hash
 from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"

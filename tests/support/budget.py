@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from consumers.dialects.anthropic import read_rate
 from consumers.limits.account import Account
 from consumers.limits.base import NOTHING, AccountCaps, Amounts, BudgetSpec, Feedback, Kind
 from consumers.limits.budgets import Budgets
-from consumers.providers.errors import read_rate
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
+from consumers.dialects.answers import Answer, OnEvent
 from consumers.failures import OverloadedError, RateLimitedError, TransientError
 from consumers.gates import CapsGate, ClaimGate, Gate, await_route, refuse_if_late
 from consumers.job import Job
@@ -27,7 +28,6 @@ from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.prices import Prices, Usage
 from consumers.providers import breakers as breaking
-from consumers.providers.answers import Answer, OnEvent
 from consumers.providers.breakers import FAILURES, Breakers, State
 from consumers.providers.registry import Registry
 from consumers.slots import admission

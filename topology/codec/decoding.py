@@ -1,21 +1,19 @@
 """Turns a delivered message into a `Request`. Anything that is wrong or unknown raises an error that names it."""
 
-import hashlib
 import json
 import re
 import uuid
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jiter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError
 
 from lanekeeper.contract.identity import REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import PRIORITY_AT_MOST, UNREADABLE, BodyAddress, Message
 from lanekeeper.contract.names import (
+    ANTHROPIC_MESSAGES,
     ANTHROPIC_VERSION,
     BODY,
     BODY_SHA256,
@@ -23,17 +21,17 @@ from lanekeeper.contract.names import (
     DEAD_AT,
     DEADLINE_MS,
     DEATH,
+    DIALECT,
     KEY,
     PIPELINE,
     SENT_MS,
     STREAM,
 )
 from lanekeeper.contract.problems import RequestProblem, invalid_request
-from topology.codec import bounds
+from topology.codec import bodies, bounds
 from topology.codec import headers as header_rules
-from topology.codec.file_ids import MAY_NAME, named_in
 from topology.codec.headers import NO_HOP, HopHeaders, RequestHeaders, ms_or_none
-from topology.codec.media import NO_MEDIA, Media, count
+from topology.codec.media import NO_MEDIA, Media
 from topology.delays import MAX_DELAY_MS
 from topology.lanes import MIB, LaneSpec
 
@@ -60,6 +58,8 @@ class Request:
     body: bytes
     """The JSON for the provider: as published, with missing fields added."""
     model: str
+    dialect: str = ANTHROPIC_MESSAGES
+    """The format of `body` and of the answer."""
     max_tokens: int
     stream: bool
     provider_headers: Mapping[str, str] = field(default_factory=dict)
@@ -120,50 +120,6 @@ _DUPLICATE_KEY = re.compile(r'Detected duplicate key "(?P<key>.*)"', re.DOTALL)
 _JSON_TYPE = re.compile(r'application/json(\s*;\s*charset="?utf-8"?)?\s*', re.IGNORECASE)
 
 
-def _text_or_blocks(content: Any) -> Any:
-    """The blocks are not checked, because pydantic would copy them one by one."""
-    if not isinstance(content, str | list):
-        raise PydanticCustomError("text_or_blocks", "Input should be a string or an array")
-    return content
-
-
-TextOrBlocks = Annotated[Any, AfterValidator(_text_or_blocks)]
-ModelName = Annotated[str, Field(min_length=1, max_length=256)]
-MaxTokens = Annotated[int, Field(ge=0, le=10_000_000)]  # 0 only fills the prompt cache
-
-
-class Turn(BaseModel):
-    """One message of the conversation."""
-
-    model_config = ConfigDict(strict=True)
-    role: str
-    content: TextOrBlocks
-
-
-class MessagesBody(BaseModel):
-    """The body of `POST /v1/messages`: only the fields that Lanekeeper needs are checked. All others go to the
-    provider, which checks them."""
-
-    model_config = ConfigDict(strict=True)
-    messages: Annotated[list[Any], Field(min_length=1)]
-    """Each is like `Turn`; converting them would take 4 µs for each."""
-    model: ModelName | None = None
-    max_tokens: MaxTokens | None = None
-    stream: bool | None = None
-    system: TextOrBlocks | None = None
-
-
-class PromptBody(BaseModel):
-    """The short form: one `prompt` in place of a conversation."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-    prompt: Annotated[str, Field(min_length=1)]
-    system: str | None = None
-    model: ModelName | None = None
-    max_tokens: MaxTokens | None = None
-    stream: bool | None = None
-
-
 def decode(
     message: Message,
     *,
@@ -193,6 +149,8 @@ def decode(
     flow = history.flow
     handler = _handler_of(message, headers, handlers)
     pipeline = _pipeline_of(message, headers, pipelines)
+    if (handler or pipeline) and headers.dialect != ANTHROPIC_MESSAGES:
+        raise invalid_request(f"header {DIALECT}: the body of a handler or pipeline has no dialect; leave it out")
     if flow is not None and flow.input_bytes:
         raw = message.body
     elif headers.kept is not None:
@@ -202,13 +160,13 @@ def decode(
         if (excess := bounds.excess(raw, max_values=max_values)) is not None:
             raise too_large(excess)
     if raw is None:
-        content = _Content(b"", handler or lane.model, lane.max_tokens)
+        content = bodies.Content(b"", handler or lane.model, lane.max_tokens)
     elif handler or pipeline:
         if flow is None:
             _parsed(raw)
-        content = _Content(raw, handler or lane.model, lane.max_tokens)
+        content = bodies.Content(raw, handler or lane.model, lane.max_tokens)
     else:
-        content = _content(raw, headers, lane)
+        content = bodies.READERS[headers.dialect](raw, _parsed(raw), headers.stream, lane)
     sent = published(message, history, now_ms=now_ms)
     due_ms = _due_ms(headers, history, sent_ms=sent.ms)
     allowed_ms = _allowed_ms(headers, lane) if flow is None else int(lane.deadline_max_s * 1000)
@@ -218,6 +176,7 @@ def decode(
         rank=lane.rank,
         body=content.body,
         model=content.model,
+        dialect=headers.dialect,
         max_tokens=content.max_tokens,
         stream=headers.stream,
         states_stream=content.states_stream,
@@ -253,61 +212,6 @@ def deadline_of(message: Message, *, lane: LaneSpec, hop: HopHeaders | None, now
     headers, history = header_rules.read(message.headers), hop or NO_HOP
     sent = published(message, history, now_ms=now_ms)
     return (_due_ms(headers, history, sent_ms=sent.ms) or sent.ms) + _allowed_ms(headers, lane)
-
-
-class _Content(NamedTuple):
-    """The fields of `Request` that come from the body."""
-
-    body: bytes
-    model: str
-    max_tokens: int
-    states_stream: bool = False
-    media: Media = NO_MEDIA
-    user: str = ""
-    files: tuple[str, ...] = ()
-    is_fast: bool = False
-
-
-def _content(raw: bytes, headers: RequestHeaders, lane: LaneSpec) -> _Content:
-    found = _parsed(raw)
-    checked = check(found)
-    assert isinstance(found, dict)
-    if checked.stream is not None and checked.stream != headers.stream:
-        raise invalid_request(
-            f"body: stream is {str(checked.stream).lower()}, but header {STREAM} says {str(headers.stream).lower()}"
-        )
-    model = checked.model or lane.model
-    max_tokens = lane.max_tokens if checked.max_tokens is None else checked.max_tokens
-    if lane.models is not None and model not in lane.models:
-        raise RequestProblem(
-            "forbidden_model",
-            f"model {model[:80]!r} is not allowed in lane {lane.name}; allowed: {', '.join(sorted(lane.models))}",
-        )
-    body = _provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None)
-    media = count(found)
-    if media.bytes:  # some encoders write \/ for the slashes, of which base64 has many
-        media = media._replace(bytes=media.bytes + body.count(b"\\/"))
-    return _Content(
-        body,
-        model,
-        max_tokens,
-        states_stream="stream" in checked.model_fields_set,
-        media=media,
-        user=_user_of(found),
-        files=named_in(found) if MAY_NAME.search(raw) else (),
-        is_fast=found.get("speed") == "fast",
-    )
-
-
-def user_hash(user_id: str) -> str:
-    """A `metadata.user_id` as it is counted: applications may put names or addresses there."""
-    return hashlib.sha256(user_id.encode(errors="replace")).hexdigest()[:16]
-
-
-def _user_of(body: Mapping[str, Any]) -> str:
-    metadata = body.get("metadata")
-    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
-    return user_hash(user_id) if isinstance(user_id, str) and user_id else ""
 
 
 def unpacked(message: Message) -> bytes:
@@ -460,8 +364,7 @@ def _parsed(raw: bytes) -> object:
 def _without_content(error: str) -> str:
     """Without the duplicate key that jiter quotes: it may be part of a prompt, unless it is a known field's name."""
     duplicate = _DUPLICATE_KEY.match(error)
-    known = MessagesBody.model_fields | PromptBody.model_fields
-    if duplicate is None or duplicate["key"] in known:
+    if duplicate is None or duplicate["key"] in bodies.KNOWN_FIELDS:
         return error[:200]
     return f"a key is there twice{error[duplicate.end() :]}"
 
@@ -486,42 +389,6 @@ def _allowed_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
             f"header {DEADLINE_MS}: found {headers.deadline_ms}, lane {lane.name} allows at most {max_ms}"
         )
     return headers.deadline_ms
-
-
-def _provider_body(
-    raw: bytes,
-    found: Mapping[str, object],
-    checked: MessagesBody | PromptBody,
-    *,
-    model: str,
-    max_tokens: int,
-    rewrite: bool,
-) -> bytes:
-    """Missing fields are inserted at the beginning. `rewrite` (for a lane that allows only some models): the body is
-    encoded again from what was checked, because the provider's parser might read the bytes differently."""
-    if isinstance(checked, PromptBody):
-        body: dict[str, object] = {
-            "model": model,
-            "max_tokens": max_tokens,
-            "messages": [{"role": "user", "content": checked.prompt}],
-        }
-        if checked.system is not None:
-            body["system"] = checked.system
-        return _encoded(body)
-    filled = {"model": model, "max_tokens": max_tokens}
-    missing = {key: value for key, value in filled.items() if key not in checked.model_fields_set}
-    is_null = any(getattr(checked, key) is None for key in filled.keys() - missing.keys())
-    if rewrite or is_null:
-        return _encoded({**found, **filled})
-    # the object is not empty (it has `messages`), so a comma must follow the inserted fields
-    return raw.replace(b"{", _encoded(missing)[:-1] + b",", 1) if missing else raw
-
-
-def _encoded(body: Mapping[str, object]) -> bytes:
-    try:
-        return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except (ValueError, UnicodeEncodeError) as error:
-        raise invalid_request(f"body: holds what JSON in UTF-8 cannot say: {error}") from None
 
 
 def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
@@ -558,49 +425,3 @@ def _stated(message: Message) -> Published | None:
         # take the end of that second, so that a delay counted from it is never too short
         return Published(int(message.timestamp_s) * 1000 + 999, "timestamp")
     return None
-
-
-def check(found: object) -> MessagesBody | PromptBody:
-    """Raises a RequestProblem that names up to five wrong fields and never quotes the prompt."""
-    if not isinstance(found, dict):
-        raise invalid_request(f"body: found {_kind(found)}, allowed is a JSON object")
-    if "prompt" in found and "messages" in found:
-        raise invalid_request("body: give `messages` or the short form's `prompt`, not both")
-    if "prompt" not in found and "messages" not in found:
-        raise invalid_request("body: `messages` is missing (or `prompt`, the short form)")
-    if "prompt" in found and (more := found.keys() - PromptBody.model_fields.keys()):
-        known = ", ".join(name for name in PromptBody.model_fields if name != "stream")
-        others = ", ".join(sorted(name[:40] for name in more)[:5])
-        raise invalid_request(
-            f"body: the short form has four fields ({known}), found also {others}; for the others write `messages`"
-        )
-    try:
-        if "prompt" in found:
-            return PromptBody.model_validate(found)
-        checked = MessagesBody.model_validate(found)
-    except ValidationError as error:
-        raise _problem(error) from None
-    for number, turn in enumerate(checked.messages):
-        if type(turn) is dict and type(turn.get("role")) is str and type(turn.get("content")) in (str, list):
-            continue
-        try:
-            Turn.model_validate(turn)
-        except ValidationError as error:
-            raise _problem(error, "messages", number) from None
-    return checked
-
-
-def _problem(error: ValidationError, *place: str | int) -> RequestProblem:
-    wrong = [
-        f"{'.'.join(str(step)[:40] for step in (*place, *one['loc']))}: {one['msg']} (found {_kind(one['input'])})"
-        for one in error.errors(include_url=False, include_context=False)[:5]
-    ]
-    return invalid_request(f"body: {'; '.join(wrong)}")
-
-
-def _kind(value: object) -> str:
-    """Numbers, booleans and null as JSON; other values, which may contain a prompt, by their type."""
-    if value is None or isinstance(value, (bool, int, float)):
-        return json.dumps(value)[:40]
-    kinds: dict[type, str] = {str: "a string", list: "an array", dict: "an object"}
-    return kinds.get(type(value), "something else")

@@ -63,6 +63,7 @@ class RequestHeaders:
     """The `anthropic-*` headers, by their names in lower case."""
     kept: BodyAddress | None
     no_batch: bool
+    dialect: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +243,7 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
         provider_headers=read_provider_headers(headers),
         kept=_kept(headers),
         no_batch=_bool(headers, names.NO_BATCH),
+        dialect=_dialect(headers),
     )
 
 
@@ -525,6 +527,13 @@ def _pipeline(headers: Mapping[str, Any]) -> str | None:
     value = headers.get(names.PIPELINE)
     if value is not None and not isinstance(value, str):
         raise _wrong(names.PIPELINE, value, "a pipeline's name")
+    return value
+
+
+def _dialect(headers: Mapping[str, Any]) -> str:
+    value = headers.get(names.DIALECT, names.ANTHROPIC_MESSAGES)
+    if not isinstance(value, str) or value not in names.DIALECTS:
+        raise _wrong(names.DIALECT, value, f"one of {', '.join(names.DIALECTS)}")
     return value
 
 

@@ -1,10 +1,12 @@
-"""Counts the tokens of the images and documents in a request's body by Anthropic's documented rules, from their headers
-alone: an image by its size in pixels, a PDF by its pages. Malformed media count as the most that they could be."""
+"""Counts the tokens of the images and documents in a request's body by the providers' documented rules, from their
+headers alone: an image by its size in pixels, a PDF by its pages. Malformed media count as the most that they could
+be."""
 
 import re
 import struct
 import zlib
 from binascii import a2b_base64
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import islice
 from math import ceil
@@ -97,6 +99,38 @@ def count(body: Any) -> Media:
     return counting.found
 
 
+TILE: Final = 512
+TILE_TOKENS: Final = 170
+LOW_DETAIL_TOKENS: Final = 85
+"""OpenAI scales an image to at most 2048 pixels on its longer side and 768 on its shorter one; it has so many tokens,
+and more for each tile of so many pixels a side. Of low detail it has only the former (its guide "Images and vision").
+Newer models count otherwise, and fewer."""
+AUDIO_BYTES_PER_TOKEN: Final = 1600
+"""OpenAI has ten tokens for a second of a user's speech, of which MP3 has some 16 KB."""
+
+
+def count_parts(parts: Sequence[Any]) -> Media:
+    """The same for the parts of a message in OpenAI's dialects: images, audio and files, in the body or by URL."""
+    counting: _Counting | None = None
+    for part in parts:
+        if type(part) is not dict or (kind := part.get("type")) not in _OPENAI_MEDIA:
+            continue
+        counting = counting or _Counting()
+        given = part.get(kind)
+        fields = {**part, **given} if isinstance(given, dict) else part
+        url = fields.get("url") or fields.get("image_url")
+        if kind in ("image_url", "input_image"):
+            counting.add_openai_image(url if isinstance(url, str) else "", is_low=fields.get("detail") == "low")
+        else:
+            data = fields.get("data") or fields.get("file_data")
+            counting.add_openai_file(data if isinstance(data, str) else "", is_audio=kind == "input_audio")
+    return NO_MEDIA if counting is None else counting.found
+
+
+_OPENAI_MEDIA: Final = frozenset({"image_url", "input_image", "input_audio", "file", "input_file"})
+_DATA_URL: Final = re.compile(r"data:[^,]{0,200};base64,")
+
+
 def _dicts(content: Any) -> list[dict[str, Any]]:
     content = [content] if isinstance(content, dict) else content
     return [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
@@ -125,6 +159,21 @@ class _Counting:
             elif not (isinstance(media_type, str) and media_type.startswith("text/")):
                 size = self._size(data)
                 self._add(len(data), _image_tokens(size, STANDARD), _image_tokens(size, HIGH))
+
+    def add_openai_image(self, url: str, *, is_low: bool) -> None:
+        head = _DATA_URL.match(url)
+        size = self._size(url[head.end() :]) if head is not None and not is_low else None
+        tokens = LOW_DETAIL_TOKENS if is_low else LOW_DETAIL_TOKENS + TILE_TOKENS * _tiles(size)
+        self._add(len(url) if head is not None else 0, tokens, tokens)
+
+    def add_openai_file(self, data: str, *, is_audio: bool) -> None:
+        head = _DATA_URL.match(data)
+        encoded = data if head is None else data[head.end() :]
+        if is_audio:
+            tokens = len(encoded) * 3 // 4 // AUDIO_BYTES_PER_TOKEN
+        else:
+            tokens = PAGE_TOKENS * (self._pages(encoded) if data else REFERENCED_PAGES)
+        self._add(len(data), tokens, tokens)
 
     def _add(self, size: int, standard: int, high: int) -> None:
         before = self.found
@@ -216,6 +265,13 @@ def _image_tokens(size: tuple[int, int] | None, limit: Resolution) -> int:
     scale = min(1.0, limit.edge / max(size))
     across, down = (max(1, ceil(round(side * scale) / PATCH)) for side in size)
     return min(limit.tokens, across * down)
+
+
+def _tiles(size: tuple[int, int] | None) -> int:
+    """Those of the largest image, if the size is unknown."""
+    longer, shorter = (2048.0, 768.0) if size is None else (float(max(size)), float(min(size)))
+    scale = min(1.0, 2048 / longer, 768 / shorter)
+    return ceil(longer * scale / TILE) * ceil(shorter * scale / TILE)
 
 
 def _counted_pages(raw: bytes) -> int:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from consumers.dialects.anthropic import read_rate
 from consumers.limits.account import NO_LIMIT, Account, Waiter
 from consumers.limits.base import (
     DEFAULT_SHARES,
@@ -19,7 +20,6 @@ from consumers.limits.base import (
     RateHeaders,
     Reservation,
 )
-from consumers.providers.errors import read_rate
 from tests.support.budget import with_buckets_of
 from tests.support.examples import examples
 

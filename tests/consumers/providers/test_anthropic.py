@@ -15,6 +15,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
+from consumers.dialects.answers import Answer
+from consumers.dialects.anthropic import MESSAGES
+from consumers.dialects.anthropic_answers import StreamedMessage
+from consumers.dialects.bodies import set_stream
 from consumers.failures import (
     AccountError,
     OverloadedError,
@@ -24,17 +28,15 @@ from consumers.failures import (
     TransientError,
 )
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
-from consumers.providers.answers import Answer
 from consumers.providers.anthropic import (
     AnthropicProvider,
-    Dialect,
+    CloudApi,
     Lookups,
-    bound_error_body,
-    client_options,
-    set_stream,
 )
+from consumers.providers.calling import Calling
 from consumers.providers.routes import HeaderRules
-from consumers.providers.streams import StreamedMessage
+from consumers.providers.streams import EventSplitter
+from consumers.providers.transport import bound_error_body, client_options
 from tests.support.faulty_api import FaultyAPI
 from tests.support.malicious import MESSAGE as FIELDS
 from tests.support.virtual_time import virtually
@@ -222,7 +224,7 @@ async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) 
 
         async def close(self) -> None: ...
 
-    provider = AnthropicProvider(Unsigned(), name="aws", secret="", dialect=Dialect(signing_errors=(RuntimeError,)))
+    provider = AnthropicProvider(Unsigned(), name="aws", secret="", api=CloudApi(signing_errors=(RuntimeError,)))
 
     with pytest.raises(AccountError, match="no credentials were found") as caught:
         await provider.stream(asked(), timeout_s=60, parts=None)
@@ -561,10 +563,11 @@ def read_in_time(
     async def story() -> float:
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        provider = AnthropicProvider(None, name="a", secret="", max_answer_bytes=most_bytes)
+        calling = Calling(name="a", secret="", max_answer_bytes=most_bytes)
+        splitter = EventSplitter(most_bytes, keeps=MESSAGES.is_event)
         async with asyncio.timeout(timeout_s) as limit:
-            await provider._read_stream(
-                body(), StreamedMessage(), urgent=0, limit=limit, pause_s=pause_s, parts=forward
+            await calling._read_stream(
+                body(), StreamedMessage(), MESSAGES, splitter, urgent=0, limit=limit, pause_s=pause_s, parts=forward
             )
         return clock() - began_s
 

@@ -245,7 +245,7 @@ async def test_vertex_has_its_address_by_the_region(region: str, url: str) -> No
 
     assert str(provider.client.base_url).rstrip("/") == url
     assert (provider.secret, provider.batches) == ("a-token", None)
-    assert not provider.dialect.lists_models
+    assert not provider.api.lists_models
     await provider.aclose()
 
 
@@ -253,5 +253,5 @@ async def test_bedrock_has_its_address_by_the_region() -> None:
     provider = bedrock(name="aws", region="eu-west-1", api_key="a-key")
 
     assert str(provider.client.base_url).rstrip("/") == "https://bedrock-runtime.eu-west-1.amazonaws.com"
-    assert provider.dialect.splitter is FrameSplitter
+    assert provider.api.splitter is FrameSplitter
     await provider.aclose()

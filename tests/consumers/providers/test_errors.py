@@ -7,6 +7,16 @@ import anthropic
 import pytest
 from anthropic.resources.messages import AsyncMessages
 
+from consumers.dialects.anthropic import (
+    ACCOUNT_CODES,
+    LIMIT_CODES,
+    MESSAGES,
+    REQUEST_CODES,
+    TEMPORARY_CODES,
+    classify,
+    read_rate,
+)
+from consumers.dialects.base import Failure
 from consumers.failures import (
     AccountError,
     OverloadedError,
@@ -17,15 +27,7 @@ from consumers.failures import (
     read_retry_after_s,
 )
 from consumers.limits.base import BucketHeaders, RateHeaders
-from consumers.providers.errors import (
-    ACCOUNT_CODES,
-    LIMIT_CODES,
-    REQUEST_CODES,
-    TEMPORARY_CODES,
-    classify,
-    from_event,
-    read_rate,
-)
+from consumers.providers.errors import from_event
 
 NOW_S = 1_790_000_000.0
 
@@ -96,7 +98,7 @@ def test_retry_after_is_read_in_every_form_and_ignored_when_absurd(
 def test_an_error_is_classified_by_code_then_type_then_status(
     status: int, type: str, code: str, expected: type[ProviderError]
 ) -> None:
-    error = classify(status=status, type=type, code=code, message="no", retry_after_s=None, request_id="req_1")
+    error = classify(Failure(status=status, type=type, code=code, message="no", retry_after_s=None, request_id="req_1"))
 
     assert error.__class__ is expected
     assert (error.status, error.request_id) == (status, "req_1")
@@ -120,7 +122,7 @@ def test_an_error_is_classified_by_code_then_type_then_status(
 def test_an_error_of_the_account_knows_what_it_is_if_the_account_proves_to_be_well(
     status: int, message: str, is_html: bool, otherwise: type[ProviderError] | None
 ) -> None:
-    error = classify(status=status, type="", code="", message=message, retry_after_s=None, is_html=is_html)
+    error = classify(Failure(status=status, type="", code="", message=message, retry_after_s=None, is_html=is_html))
 
     assert isinstance(error, AccountError)
     assert (None if error.otherwise is None else type(error.otherwise)) == otherwise
@@ -135,7 +137,7 @@ def test_an_error_of_the_account_knows_what_it_is_if_the_account_proves_to_be_we
     ],
 )
 def test_an_error_about_the_requests_model_or_content_is_the_requests(status: int, message: str) -> None:
-    error = classify(status=status, type="", code="", message=message, retry_after_s=None)
+    error = classify(Failure(status=status, type="", code="", message=message, retry_after_s=None))
 
     assert type(error) is RejectedError
 
@@ -165,13 +167,13 @@ def test_each_error_code_that_the_installed_sdk_declares_has_a_class() -> None:
     assert len(CODES) >= 36
     classes = [*ACCOUNT_CODES, *TEMPORARY_CODES, *REQUEST_CODES, *LIMIT_CODES]
     assert len(classes) == len(set(classes))
-    assert not CODES.keys() - set(classes), "say in consumers/providers/errors.py what each means"
+    assert not CODES.keys() - set(classes), "say in consumers/dialects/anthropic.py what each means"
 
 
 @pytest.mark.parametrize("code", sorted(ACCOUNT_CODES.keys() & CODES.keys()))
 def test_an_error_code_of_the_account_pauses_it_whatever_the_status(code: str) -> None:
     for status in (400, CODES[code]):
-        error = classify(status=status, type="", code=code, message="", retry_after_s=None)
+        error = classify(Failure(status=status, type="", code=code, message="", retry_after_s=None))
         assert isinstance(error, AccountError)
         assert error.reason == ACCOUNT_CODES[code]
 
@@ -179,14 +181,14 @@ def test_an_error_code_of_the_account_pauses_it_whatever_the_status(code: str) -
 @pytest.mark.parametrize("code", sorted(REQUEST_CODES))
 def test_an_error_code_of_one_request_or_customer_is_that_requests_alone(code: str) -> None:
     for status in (402, 404, CODES.get(code, 400)):
-        error = classify(status=status, type="", code=code, message="", retry_after_s=None)
+        error = classify(Failure(status=status, type="", code=code, message="", retry_after_s=None))
         assert type(error) is RejectedError
         assert error.status == status
 
 
 @pytest.mark.parametrize("status", [400, 409, 413, 429, 500, 503, 529])
 def test_every_error_keeps_its_retry_after(status: int) -> None:
-    error = classify(status=status, type="", code="", message="", retry_after_s=3.0)
+    error = classify(Failure(status=status, type="", code="", message="", retry_after_s=3.0))
 
     assert error.retry_after_s == 3.0
     assert error.failure is not None
@@ -194,7 +196,7 @@ def test_every_error_keeps_its_retry_after(status: int) -> None:
 
 
 def test_a_503_that_says_when_to_come_back_is_an_overload() -> None:
-    error = classify(status=503, type="api_error", code="", message="", retry_after_s=3.0)
+    error = classify(Failure(status=503, type="api_error", code="", message="", retry_after_s=3.0))
 
     assert (type(error), error.status) == (OverloadedError, 503)
 
@@ -209,12 +211,14 @@ def test_a_503_that_says_when_to_come_back_is_an_overload() -> None:
 )
 def test_a_spend_limit_is_recognised_by_its_text(message: str) -> None:
     error = classify(
-        status=400,
-        type="invalid_request_error",
-        code="",
-        message=message,
-        retry_after_s=None,
-        request_id=None,
+        Failure(
+            status=400,
+            type="invalid_request_error",
+            code="",
+            message=message,
+            retry_after_s=None,
+            request_id=None,
+        )
     )
 
     assert isinstance(error, AccountError)
@@ -241,7 +245,7 @@ def test_a_spend_limit_is_recognised_by_its_text(message: str) -> None:
 def test_an_error_event_is_classified_by_its_type(
     event: dict[str, object], expected: type[ProviderError], status: int
 ) -> None:
-    error = from_event(event, secret="")
+    error = from_event(MESSAGES.error(event), MESSAGES, secret="")
 
     assert error.__class__ is expected
     assert error.status == status
@@ -250,7 +254,9 @@ def test_an_error_event_is_classified_by_its_type(
 
 def test_a_detail_is_one_short_line_without_the_key() -> None:
     message = "key sk-secret is bad\r\n\x1b[31m" + "x" * 1000
-    error = from_event({"error": {"type": "api_error", "message": message}}, secret="sk-secret")
+    error = from_event(
+        MESSAGES.error({"error": {"type": "api_error", "message": message}}), MESSAGES, secret="sk-secret"
+    )
 
     assert len(error.detail) < 350
     assert "sk-secret" not in error.detail
@@ -260,7 +266,9 @@ def test_a_detail_is_one_short_line_without_the_key() -> None:
 def test_no_part_of_the_key_is_left_where_a_long_message_is_cut() -> None:
     secret = "sk-" + "s" * 30
     message = " " * (10_000 - 20) + secret
-    detail = from_event({"error": {"type": "api_error", "message": message}}, secret=secret).detail
+    detail = from_event(
+        MESSAGES.error({"error": {"type": "api_error", "message": message}}), MESSAGES, secret=secret
+    ).detail
 
     assert "sk-" not in detail
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from consumers.dialects.answers import Answer
 from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
-from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
 from tests.support.malicious import ANSWERS, MaliciousProvider, Stalls, malicious_provider
 

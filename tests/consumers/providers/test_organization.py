@@ -6,11 +6,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.decoding import Parsing
+from consumers.dialects.anthropic import read_rate
 from consumers.job import Chain, Route
 from consumers.limits.base import Amounts, BucketHeaders, BudgetSpec, RateHeaders
 from consumers.limits.budgets import Budgets, own_budgets
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.errors import read_rate
 from consumers.providers.organization import read_limits
 from lanekeeper.telemetry import signals
 from service.config.settings import Settings

@@ -9,11 +9,11 @@ import pytest
 from anthropic.types import StopReason
 from anthropic.types.beta import BetaRefusalStopDetails, BetaStopReason
 
+from consumers.dialects.answers import Answer
 from consumers.failures import OverloadedError, RateLimitedError
 from consumers.job import Route
 from consumers.limits.base import Amounts, Feedback, Kind
 from consumers.prices import Prices, Usage
-from consumers.providers.answers import Answer
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.registry import CATEGORIES, STOP_REASONS, CallFigures, Registry, asking_for
 from lanekeeper.telemetry.tracing import Tracing

@@ -12,17 +12,16 @@ from anthropic import AsyncAnthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.fields import MOST_TOKENS
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.prices import Usage
-from consumers.providers.anthropic import parse_message
+from consumers.providers.calling import parse_message
 from consumers.providers.cloud import FrameSplitter
 from consumers.providers.streams import (
-    MOST_TOKENS,
     EventSplitter,
-    StreamedMessage,
     from_json,
     parse_event,
-    read_answer,
     to_json,
 )
 from tests.support.examples import examples

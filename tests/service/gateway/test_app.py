@@ -25,7 +25,7 @@ from service.page.live import FILES
 from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import SETTINGS, Alone
 from tests.support.settings import load
-from topology.codec import decoding
+from topology.codec import bodies
 from topology.codec import headers as codec
 from topology.delays import MAX_DELAY_MS
 
@@ -87,7 +87,7 @@ def test_every_header_that_a_requester_may_set_is_in_the_documents() -> None:
         for path in ("/v1/messages", "/v1/requests")
     )
     assert submitted == HEADERS.keys() - REFUSED_HEADERS.keys() | {n.LANE_NAME, n.TYPE, "Idempotency-Key"}
-    assert waited == submitted - {n.TYPE, n.PIPELINE}
+    assert waited == submitted - {n.TYPE, n.PIPELINE, n.DIALECT}
 
 
 @given(
@@ -110,7 +110,7 @@ def test_a_headers_schema_allows_what_the_codec_accepts(name: str, value: Any) -
 @given(st.dictionaries(st.sampled_from(sorted(EMPTY)), Json | st.just([{"role": "user", "content": "x"}]), max_size=4))
 def test_the_bodys_schema_allows_what_the_codec_accepts(said: dict[str, Any]) -> None:
     try:
-        decoding.check(said)
+        bodies.check(said)
     except RequestProblem:
         assert not BODY.is_valid(said)
     else:

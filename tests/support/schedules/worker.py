@@ -21,6 +21,7 @@ from typing_extensions import override
 from consumers.claiming import Claiming
 from consumers.clock import moment_text
 from consumers.decoding import Parsing
+from consumers.dialects.answers import Answer, OnEvent
 from consumers.failures import TransientError
 from consumers.flows.webhooks import Webhooks, WebhookSpec
 from consumers.gates import ClaimGate, Gate, defer_until_due, refuse_if_late
@@ -29,7 +30,6 @@ from consumers.large_bodies import Fetching, LargeAnswers
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import CallInProgress
 from consumers.pool import Pool
-from consumers.providers.answers import Answer, OnEvent
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Provider, Registry
 from consumers.rate_limit import Parking

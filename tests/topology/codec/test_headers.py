@@ -34,6 +34,7 @@ NOTHING = RequestHeaders(
     provider_headers={},
     kept=None,
     no_batch=False,
+    dialect="anthropic.messages",
 )
 
 

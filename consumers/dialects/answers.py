@@ -8,14 +8,15 @@ from consumers.prices import Usage
 
 REFUSAL = "refusal"
 NO_CATEGORY = "none"
-CONTENT = b'"content_block_'
-"""The events before the first token do not have it."""
+DONE = b"[DONE]"
+"""With it, OpenAI's streams end; also streams in Anthropic's dialect, of servers that speak both: before, after or in
+place of `message_stop`."""
 OnEvent = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """A provider's answer to one call: a whole Message of Anthropic's API, and what else the response says."""
+    """A provider's answer to one call: the JSON in the request's dialect, and what else the response says."""
 
     body: bytes
     model: str
@@ -29,12 +30,18 @@ class Answer:
     files: tuple[str, ...] = ()
     """The ids of the files that the provider's tools have made for it."""
     rate: RateHeaders | None = None
+    is_counted: bool = True
+    """Whether the provider has said what the call used."""
+    counts_cached: bool = False
+    """Whether tokens that are read from the prompt cache count against the account's rate limits."""
     cost_usd: float | None = None
     saved_usd: float = 0.0
 
     @property
     def counted(self) -> Amounts:
-        return counted(self.usage)
+        found = counted(self.usage)
+        cached = self.usage.cache_read_input_tokens if self.counts_cached else 0
+        return found._replace(input_tokens=found.input_tokens + cached)
 
 
 def counted(usage: Usage) -> Amounts:
