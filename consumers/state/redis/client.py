@@ -65,7 +65,7 @@ def _functions(name: str) -> dict[str, Script]:
 
 STORE: Final = {
     name: script
-    for file in ("requests.lua", "shares.lua", "pauses.lua", "batches.lua", "groups.lua", "files.lua", "sweeping.lua")
+    for file in ("requests.lua", "shares.lua", "rows.lua", "webhooks.lua", "groups.lua", "files.lua", "sweeping.lua")
     for name, script in _functions(file).items()
 }
 BUDGET: Final = Script(_read("budget.lua"))

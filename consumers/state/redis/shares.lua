@@ -1,4 +1,4 @@
--- The functions of the Redis store for limits of waiting requests, allowances by period, and leases.
+-- The functions of the Redis store for limits of waiting requests, and allowances by period.
 
 -- The number of the period that counts, and the amount used in it. A later one than the caller's holds: another
 -- process, whose clock is ahead, is in it already.
@@ -43,18 +43,6 @@ function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_t
   return 'kept'
 end
 
-function run.debounce(at_ms, id, until_ms)
-  local last = redis.call('GET', KEYS[1])
-  if last then
-    local last_ms, last_id = last:match('^(%d+) (.*)$')
-    last_ms, at_ms = tonumber(last_ms), tonumber(at_ms)
-    if last_ms > at_ms or (last_ms == at_ms and last_id > id) then return last_id == id and 1 or 0 end
-  end
-  local left_ms = math.max(redis.call('PTTL', KEYS[1]), until_ms - now, 1)
-  redis.call('SET', KEYS[1], string.format('%d %s', at_ms, id), 'PX', left_ms)
-  return 1
-end
-
 function run.take(number, length_ms, amount, limit, id, nonce, until_ms)
   local period, used = current(number)
   local ended = redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, 1000)
@@ -81,18 +69,6 @@ end
 function run.give_back(number, length_ms, amount)
   local period, used = current(number)
   set_used(period, math.max(0, used - amount), length_ms)  -- it may have been taken in the period before
-end
-
-function run.hold(owner, for_ms)
-  local found = redis.call('HMGET', KEYS[1], 'owner', 'lease')
-  if found[1] and found[1] ~= owner and tonumber(found[2]) > now then return 0 end
-  redis.call('HSET', KEYS[1], 'owner', owner, 'token', 0, 'lease', now + for_ms)  -- earlier versions read the token
-  redis.call('PEXPIRE', KEYS[1], for_ms)
-  return 1
-end
-
-function run.let_go(owner)
-  if redis.call('HGET', KEYS[1], 'owner') == owner then redis.call('HSET', KEYS[1], 'lease', 0) end
 end
 
 function run.probe()

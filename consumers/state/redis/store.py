@@ -32,6 +32,7 @@ from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times
 from consumers.state.groups import MEMBER_BYTES, MEMBERS_AT_ONCE, Groups
 from consumers.state.redis.client import STORE, Argument, RedisClient
 from consumers.state.requests import Decide
+from consumers.state.rows import NO_ROWS, DecideRows, Place, Rows, RowsChange, SmallRows
 from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, RowKind, Share, Surplus, cuts, next_step, oldest
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.figures import timings
@@ -59,7 +60,7 @@ ENTRIES_IN_A_LOOK: Final = 2000
 log = structlog.get_logger()
 
 
-class RedisStore(Groups):
+class RedisStore(Groups, SmallRows):
     """Implements `GroupedStore`."""
 
     is_full = False
@@ -172,45 +173,49 @@ class RedisStore(Groups):
         bounds = (self.spec.waiting_per_tenant, self.spec.waiting_in_all)
         return base.WaitingLimit((await self._run("reserve", keys, *message, *bounds)).decode())
 
-    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
-        keys = [f"{self._of_tenant('debounce', identity.tenant)}:{key}"]
-        return bool(await self._run("debounce", keys, published_ms, identity.id, until_ms))
+    # ---- small rows ----
 
-    async def gather(
-        self, ticket: str, requests: Sequence[Identity], *, until_ms: int, former: Mapping[Identity, str] | None = None
-    ) -> set[Identity]:
-        left = former or {}
-        found = await self._run(
-            "gather", self._batched(requests), ticket, until_ms, *(left.get(each, "") for each in requests)
-        )
-        return {each for each, is_granted in zip(requests, found, strict=True) if is_granted}
+    async def change_rows(self, name: str, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> Sequence[T]:
+        done: list[T] = []
+        for begin in range(0, len(wanted), SWAPPED_AT_ONCE):
+            done += await self._change_some_rows(name, wanted[begin : begin + SWAPPED_AT_ONCE])
+        return done
 
-    async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
-        found = await self._run("submit", self._batched(requests), ticket, until_ms)
-        return {each: before == 1 for each, before in zip(requests, found, strict=True) if before >= 0}
+    async def _change_some_rows(self, name: str, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> list[T]:
+        done: dict[int, T] = {}
+        at = self._now()
+        asked = {nth: (b"", decide(NO_ROWS, at)) for nth, (_, decide) in enumerate(wanted)}
+        for _ in range(TRIES_AT_MOST):
+            values: list[Argument] = [at.now, STALE_MS]
+            for expected, change in asked.values():
+                changed = [each or "" for row in change.values.items() for each in row]
+                values += [expected, change.until_ms or "", len(changed), *changed]
+            keys = [self._place(wanted[nth][0]) for nth in asked]
+            time_ms, *results = await self._run("swap_rows", keys, *values, name=name)
+            at, again = Times(now=time_ms, today=time_ms), {}
+            for nth, result in zip(asked, results, strict=True):
+                change = asked[nth][1]
+                if result != 1:
+                    left_ms, *found = result
+                    rows = {name.decode(): value.decode() for name, value in zip(found[::2], found[1::2], strict=True)}
+                    change = wanted[nth][1](Rows(rows, until_ms=time_ms + left_ms if left_ms > 0 else 0), at)
+                    if change.values:
+                        again[nth] = b"\0".join(found), change
+                        continue
+                done[nth] = change.answer
+            if not again:
+                return [done[nth] for nth in range(len(wanted))]
+            asked = again
+        raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
 
-    async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
-        await self._run("clear", self._batched(requests), ticket, base.LEFT_MS)
+    async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
+        (found,) = await self.change_rows(name, [(place, lambda rows, at: RowsChange((rows, at)))])
+        return found
 
-    async def enqueue(
-        self,
-        ticket: str,
-        account: str,
-        *,
-        requests: int,
-        tokens: int,
-        most_requests: int,
-        most_tokens: int | None,
-        until_ms: int,
-    ) -> bool:
-        values = (ticket, requests, tokens, most_requests, _or_empty(most_tokens), until_ms)
-        return bool(await self._run("enqueue", [f"{self._namespace}:enqueued:{account}"], *values))
-
-    async def dequeue(self, ticket: str, account: str) -> None:
-        await self._run("dequeue", [f"{self._namespace}:enqueued:{account}"], ticket)
-
-    def _batched(self, requests: Sequence[Identity]) -> list[str]:
-        return [f"{self._of_tenant('batched', each.tenant)}:{each.id}" for each in requests]
+    def _place(self, place: Place) -> str:
+        if place.key is None:
+            return f"{self._namespace}:{place.kind}"
+        return f"{self._of_tenant(place.kind, place.tenant)}:{place.key}"
 
     async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
         member = f"{quote(identity.tenant, safe='')}:{identity.id}"
@@ -399,33 +404,6 @@ class RedisStore(Groups):
         keys = self._allowance(name, period)
         await self._run("give_back", keys, period.number, period.length_s * 1000, amount)
 
-    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        return bool(await self._run("hold", [self._lease(name)], owner, round(for_s * 1000)))
-
-    async def let_go(self, name: str, owner: str) -> None:
-        await self._run("let_go", [self._lease(name)], owner)
-
-    async def pauses(self) -> Sequence[base.Pause]:
-        return base.pauses_in(await self._run("pauses", self._pauses))
-
-    async def pause(self, pause: base.Pause) -> bool:
-        row = f"{pause.until_ms or 0} {json.dumps(pause.as_json())}"
-        return bool(await self._run("pause", self._pauses, pause.id, row, base.PAUSES_AT_MOST))
-
-    async def resume(self, id: str) -> base.Pause | None:
-        removed = await self._run("resume", self._pauses, id)
-        return None if removed is None else base.pauses_in([removed])[0]
-
-    async def fired(self, schedule: str, firing: base.Firing, *, instead_of_ms: int = 0) -> None:
-        await self._run("fired", [f"{self._namespace}:schedules"], schedule, *firing, instead_of_ms)
-
-    async def firings(self) -> Mapping[str, base.Firing]:
-        found = await self._run("firings", [f"{self._namespace}:schedules"])
-        rows = [
-            (schedule.decode(), *row.decode().split(" ")) for schedule, row in zip(found[::2], found[1::2], strict=True)
-        ]
-        return {schedule: base.Firing(int(at_ms), id) for schedule, at_ms, id in rows}
-
     async def keep_file(self, file: base.StoredFile) -> bool:
         await self.files(file.tenant)  # removes what has expired, which would count
         values = (file.id, json.dumps(asdict(file)), self.spec.files_per_tenant, _or_empty(file.until_ms), file.tenant)
@@ -466,15 +444,8 @@ class RedisStore(Groups):
         return [f"{self._namespace}:{kind}:{end}" for kind in ("allowance", "reserved", "reserved-until")]
 
     @property
-    def _pauses(self) -> list[str]:
-        return [f"{self._namespace}:pauses"]
-
-    @property
     def _webhooks(self) -> list[str]:
         return [f"{self._namespace}:webhooks", f"{self._namespace}:webhook-rows"]
-
-    def _lease(self, name: str) -> str:
-        return f"{self._namespace}:lease:{name}"
 
 
 def _stored_file(row: bytes) -> base.StoredFile:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from consumers.state.base import StoreUnavailable
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-VERSION = 8
+VERSION = 9
 APPLICATION = 0x4C616E65
 BUSY_S = 3.0
 """How long an operation waits for a transaction of another process."""
@@ -59,10 +59,6 @@ CREATE TABLE allowance (
     ends_ms INTEGER NOT NULL,
     used REAL NOT NULL,
     PRIMARY KEY (name, period_s, period)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE lease (
-    name TEXT PRIMARY KEY, owner TEXT NOT NULL, token INTEGER NOT NULL,  -- not used
-    lease_ms INTEGER NOT NULL
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE store (
     only INTEGER PRIMARY KEY CHECK (only = 1), namespace TEXT NOT NULL, boot TEXT NOT NULL, probed_ms INTEGER
@@ -114,46 +110,19 @@ CREATE TRIGGER followed_removed AFTER DELETE ON followed BEGIN DELETE FROM entry
 CREATE TRIGGER request_removed AFTER DELETE ON request
     BEGIN DELETE FROM followed WHERE tenant = old.tenant AND id = old.id; END;
 """
-_PAUSES = """
-CREATE TABLE pause (
-    id TEXT PRIMARY KEY,
-    until_ms INTEGER,  -- since 1970; NULL: it does not end by itself
-    body TEXT NOT NULL
-) STRICT, WITHOUT ROWID;
-"""
 _KEPT = """
 CREATE TABLE kept (
     kind TEXT NOT NULL,
     tenant TEXT NOT NULL,
     key TEXT NOT NULL,
-    at_ms INTEGER NOT NULL,     -- since 1970, like until_ms: when it may be removed
-    id TEXT NOT NULL,           -- of the request
-    until_ms INTEGER NOT NULL,
+    until_ms INTEGER NOT NULL,  -- since 1970: when it may be removed
     body BLOB,
     PRIMARY KEY (kind, tenant, key)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX kept_by_end ON kept (until_ms);
 """
-_BATCHES = """
-CREATE TABLE batched (
-    tenant TEXT NOT NULL,
-    id TEXT NOT NULL,
-    ticket TEXT NOT NULL,
-    submitted INTEGER NOT NULL,
-    until_ms INTEGER NOT NULL,  -- since 1970: when it may be removed
-    PRIMARY KEY (tenant, id)
-) STRICT, WITHOUT ROWID;
-CREATE INDEX batched_by_end ON batched (until_ms);
-CREATE TABLE enqueued (
-    ticket TEXT PRIMARY KEY,
-    account TEXT NOT NULL,
-    requests INTEGER NOT NULL,
-    tokens INTEGER NOT NULL,
-    until_ms INTEGER NOT NULL
-) STRICT, WITHOUT ROWID;
-"""
 _HOLDS = """
-CREATE TABLE IF NOT EXISTS hold (
+CREATE TABLE hold (
     name TEXT NOT NULL,
     period_s INTEGER NOT NULL,
     period INTEGER NOT NULL,    -- of the allowance, where its amount is counted as used
@@ -163,10 +132,10 @@ CREATE TABLE IF NOT EXISTS hold (
     until_ms INTEGER NOT NULL,  -- since 1970
     PRIMARY KEY (name, period_s, period, id)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS hold_by_end ON hold (until_ms);
+CREATE INDEX hold_by_end ON hold (until_ms);
 """
 _FILES = """
-CREATE TABLE IF NOT EXISTS file (
+CREATE TABLE file (
     id TEXT PRIMARY KEY,
     tenant TEXT NOT NULL,
     provider TEXT NOT NULL,
@@ -174,13 +143,11 @@ CREATE TABLE IF NOT EXISTS file (
     size INTEGER NOT NULL,
     until_ms INTEGER              -- since 1970; NULL: it is kept until it is deleted
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS file_by_tenant ON file (tenant, created_ms);
-CREATE INDEX IF NOT EXISTS file_by_end ON file (until_ms) WHERE until_ms IS NOT NULL;
+CREATE INDEX file_by_tenant ON file (tenant, created_ms);
+CREATE INDEX file_by_end ON file (until_ms) WHERE until_ms IS NOT NULL;
 """
-_ADDED = _HOLDS + _FILES
-"""Not in any version of the schema: files of version 8 get it, and earlier programs do not mind it."""
 _GROUPS = """
-CREATE TABLE IF NOT EXISTS request_group (
+CREATE TABLE request_group (
     tenant TEXT NOT NULL,
     id TEXT NOT NULL,
     head TEXT NOT NULL,         -- JSON
@@ -193,20 +160,35 @@ CREATE TABLE IF NOT EXISTS request_group (
     until_ms INTEGER NOT NULL,  -- since 1970
     PRIMARY KEY (tenant, id)
 ) STRICT, WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS group_by_end ON request_group (until_ms);
-CREATE INDEX IF NOT EXISTS request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
+CREATE INDEX group_by_end ON request_group (until_ms);
+CREATE INDEX request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
 """
-"""Like `_ADDED`; files that were made before also get the column `group_id`."""
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _PAUSES + _KEPT + _BATCHES + _ADDED + _GROUPS
-MIGRATIONS: dict[int, str] = {
-    1: "ALTER TABLE request ADD COLUMN due_ms INTEGER",
-    2: _SHARES,
-    3: _FOLLOWED,
-    4: f"{_UNSEEN} DELETE FROM share WHERE kind <> 'waiting';\n DELETE FROM share_sum WHERE kind <> 'waiting'",
-    5: _PAUSES,
-    6: _KEPT,
-    7: _BATCHES,
-}
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS
+FROM_VERSION_8 = (
+    f"""
+ALTER TABLE request ADD COLUMN group_id TEXT;
+ALTER TABLE kept RENAME TO former;
+DROP INDEX kept_by_end;
+{_KEPT}INSERT INTO kept SELECT kind, tenant, key, until_ms, body FROM former WHERE kind = 'webhook';
+INSERT INTO kept SELECT 'debounce', tenant, key, until_ms, CAST(at_ms || ' ' || id AS BLOB) FROM former
+    WHERE kind = 'debounce';
+INSERT INTO kept SELECT 'schedules', '', key, until_ms, CAST(at_ms || ' ' || id AS BLOB) FROM former
+    WHERE kind = 'schedule';
+INSERT INTO kept SELECT 'pauses', '', id, {2**53}, CAST(coalesce(until_ms, 0) || ' ' || body AS BLOB) FROM pause;
+INSERT INTO kept SELECT 'batched', tenant, id, until_ms, CAST(submitted || ticket AS BLOB) FROM batched;
+INSERT INTO kept SELECT 'enqueued:' || account, '', ticket, until_ms,
+    CAST(requests || ' ' || tokens || ' ' || until_ms AS BLOB) FROM enqueued;
+DROP TABLE former;
+DROP TABLE pause;
+DROP TABLE batched;
+DROP TABLE enqueued;
+DROP TABLE lease;
+"""
+    + _HOLDS
+    + _FILES
+    + _GROUPS
+)
+"""The schema of 0.4.0."""
 
 
 class Clock:
@@ -283,6 +265,11 @@ def _check(connection: sqlite3.Connection, path: Path) -> int:
             f"{path} was made by a newer version of Lanekeeper (schema {version}, this one knows {VERSION}): "
             "run that version, or set LANEKEEPER_STORE_URL to another file"
         )
+    if 0 < version < 8:
+        raise StoreUnavailable(
+            f"{path} was made by a version of Lanekeeper before 0.4.0 (schema {version}): let 0.4.0 open it once, or "
+            "set LANEKEEPER_STORE_URL to another file"
+        )
     if (
         _pragma(connection, "application_id") != APPLICATION
         and connection.execute("SELECT 1 FROM sqlite_master").fetchone()
@@ -316,13 +303,8 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, *, namespace: 
         _run(connection, SCHEMA)
         connection.execute("INSERT INTO store VALUES (1, ?, '', NULL)", (namespace,))
         connection.execute(f"PRAGMA application_id={APPLICATION}")
-    else:
-        for version in range(found, VERSION):
-            _run(connection, MIGRATIONS[version])
-    _run(connection, _ADDED)
-    if not connection.execute("SELECT 1 FROM pragma_table_info('request') WHERE name = 'group_id'").fetchone():
-        connection.execute("ALTER TABLE request ADD COLUMN group_id TEXT")
-    _run(connection, _GROUPS)
+    elif found != VERSION:
+        _run(connection, FROM_VERSION_8)
     if found != VERSION:
         connection.execute(f"PRAGMA user_version={VERSION}")
     (owner,) = connection.execute("SELECT namespace FROM store").fetchone()
@@ -340,7 +322,10 @@ def _end_leases_of_earlier_boots(connection: sqlite3.Connection, clock: Clock) -
     # If the boot id is unknown, end only leases that end later than any new lease could.
     above = 0 if boot else clock.since_boot_ms() + LEASE_AT_MOST_MS
     connection.execute("UPDATE request SET lease_ms = 0 WHERE lease_ms > ?", (above,))
-    connection.execute("UPDATE lease SET lease_ms = 0 WHERE lease_ms > ?", (above,))
+    connection.execute(
+        "DELETE FROM kept WHERE kind GLOB 'lease:*' AND key = 'lease' AND CAST(CAST(body AS TEXT) AS INTEGER) > ?",
+        (above,),
+    )
     connection.execute("UPDATE store SET boot = ?", (boot,))
 
 

@@ -25,6 +25,7 @@ from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import Change, Times
 from consumers.state.groups import MEMBERS_AT_ONCE, Group, Groups, Member
 from consumers.state.requests import Decide
+from consumers.state.rows import DecideRows, Place, Rows, SmallRows
 from consumers.state.shedding import Surplus, next_step
 from consumers.state.sqlite.file import (
     ROOM_BYTES,
@@ -231,7 +232,7 @@ def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
 
 
 class StoreReader:
-    """Implements `Following.look` and `StoredPauses.pauses`, over its own connection and in its own thread. So readers
+    """Reads what clients and workers poll, over its own connection and in its own thread. So readers
     do not delay claims, and commits that wait for the disk do not delay readers."""
 
     def __init__(self, path: Path, spec: StoreSpec) -> None:
@@ -298,7 +299,7 @@ def _in_writer(
     return run
 
 
-class SqliteStore(Groups):
+class SqliteStore(Groups, SmallRows):
     """Implements `GroupedStore`. The file must not be on a network file system, because SQLite's locks and shared
     memory do not work there."""
 
@@ -356,6 +357,9 @@ class SqliteStore(Groups):
             name, lambda tables, at: [tables.change(at, *each) for each in wanted], durable=durable
         )
 
+    async def change_rows(self, name: str, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> Sequence[T]:
+        return await self.transact(name, lambda tables, at: tables.change_rows(at, wanted))
+
     async def count_unseen(self, identity: Identity, keep_ms: int) -> Sequence[str]:
         return await self.transact("cancel", lambda tables, at: tables.oldest_unseen(at, identity.tenant))
 
@@ -364,22 +368,10 @@ class SqliteStore(Groups):
 
     reserve = _in_writer(Tables.reserve)
     submission = _in_writer(Tables.submission, durable=False)
-    debounce = _in_writer(Tables.debounce)
     note_webhook = _in_writer(Tables.note_webhook, durable=False)
-    gather = _in_writer(Tables.gather)
-    submit = _in_writer(Tables.submit)
-    clear = _in_writer(Tables.clear)
-    enqueue = _in_writer(Tables.enqueue)
-    dequeue = _in_writer(Tables.dequeue)
     take = _in_writer(Tables.take)
     settle = _in_writer(Tables.settle)
     give_back = _in_writer(Tables.give_back)
-    hold = _in_writer(Tables.hold)
-    let_go = _in_writer(Tables.let_go)
-    pause = _in_writer(Tables.pause)
-    fired = _in_writer(Tables.fired)
-    firings = _in_writer(Tables.firings, durable=False)
-    resume = _in_writer(Tables.resume)
     keep_file = _in_writer(Tables.keep_file)
     forget_file = _in_writer(Tables.forget_file)
 
@@ -412,8 +404,9 @@ class SqliteStore(Groups):
     async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
         return await self._read(lambda tables: tables.webhooks(self._clock.since_1970_ms(), most=most))
 
-    async def pauses(self) -> Sequence[base.Pause]:
-        return await self._read(lambda tables: tables.pauses(self._clock.since_1970_ms()))
+    async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
+        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+        return await self._read(lambda tables: (tables.rows(at.today, place), at))
 
     async def find_files(self, ids: Sequence[str]) -> Mapping[str, base.StoredFile]:
         return await self._read(lambda tables: tables.find_files(self._clock.since_1970_ms(), ids))

@@ -5,16 +5,17 @@ opened."""
 import json
 import sqlite3
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, fields
 from functools import cache
 from math import inf
 from typing import Any, Final, TypeVar
 
 from consumers.state import base, decisions, groups
-from consumers.state.base import Fingerprint, Firing, Identity, Pause, StoredFile, Submission, WaitingLimit
+from consumers.state.base import Fingerprint, Identity, StoredFile, Submission, WaitingLimit
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
 from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
+from consumers.state.rows import DecideRows, Place, Rows
 from consumers.state.shedding import (
     LOW_WATER,
     STEP_ROWS,
@@ -123,36 +124,10 @@ _SURPLUS_WEBHOOKS: Final = (
     "FROM kept WHERE kind = 'webhook') "
     f"ORDER BY nth, until_ms DESC LIMIT {STEP_ROWS} OFFSET ?)"
 )
+_KEEP: Final = "INSERT OR REPLACE INTO kept (kind, tenant, key, until_ms, body) VALUES (?, ?, ?, ?, ?)"
+_ROWS: Final = "SELECT key, body, until_ms FROM kept WHERE kind = ? AND tenant = ? AND until_ms > ?"
+NEVER_MS: Final = 2**53
 _WEBHOOKS: Final = "FROM kept WHERE kind = 'webhook' AND until_ms > ?"
-_DEBOUNCE: Final = (
-    "INSERT INTO kept VALUES ('debounce', ?, ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
-    "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = max(until_ms, excluded.until_ms) "
-    "WHERE (excluded.at_ms, excluded.id) > (at_ms, id) OR until_ms <= ?"
-)
-_LAST_UPDATE: Final = "SELECT id FROM kept WHERE (kind, tenant, key) = ('debounce', ?, ?)"
-_GATHER: Final = (
-    "INSERT INTO batched VALUES (?, ?, ?, 0, ?) ON CONFLICT DO UPDATE "
-    "SET ticket = excluded.ticket, submitted = 0, until_ms = excluded.until_ms "
-    "WHERE NOT submitted OR until_ms <= ? OR ticket = ?"
-)
-_IN_TICKET: Final = "SELECT ticket, submitted FROM batched WHERE (tenant, id) = (?, ?) AND until_ms > ?"
-_SUBMIT: Final = "UPDATE batched SET ticket = ?, submitted = 1, until_ms = ? WHERE (tenant, id) = (?, ?)"
-_LEFT: Final = "UPDATE batched SET until_ms = min(until_ms, ?) WHERE (tenant, id, ticket) = (?, ?, ?)"
-_EXPIRED_BATCHED: Final = (
-    f"DELETE FROM batched WHERE (tenant, id) IN (SELECT tenant, id FROM batched WHERE until_ms <= ? LIMIT {STEP_ROWS})"
-)
-_EXPIRED_LEASES: Final = (
-    f"DELETE FROM lease WHERE name IN (SELECT name FROM lease WHERE lease_ms <= ? LIMIT {STEP_ROWS})"
-)
-_ENQUEUED: Final = (
-    "SELECT count(*), total(requests), total(tokens) FROM enqueued WHERE account = ? AND ticket <> ? AND until_ms > ?"
-)
-FIRINGS_KEPT_MS: Final = 10 * 365 * 86_400_000
-_FIRED: Final = (
-    "INSERT INTO kept VALUES ('schedule', '', ?, ?, ?, ?, NULL) ON CONFLICT DO UPDATE "
-    "SET at_ms = excluded.at_ms, id = excluded.id, until_ms = excluded.until_ms "
-    "WHERE excluded.at_ms > at_ms OR at_ms = ?"
-)
 _FILE: Final = ", ".join(field.name for field in fields(StoredFile))
 _EXISTS: Final = "(until_ms IS NULL OR until_ms > ?)"
 _IS_WAITING: Final = "SELECT 1 FROM share WHERE (kind, tenant, member) = ('waiting', ?, ?)"
@@ -404,18 +379,6 @@ class Tables:
     def _set_used(self, name: str, period: base.Period, used: float) -> None:
         self._execute(_SET_USED, (name, period.length_s, period.number, period.ends_ms, used))
 
-    def hold(self, at: Times, name: str, owner: str, *, for_s: float) -> bool:
-        held = self._execute(
-            "INSERT INTO lease VALUES (?, ?, 0, ?) ON CONFLICT (name) DO UPDATE "
-            "SET owner = excluded.owner, lease_ms = excluded.lease_ms "
-            "WHERE lease.owner = excluded.owner OR lease.lease_ms <= ?",
-            (name, owner, at.now + round(for_s * 1000), at.now),
-        )
-        return held.rowcount == 1
-
-    def let_go(self, _: Times, name: str, owner: str) -> None:
-        self._execute("UPDATE lease SET lease_ms = 0 WHERE name = ? AND owner = ?", (name, owner))
-
     def _used_in(self, name: str, period: base.Period) -> float:
         found = self._execute(_USED_IN, (name, period.length_s, period.number)).fetchone()
         return 0.0 if found is None else float(found[0])
@@ -455,67 +418,31 @@ class Tables:
         if by < 0:
             self._execute("DELETE FROM share_sum WHERE kind = 'waiting' AND tenant = ? AND weight <= 0", (tenant,))
 
-    def debounce(self, at: Times, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
-        self._execute(_DEBOUNCE, (identity.tenant, key, published_ms, identity.id, until_ms, at.today))
-        return bool(self._execute(_LAST_UPDATE, (identity.tenant, key)).fetchone() == (identity.id,))
+    def rows(self, today: int, place: Place) -> Rows:
+        key = () if place.key is None else (place.key,)
+        found = self._execute(
+            f"{_ROWS}{' AND key = ?' if key else ''}", (place.kind, place.tenant, today, *key)
+        ).fetchall()
+        values = {"" if key else name: body.decode() for name, body, _ in found}
+        return Rows(values, until_ms=max((until_ms for *_, until_ms in found), default=0))
 
-    def gather(
-        self,
-        at: Times,
-        ticket: str,
-        requests: Sequence[Identity],
-        *,
-        until_ms: int,
-        former: Mapping[Identity, str] | None = None,
-    ) -> set[Identity]:
-        left = former or {}
-        return {
-            each
-            for each in requests
-            if self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today, left.get(each, ""))).rowcount
-        }
+    def change_rows(self, at: Times, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> Sequence[T]:
+        return [self._change_rows(at, *each) for each in wanted]
 
-    def submit(self, at: Times, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
-        found: dict[Identity, bool] = {}
-        for each in requests:
-            row = self._execute(_IN_TICKET, (each.tenant, each.id, at.today)).fetchone()
-            if row is None:
-                self._execute(_GATHER, (each.tenant, each.id, ticket, until_ms, at.today, ""))
-            if row is None or ticket.startswith(row[0]):
-                found[each] = row in (None, (ticket, 1))
-                self._execute(_SUBMIT, (ticket, until_ms, each.tenant, each.id))
-        return found
-
-    def clear(self, at: Times, ticket: str, requests: Sequence[Identity]) -> None:
-        until_ms = at.today + base.LEFT_MS
-        self.connection.executemany(_LEFT, [(until_ms, each.tenant, each.id, ticket) for each in requests])
-
-    def enqueue(
-        self,
-        at: Times,
-        ticket: str,
-        account: str,
-        *,
-        requests: int,
-        tokens: int,
-        most_requests: int,
-        most_tokens: int | None,
-        until_ms: int,
-    ) -> bool:
-        others, in_all, tokens_in_all = self._execute(_ENQUEUED, (account, ticket, at.today)).fetchone()
-        is_above = in_all + requests > most_requests
-        if others and (is_above or (most_tokens is not None and tokens_in_all + tokens > most_tokens)):
-            return False
-        row = (ticket, account, requests, tokens, until_ms)
-        self._execute("INSERT OR REPLACE INTO enqueued VALUES (?, ?, ?, ?, ?)", row)
-        return True
-
-    def dequeue(self, _: Times, ticket: str, account: str) -> None:
-        self._execute("DELETE FROM enqueued WHERE ticket = ?", (ticket,))
+    def _change_rows(self, at: Times, place: Place, decide: DecideRows[T]) -> T:
+        rows = self.rows(at.today, place)
+        change = decide(rows, at)
+        until_ms = change.until_ms or rows.until_ms or NEVER_MS
+        for name, value in change.values.items():
+            row = (place.kind, place.tenant, name if place.key is None else place.key)
+            if value is None:
+                self._execute("DELETE FROM kept WHERE (kind, tenant, key) = (?, ?, ?)", row)
+            else:
+                self._execute(_KEEP, (*row, until_ms, value.encode()))
+        return change.answer
 
     def note_webhook(self, at: Times, identity: Identity, row: bytes, *, until_ms: int) -> None:
-        values = (identity.tenant, identity.id, at.today, identity.id, until_ms, row)
-        self._execute("INSERT OR REPLACE INTO kept VALUES ('webhook', ?, ?, ?, ?, ?, ?)", values)
+        self._execute(_KEEP, ("webhook", identity.tenant, identity.id, until_ms, row))
 
     def webhook(self, today: int, identity: Identity) -> bytes | None:
         found = self._execute(
@@ -524,34 +451,8 @@ class Tables:
         return next((body for (body,) in found), None)
 
     def webhooks(self, today: int, *, most: int) -> Sequence[tuple[Identity, bytes]]:
-        rows = self._execute(f"SELECT tenant, id, body {_WEBHOOKS} ORDER BY until_ms DESC LIMIT ?", (today, most))
+        rows = self._execute(f"SELECT tenant, key, body {_WEBHOOKS} ORDER BY until_ms DESC LIMIT ?", (today, most))
         return [(Identity(tenant, id), body) for tenant, id, body in rows]
-
-    def pause(self, at: Times, pause: Pause) -> bool:
-        self._execute("DELETE FROM pause WHERE until_ms <= ?", (at.today,))
-        (others,) = self._execute("SELECT count(*) FROM pause WHERE id <> ?", (pause.id,)).fetchone()
-        if others >= base.PAUSES_AT_MOST:
-            return False
-        row = (pause.id, pause.until_ms, json.dumps(pause.as_json()))
-        self._execute("INSERT OR REPLACE INTO pause VALUES (?, ?, ?)", row)
-        return True
-
-    def resume(self, at: Times, id: str) -> Pause | None:
-        removed = self._execute(
-            "DELETE FROM pause WHERE id = ? AND (until_ms IS NULL OR until_ms > ?) RETURNING body", (id, at.today)
-        )
-        return next(iter(base.pauses_in(body for (body,) in removed)), None)
-
-    def pauses(self, today: int) -> list[Pause]:
-        rows = self._execute("SELECT body FROM pause WHERE until_ms IS NULL OR until_ms > ?", (today,))
-        return base.pauses_in(body for (body,) in rows)
-
-    def fired(self, _: Times, schedule: str, firing: Firing, *, instead_of_ms: int = 0) -> None:
-        self._execute(_FIRED, (schedule, *firing, firing.at_ms + FIRINGS_KEPT_MS, instead_of_ms))
-
-    def firings(self, _: Times) -> dict[str, Firing]:
-        rows = self._execute("SELECT key, at_ms, id FROM kept WHERE kind = 'schedule'")
-        return {schedule: Firing(at_ms, id) for schedule, at_ms, id in rows}
 
     # ---- files at providers ------------------------------------------------------------------------------------------
 
@@ -583,9 +484,6 @@ class Tables:
             (_EXPIRED_KEPT, at.today),
             (_EXPIRED_FILES, at.today),
             (_SURPLUS_WEBHOOKS, base.WEBHOOKS_KEPT),
-            (_EXPIRED_BATCHED, at.today),
-            (_EXPIRED_LEASES, at.now),
-            ("DELETE FROM enqueued WHERE until_ms <= ?", at.today),
             ("DELETE FROM request_group WHERE until_ms <= ?", at.today),
         )
         removed = sum(self._execute(statement, (value,)).rowcount for statement, value in others)

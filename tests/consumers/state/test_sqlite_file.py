@@ -2,6 +2,7 @@
 itself."""
 
 import asyncio
+import json
 import os
 import shutil
 import sqlite3
@@ -14,12 +15,16 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.state.base import Cancelling, Ended, Found, Granted, Identity, Running, Store, StoreUnavailable
+from consumers.state.base import Ended, Firing, Found, Granted, Identity, Pause, Running, Store, StoreUnavailable
 from consumers.state.sqlite import file as sqlite_file
 from consumers.state.sqlite.store import SqliteStore
-from tests.support.completions import CANCELLED, ME, answered, fingerprint
+from tests.support.completions import ME, answered, fingerprint
 from tests.support.waiting import until
 
+PAUSE = Pause(kind="lane", name="batch", since_ms=1_790_000_000_000, until_ms=None, who="ann", why="too dear")
+A = Identity("", "a")
+LATE_MS = 4_000_000_000_000
+"""Later than any clock."""
 HOUSE = Path(__file__).parents[3]
 
 
@@ -196,42 +201,49 @@ async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: byte
         assert isinstance(await is_well_again(store), Granted)
 
 
-WITHOUT_FOLLOWED = "DROP TRIGGER request_removed; DROP TABLE followed; DROP TABLE entry;"
-WITHOUT_SHARES = f"{WITHOUT_FOLLOWED} DROP TABLE share; DROP TABLE share_sum;"
-OLDER = {
-    1: f"{WITHOUT_SHARES} ALTER TABLE request DROP COLUMN due_ms; PRAGMA user_version = 1",
-    2: f"{WITHOUT_SHARES} PRAGMA user_version = 2",
-    3: f"{WITHOUT_FOLLOWED} PRAGMA user_version = 3",
-    4: """
-INSERT INTO share VALUES ('unseen', 'tenant', 'id', 1, 1), ('untried', 'tenant', 'id', 1, 1);
-INSERT INTO share VALUES ('waiting', 'tenant', 'id', 1, 1); INSERT INTO share_sum VALUES ('unseen', 'tenant', 1);
-PRAGMA user_version = 4
-""",
-}
-WITHOUT_BATCHES = "DROP TABLE batched; DROP TABLE enqueued;"
-WITHOUT_PAUSES = f"{WITHOUT_BATCHES} DROP TABLE kept; DROP TABLE pause;"
-OLDER = {version: f"{WITHOUT_PAUSES} DROP INDEX unseen; {script}" for version, script in OLDER.items()}
-OLDER[5] = f"{WITHOUT_PAUSES} PRAGMA user_version = 5"
-OLDER[6] = f"{WITHOUT_BATCHES} DROP TABLE kept; PRAGMA user_version = 6"
-OLDER[7] = f"{WITHOUT_BATCHES} PRAGMA user_version = 7"
+SCHEMA_8 = f"""
+DROP TABLE hold; DROP TABLE file; DROP TABLE request_group; DROP INDEX request_by_group; DROP TABLE kept;
+ALTER TABLE request DROP COLUMN group_id;
+CREATE TABLE lease (name TEXT PRIMARY KEY, owner TEXT, token INTEGER, lease_ms INTEGER);
+CREATE TABLE pause (id TEXT PRIMARY KEY, until_ms INTEGER, body TEXT NOT NULL);
+CREATE TABLE kept (kind TEXT, tenant TEXT, key TEXT, at_ms INTEGER, id TEXT, until_ms INTEGER, body BLOB);
+CREATE INDEX kept_by_end ON kept (until_ms);
+CREATE TABLE batched (tenant TEXT, id TEXT, ticket TEXT, submitted INTEGER, until_ms INTEGER);
+CREATE TABLE enqueued (ticket TEXT, account TEXT, requests INTEGER, tokens INTEGER, until_ms INTEGER);
+INSERT INTO pause VALUES ('{PAUSE.id}', NULL, '{json.dumps(PAUSE.as_json())}');
+INSERT INTO kept VALUES ('debounce', '', 'key', 7, 'b', {LATE_MS}, NULL);
+INSERT INTO kept VALUES ('schedule', '', 'nightly', 5, 'schedule-x', {LATE_MS}, NULL);
+INSERT INTO kept VALUES ('webhook', '', 'a', 0, 'a', {LATE_MS}, x'7b7d');
+INSERT INTO batched VALUES ('', 'a', 'ticket', 1, {LATE_MS});
+INSERT INTO enqueued VALUES ('ticket', 'account', 1, 1, {LATE_MS});
+PRAGMA user_version = 8
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("version", OLDER)
-async def test_a_file_of_an_earlier_version_is_upgraded(path: Path, version: int) -> None:
+async def test_a_file_of_the_version_before_is_upgraded(path: Path) -> None:
     async with a_store(path) as store:
         await store.complete(ME, fingerprint(), answered(), token=None)
     with closing(sqlite3.connect(path)) as other:
-        other.executescript(OLDER[version])
+        other.executescript(SCHEMA_8)
     async with a_store(path) as store:
         assert await store.find(ME) == Found(completion=answered(), running=False)
-        await store.defer(Identity("", "later"), due_ms=7, keep_until_ms=2**45)
-        assert await store.find(Identity("", "later")) == Found(completion=None, running=False, due_ms=7)
-        assert await store.cancel(Identity("", "unseen"), CANCELLED) is Cancelling.UNSEEN
-        assert await store.pauses() == []
+        assert await store.hold("sweep", "a", for_s=1)
+        assert await store.pauses() == [PAUSE]
+        assert await store.firings() == {"nightly": Firing(5, "schedule-x")}
+        assert await store.webhooks(most=2) == [(A, b"{}")]
+        assert not await store.debounce(A, "key", published_ms=6, until_ms=LATE_MS)
+        assert await store.gather("another", [A], until_ms=LATE_MS) == set()
+        room = {"requests": 1, "tokens": 1, "most_requests": 1, "most_tokens": None, "until_ms": LATE_MS}
+        assert not await store.enqueue("another", "account", **room)
+
+
+async def test_a_file_of_a_version_before_that_is_refused(path: Path) -> None:
+    async with a_store(path):
+        pass
     with closing(sqlite3.connect(path)) as other:
-        assert other.execute("SELECT count(*) FROM share WHERE kind <> 'waiting'").fetchone() == (0,)
-        assert other.execute("SELECT count(*) FROM share_sum WHERE kind <> 'waiting'").fetchone() == (0,)
+        other.execute("PRAGMA user_version = 7")
+    async with a_store(path) as store:
+        assert "let 0.4.0 open it once" in await trouble_with(store)
 
 
 async def test_the_file_of_an_earlier_name_is_taken_over_with_its_log(path: Path, tmp_path: Path) -> None:

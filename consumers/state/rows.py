@@ -1,0 +1,253 @@
+"""Small rows that the store keeps beside requests: leases, what operators have paused, when schedules fired last,
+debounced updates, and which requests are in providers' batches. Here is what is decided about them, for every engine.
+An engine only reads and swaps rows, so a new kind of row needs no SQL and no Lua of its own."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
+
+from consumers.state import base
+from consumers.state.base import Firing, Identity, Pause
+from consumers.state.decisions import Times
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where rows are: one row (whose name is empty), or, without a key, all rows of a kind and tenant."""
+
+    kind: str
+    tenant: str = ""
+    key: str | None = None
+
+
+class Rows(NamedTuple):
+    """The rows of a place. `values`: by their names."""
+
+    values: Mapping[str, str]
+    until_ms: int = 0
+    """When they are removed (ms since 1970); 0: there are none, or it is not known."""
+
+
+class RowsChange(NamedTuple, Generic[T]):
+    """What was decided. `values`: the rows that change; None: the row is removed. `until_ms`: as in `Rows`; None: as
+    before."""
+
+    answer: T
+    values: Mapping[str, str | None] = MappingProxyType({})
+    until_ms: int | None = None
+
+
+DecideRows = Callable[[Rows, Times], RowsChange[T]]
+NO_ROWS = Rows({})
+PAUSES = Place("pauses")
+SCHEDULES = Place("schedules")
+
+
+# ---- leases ----------------------------------------------------------------------------------------------------------
+
+
+def hold(rows: Rows, at: Times, owner: str, for_ms: int) -> RowsChange[bool]:
+    if rows.values.get("owner", owner) != owner and int(rows.values.get("lease", 0)) > at.now:
+        return RowsChange(False)
+    # Earlier versions read the token. The rows are kept a day longer, because the calendar time may be set forward.
+    held = {"owner": owner, "token": "0", "lease": str(at.now + for_ms)}
+    return RowsChange(True, held, until_ms=at.today + for_ms + 1000 * base.DAY_S)
+
+
+def let_go(rows: Rows, _: Times, owner: str) -> RowsChange[None]:
+    return RowsChange(None, {"lease": "0"} if rows.values.get("owner") == owner else {})
+
+
+# ---- pauses and schedules --------------------------------------------------------------------------------------------
+
+
+def pauses_in(rows: Rows, at: Times) -> list[Pause]:
+    found = base.pauses_in(row.partition(" ")[2] for row in rows.values.values())
+    return [pause for pause in found if not pause.has_ended(at.today)]
+
+
+def add_pause(rows: Rows, at: Times, new: Pause) -> RowsChange[bool]:
+    kept = {each.id for each in pauses_in(rows, at)}
+    if len(kept - {new.id}) >= base.PAUSES_AT_MOST:
+        return RowsChange(False)
+    ended: dict[str, str | None] = {id: None for id in rows.values if id not in kept}
+    return RowsChange(True, {**ended, new.id: f"{new.until_ms or 0} {json.dumps(new.as_json())}"})
+
+
+def remove_pause(rows: Rows, at: Times, id: str) -> RowsChange[Pause | None]:
+    found = next((each for each in pauses_in(rows, at) if each.id == id), None)
+    return RowsChange(found, {id: None} if id in rows.values else {})
+
+
+def fired(rows: Rows, _: Times, schedule: str, firing: Firing, instead_of_ms: int) -> RowsChange[None]:
+    last = rows.values.get(schedule)
+    if last is not None and firing.at_ms <= _moment_and_id(last).at_ms != instead_of_ms:
+        return RowsChange(None)
+    return RowsChange(None, {schedule: f"{firing.at_ms} {firing.id}"})
+
+
+# ---- updates and batches ---------------------------------------------------------------------------------------------
+
+
+def debounce(rows: Rows, _: Times, id: str, published_ms: int, until_ms: int) -> RowsChange[bool]:
+    last = Firing(-1, "") if "" not in rows.values else _moment_and_id(rows.values[""])
+    if last > (published_ms, id):
+        return RowsChange(last.id == id)
+    return RowsChange(True, {"": f"{published_ms} {id}"}, until_ms=max(rows.until_ms, until_ms))
+
+
+def gather(rows: Rows, _: Times, ticket: str, until_ms: int, former: str) -> RowsChange[bool]:
+    """A request's row says whether it was submitted (0 or 1), and in which ticket it is."""
+    row = rows.values.get("", "0")
+    is_free = row[0] == "0" or row[1:] == former
+    return RowsChange(True, {"": f"0{ticket}"}, until_ms=until_ms) if is_free else RowsChange(False)
+
+
+def submit(rows: Rows, _: Times, ticket: str, until_ms: int) -> RowsChange[bool | None]:
+    """None: the request belongs to another ticket."""
+    row = rows.values.get("")
+    if row is not None and not ticket.startswith(row[1:]):
+        return RowsChange(None)
+    return RowsChange(row in (None, f"1{ticket}"), {"": f"1{ticket}"}, until_ms=until_ms)
+
+
+def clear(rows: Rows, at: Times, ticket: str) -> RowsChange[None]:
+    row = rows.values.get("", " ")
+    if row[1:] != ticket:
+        return RowsChange(None)
+    return RowsChange(None, {"": row}, until_ms=min(rows.until_ms, at.today + base.LEFT_MS))
+
+
+def enqueue(
+    rows: Rows,
+    at: Times,
+    ticket: str,
+    requests: int,
+    tokens: int,
+    most_requests: int,
+    most_tokens: int | None,
+    until: int,
+) -> RowsChange[bool]:
+    """An account's rows, by their tickets: requests, tokens, and until when they count."""
+    queued = {each: tuple(map(int, row.split(" "))) for each, row in rows.values.items()}
+    ended: dict[str, str | None] = {each: None for each, (*_, until_ms) in queued.items() if until_ms <= at.today}
+    others = [row for each, row in queued.items() if each not in ended and each != ticket]
+    requests_in_all, tokens_in_all = sum(row[0] for row in others), sum(row[1] for row in others)
+    is_above = requests_in_all + requests > most_requests
+    if others and (is_above or (most_tokens is not None and tokens_in_all + tokens > most_tokens)):
+        return RowsChange(False)
+    return RowsChange(True, {**ended, ticket: f"{requests} {tokens} {until}"}, until_ms=max(rows.until_ms, until))
+
+
+# ---- the store -------------------------------------------------------------------------------------------------------
+
+
+class SmallRows(ABC):
+    """The part of the store that is the same for every engine."""
+
+    @abstractmethod
+    async def change_rows(self, name: str, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> Sequence[T]:
+        """Decide about the rows of each of these places, and swap them, in this order. `name`: of the operation."""
+
+    @abstractmethod
+    async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
+        """The rows of a place, and the time."""
+
+    async def _change(self, name: str, place: Place, decide: DecideRows[T]) -> T:
+        (answer,) = await self.change_rows(name, [(place, decide)])
+        return answer
+
+    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        return await self._change("hold", _lease(name), partial(hold, owner=owner, for_ms=round(for_s * 1000)))
+
+    async def let_go(self, name: str, owner: str) -> None:
+        await self._change("let_go", _lease(name), partial(let_go, owner=owner))
+
+    async def pauses(self) -> Sequence[Pause]:
+        return pauses_in(*await self.read_rows("pauses", PAUSES))
+
+    async def pause(self, pause: Pause) -> bool:
+        return await self._change("pause", PAUSES, partial(add_pause, new=pause))
+
+    async def resume(self, id: str) -> Pause | None:
+        return await self._change("resume", PAUSES, partial(remove_pause, id=id))
+
+    async def firings(self) -> Mapping[str, Firing]:
+        rows, _ = await self.read_rows("firings", SCHEDULES)
+        return {schedule: _moment_and_id(row) for schedule, row in rows.values.items()}
+
+    async def fired(self, schedule: str, firing: Firing, *, instead_of_ms: int = 0) -> None:
+        decide = partial(fired, schedule=schedule, firing=firing, instead_of_ms=instead_of_ms)
+        await self._change("fired", SCHEDULES, decide)
+
+    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
+        decide = partial(debounce, id=identity.id, published_ms=published_ms, until_ms=until_ms)
+        return await self._change("debounce", Place("debounce", identity.tenant, key), decide)
+
+    async def gather(
+        self, ticket: str, requests: Sequence[Identity], *, until_ms: int, former: Mapping[Identity, str] | None = None
+    ) -> set[Identity]:
+        left = former or {}
+        wanted = [
+            (_batched(each), partial(gather, ticket=ticket, until_ms=until_ms, former=left.get(each, "")))
+            for each in requests
+        ]
+        found = await self.change_rows("gather", wanted)
+        return {each for each, is_granted in zip(requests, found, strict=True) if is_granted}
+
+    async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
+        decide = partial(submit, ticket=ticket, until_ms=until_ms)
+        found = await self.change_rows("submit", [(_batched(each), decide) for each in requests])
+        return {each: before for each, before in zip(requests, found, strict=True) if before is not None}
+
+    async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
+        await self.change_rows("clear", [(_batched(each), partial(clear, ticket=ticket)) for each in requests])
+
+    async def enqueue(
+        self,
+        ticket: str,
+        account: str,
+        *,
+        requests: int,
+        tokens: int,
+        most_requests: int,
+        most_tokens: int | None,
+        until_ms: int,
+    ) -> bool:
+        decide = partial(
+            enqueue,
+            ticket=ticket,
+            requests=requests,
+            tokens=tokens,
+            most_requests=most_requests,
+            most_tokens=most_tokens,
+            until=until_ms,
+        )
+        return await self._change("enqueue", _enqueued(account), decide)
+
+    async def dequeue(self, ticket: str, account: str) -> None:
+        def decide(rows: Rows, _: Times) -> RowsChange[None]:
+            return RowsChange(None, {ticket: None} if ticket in rows.values else {})
+
+        await self._change("dequeue", _enqueued(account), decide)
+
+
+def _moment_and_id(row: str) -> Firing:
+    at_ms, _, id = row.partition(" ")
+    return Firing(int(at_ms), id)
+
+
+def _lease(name: str) -> Place:
+    return Place(f"lease:{name}")
+
+
+def _batched(identity: Identity) -> Place:
+    return Place("batched", identity.tenant, identity.id)
+
+
+def _enqueued(account: str) -> Place:
+    return Place(f"enqueued:{account}")
