@@ -26,6 +26,7 @@ from consumers.state.base import (
     period_of,
 )
 from consumers.state.decisions import Times
+from consumers.state.rows import Place, Rows
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
 from consumers.state.sqlite.tables import Tables
@@ -62,6 +63,11 @@ class MemoryStore(SqliteStore):
     @override
     async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
         return operation(self._tables, self._at(LOGGED.get(name)))
+
+    @override
+    async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
+        at = self._at()
+        return self._tables.rows(at.today, place), at
 
     @override
     async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:

@@ -233,8 +233,8 @@ async def test_a_file_of_the_version_before_is_upgraded(path: Path) -> None:
         assert await store.webhooks(most=2) == [(A, b"{}")]
         assert not await store.debounce(A, "key", published_ms=6, until_ms=LATE_MS)
         assert await store.gather("another", [A], until_ms=LATE_MS) == set()
-        room = {"requests": 1, "tokens": 1, "most_requests": 1, "most_tokens": None, "until_ms": LATE_MS}
-        assert not await store.enqueue("another", "account", **room)
+        room = {"requests": 1, "tokens": 1, "most_requests": 1, "until_ms": LATE_MS}
+        assert not await store.enqueue("another", "account", most_tokens=None, **room)
 
 
 async def test_a_file_of_a_version_before_that_is_refused(path: Path) -> None:
