@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -213,7 +214,8 @@ class Claiming:
         return completion is not None and (not completion.code or PROBLEMS[completion.code].kept)
 
     async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
-        may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=deadline_ms + KEPT_AFTER_MS)
+        keep_until_ms = deadline_ms + KEPT_AFTER_MS
+        may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=keep_until_ms, group=job.group)
         return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
     async def _request_claim(self, job: Job) -> ClaimAnswer:
@@ -293,7 +295,7 @@ class Claiming:
 
     async def _end_step(self, job: Job, completion: Completion, step: str) -> Completion | None:
         assert job.standing is not None
-        identity, fingerprint = job.standing.identity(job.identity), job.fingerprint
+        identity, fingerprint = job.standing.identity(job.identity), replace(job.fingerprint, group=None)
         try:
             return await _until_stored(lambda: self._store.complete(identity, fingerprint, completion, token=None))
         finally:  # also if the delivery was lost: else the claim would be renewed as long as this process runs
@@ -315,7 +317,7 @@ class Claiming:
         return b"" if found is None or found.completion is None else found.completion.body
 
     async def note(self, job: Job, completion: Completion) -> None:
-        await _until_stored(lambda: self._store.note(job.identity, completion))
+        await _until_stored(lambda: self._store.note(job.identity, completion, group=job.group))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         result = await _until_stored(lambda: self._store.cancel(identity, completion))

@@ -2,13 +2,13 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
 from hashlib import blake2b
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -16,7 +16,7 @@ from consumers.clock import moment_ms
 from consumers.failures import AccountError, ProviderError
 from consumers.limits.base import Amounts, CallInProgress, Reservation
 from consumers.progress import Progress
-from consumers.state.base import Completion, Fingerprint, Held, Identity, Stop
+from consumers.state.base import Completion, Fingerprint, Held, Identity, InGroup, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.messages import Message
@@ -25,7 +25,7 @@ from lanekeeper.contract.problems import PROBLEMS, ProviderFailure, RequestProbl
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
 from topology.codec.decoding import Published, Request, app_of, deadline_of, published
-from topology.codec.headers import BatchHop, FlowHop, read_fresh, read_hop, split_tail
+from topology.codec.headers import BatchHop, FlowHop, group_size, read_fresh, read_hop, split_tail
 from topology.lanes import LaneSpec
 
 CONSUMER_TIMEOUT_S = 1800.0
@@ -94,6 +94,14 @@ class PipelinePosition:
         """Under which the outcome of the step is stored. With the input in it, because a dead letter may be edited
         before it is replayed."""
         return Identity(request.tenant, f"{request.id}#{self.step}~{self.flow.digest}")
+
+
+def group_in(headers: Mapping[str, Any], *, key: str) -> InGroup | None:
+    """What a request with these headers, which may be malformed, and this routing key says of its group."""
+    id, webhook = headers.get(n.GROUP), headers.get(n.WEBHOOK)
+    if not (isinstance(id, str) and is_request_id(id)):
+        return None
+    return InGroup(id, group_size(headers), key, webhook if isinstance(webhook, str) else "")
 
 
 def state_identity(request: Identity, flow: FlowHop) -> Identity:
@@ -282,10 +290,9 @@ class Job:
         return 0
 
     @property
-    def group(self) -> str | None:
-        """The group to which the request belongs."""
-        group = self.message.headers.get(n.GROUP)
-        return group if isinstance(group, str) and is_request_id(group) else None
+    def group(self) -> InGroup | None:
+        """What the request says of its group."""
+        return None if self.is_item else group_in(self.message.headers, key=self.routing_key)
 
     @property
     def attempts(self) -> int:

@@ -402,7 +402,13 @@ class Settler:
                 headers |= _request_id_header(request_id)
                 if outcome.stop_reason is not None:
                     headers[n.STOP_REASON] = shown(outcome.stop_reason)
-                job.completion = Completion(status="ok", body=body, headers=headers, ended_ms=ended_ms)
+                job.completion = Completion(
+                    status="ok",
+                    body=body,
+                    headers=headers,
+                    ended_ms=ended_ms,
+                    saved_usd=0.0 if job.attempted is None else job.attempted.saved_usd,
+                )
             case Refused(problem) | DeadLettered(problem) | Superseded(problem):
                 headers[n.WAIT_MS] = max(0, job.waited_ms(ended_ms) - job.ran_ms)
                 headers[n.RUN_MS] = job.ran_ms  # of all attempts: none of them answered

@@ -1,5 +1,5 @@
-"""The gate of groups (`state/groups.py`): a request of a group runs when the group is sealed, and not if it was
-cancelled before. It is dropped if the group's creator died before it had published all of the group."""
+"""The gate of groups (`state/groups.py`): a request of a group that was created as a whole runs when the group is
+sealed, and is dropped if the group's creator died before. No request of a group that was cancelled begins."""
 
 import asyncio
 from collections import OrderedDict
@@ -7,9 +7,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
 from consumers.job import Decoded, Job
-from consumers.outcomes import Deferred, Outcome, Refused, Superseded
-from consumers.state.base import Identity
+from consumers.outcomes import Deferred, Outcome, Refused, Superseded, end_with
+from consumers.state.base import Identity, StoreSpec
 from consumers.state.groups import Group, GroupedStore, State
+from lanekeeper.contract.identity import GROUP_AT_MOST
 from lanekeeper.contract.problems import RequestProblem
 
 HOLD_S: Final = 3.0
@@ -26,6 +27,7 @@ class GroupGate:
     """Lets the requests of sealed groups pass, and all that belong to no group."""
 
     store: GroupedStore
+    spec: StoreSpec
     _: KW_ONLY
     _known: OrderedDict[Identity, float] = field(default_factory=OrderedDict, init=False)
     """The groups that may run, and since when that is known."""
@@ -34,17 +36,33 @@ class GroupGate:
         """Raises StoreUnavailable."""
         if job.group is None or job.batch_result is not None:  # what was paid for is answered
             return None
-        identity, clock = Identity(job.identity.tenant, job.group), asyncio.get_running_loop().time
+        identity, clock = Identity(job.identity.tenant, job.group.id), asyncio.get_running_loop().time
         until_s = clock() + HOLD_S
         while clock() - self._known.get(identity, -KNOWN_FOR_S) >= KNOWN_FOR_S:
             group = await self.store.group(identity)
+            if not job.came_before and (refused := await self._refused(identity, group)):
+                return refused
             if group is None or (group.head.state is State.SEALED and not group.head.cancelled_ms):
-                self._remember(identity)  # the store may have lost it: its requests are lost never
+                self._remember(identity)  # it is new, or the store has lost it: its requests are lost never
             elif group.head.state is State.OPEN and clock() < until_s:
                 await asyncio.sleep(LOOK_EVERY_S)
             else:
                 return _outcome(group)
         return None
+
+    async def _refused(self, identity: Identity, group: Group | None) -> Outcome | None:
+        """Of a request that was not seen before: why it cannot be one of the group."""
+        if group is not None:
+            if sum(group.counts.values()) < GROUP_AT_MOST or group.head.state is not State.SEALED:
+                return None
+            return end_with("invalid_request", f"its group has {GROUP_AT_MOST} requests, as many as one may have")
+        if await self.store.count_groups(identity.tenant) < self.spec.groups_per_tenant:
+            return None
+        most = self.spec.groups_per_tenant
+        return end_with(
+            "too_many_waiting",
+            f"this tenant has {most} groups, as many as are kept (LANEKEEPER_GATEWAY__BATCHES_PER_TENANT)",
+        )
 
     def _remember(self, identity: Identity) -> None:
         self._known[identity] = asyncio.get_running_loop().time()

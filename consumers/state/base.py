@@ -50,6 +50,7 @@ class StoreSpec:
     waiting_per_tenant: int = 10_000
     waiting_in_all: int = 100_000
     files_per_tenant: int = 10_000
+    groups_per_tenant: int = 1000
     events_per_request: int = 50_000
     """How many events of its answer are stored for a followed request."""
     event_bytes_per_request: int = 8 * MIB
@@ -84,6 +85,18 @@ class Identity:
     id: str
 
 
+class InGroup(NamedTuple):
+    """What a request says of its group (`groups.py`)."""
+
+    id: str
+    size: int = 0
+    """How many requests the group has; 0: this one does not say."""
+    key: str = ""
+    """The request's routing key."""
+    webhook: str = ""
+    """Where the group's end is posted; empty: this one does not say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """The properties of one message that the store compares with those of other messages of the same request."""
@@ -101,8 +114,7 @@ class Fingerprint:
     message. It differs between a request in its lane's queue and its copy in a side queue."""
     dead_at_ms: int | None = None
     """If the message is a dead letter that was published again: when its request ended (ms since 1970)."""
-    group: str | None = None
-    """The group to which the request belongs (`groups.py`)."""
+    group: InGroup | None = None
     keep_until_ms: int = 0
     """Until when at least the claim and the outcome are kept: of a pipeline, and of its steps and items, to the end of
     its deadline, because what is forgotten before is called and paid again."""
@@ -117,6 +129,8 @@ class Completion:
     body: bytes
     headers: Mapping[str, str | int] = field(default_factory=dict)
     ended_ms: int
+    saved_usd: float = field(default=0.0, compare=False)
+    """What the request cost less because a provider's batch answered it. It is only counted, in its group."""
     mark: bytes | None = field(default=None, compare=False)
     """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
     before any message of it arrived, it is the mark of the first message that arrived. None: none has arrived."""
@@ -609,7 +623,7 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batchi
         (`Granted.deaths`) were not the request's fault and are forgotten. If another delivery has taken the claim over,
         the caller was counted as dead; this is corrected now."""
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int, group: InGroup | None = None) -> bool:
         """Store that an unclaimed request waits until `due_ms`.
 
         What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
@@ -628,7 +642,9 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batchi
         only this message, not the request that owns the id.
         """
 
-    async def note(self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
+    async def note(
+        self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0, group: InGroup | None = None
+    ) -> None:
         """Store how a request ended, if it was refused before it could be claimed, so that its result can be read; in
         place of what was noted before.
 
@@ -685,7 +701,13 @@ class Following(Protocol):
     """
 
     async def follow(
-        self, identity: Identity, submission: Submission, *, first_entry: NewEntry, keep_until_ms: int
+        self,
+        identity: Identity,
+        submission: Submission,
+        *,
+        first_entry: NewEntry,
+        keep_until_ms: int,
+        group: InGroup | None = None,
     ) -> Submitted:
         """Store the submission of a request that is about to be published, and its first entry. Both are removed at
         `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has seen the request, or if

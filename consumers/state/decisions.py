@@ -20,6 +20,7 @@ from consumers.state.base import (
     Fingerprint,
     Found,
     Granted,
+    InGroup,
     NewEntries,
     NewEntry,
     Stop,
@@ -167,6 +168,9 @@ class Change(NamedTuple, Generic[T]):
     entries: Sequence[NewEntry] = ()
     forget: Literal["", "event", "all"] = ""
     submission: Submission | None = None
+    group: InGroup | None = None
+    """What the message says of the request's group."""
+    saved_usd: float = 0.0
 
 
 # ---- claims ----------------------------------------------------------------------------------------------------------
@@ -259,7 +263,8 @@ def complete(
     if row is not None and row.token == token:
         if row.ended:
             return Change(row.completion())
-        return Change(completion, row._replace(lease_ms=0, cancelling=0, keep_ms=keep_ms).ended_by(completion))
+        ended = row._replace(lease_ms=0, cancelling=0, keep_ms=keep_ms).ended_by(completion)
+        return Change(completion, ended, group=message.group, saved_usd=completion.saved_usd)
     if row is not None and not row.noted and not (token is None and row.runs_again(message)):
         if row.has_other_body(message.body_hash):
             return Change(completion if token is None else None)
@@ -267,21 +272,29 @@ def complete(
             return Change(row.completion(), _marked(row, message))
         if token is not None or row.is_held_against(message, at.now):
             return Change(None)
-    ours = _new(row, at, keep_ms, message, body_hash=message.body_hash, mark=message.mark, claimed_ms=at.now)
-    return _again(row, Change(completion, ours.ended_by(completion)))
+    group, seen = message.group, {"body_hash": message.body_hash, "mark": message.mark, "claimed_ms": at.now}
+    ours = _new(row, at, keep_ms, group=group, **seen).ended_by(completion)
+    return _again(row, Change(completion, ours, group=group, saved_usd=completion.saved_usd))
 
 
-def note(row: Row | None, at: Times, completion: Completion, keep_until_ms: int, spec: StoreSpec) -> Change[None]:
+def note(
+    row: Row | None,
+    at: Times,
+    completion: Completion,
+    keep_until_ms: int,
+    spec: StoreSpec,
+    group: InGroup | None = None,
+) -> Change[None]:
     if row is not None and (not row.noted or (row.is_deferred and row.due_ms is not None)):
         return Change(None)
     keep_ms = max(keep_until_ms, at.today + spec.keep_ms)
-    return Change(None, _new(row, at, keep_ms, noted=1).ended_by(completion))
+    return Change(None, _new(row, at, keep_ms, group=group, noted=1).ended_by(completion), group=group)
 
 
-def defer(row: Row | None, at: Times, due_ms: int, keep_until_ms: int) -> Change[bool]:
+def defer(row: Row | None, at: Times, due_ms: int, keep_until_ms: int, group: InGroup | None = None) -> Change[bool]:
     if row is not None and not row.noted:
         return Change(not row.ended)
-    return Change(True, _new(row, at, keep_until_ms, noted=1, due_ms=due_ms))
+    return Change(True, _new(row, at, keep_until_ms, group=group, noted=1, due_ms=due_ms), group=group)
 
 
 def cancel(row: Row | None, at: Times, completion: Completion, spec: StoreSpec) -> Change[Cancelling]:
@@ -306,11 +319,11 @@ def cancel_waiting(row: Row | None, at: Times, completion: Completion, spec: Sto
     return Change(None, cancel(row, at, completion, spec).row)
 
 
-def join(row: Row | None, at: Times, group_id: str, keep_until_ms: int) -> Change[bool]:
+def join(row: Row | None, at: Times, group: InGroup, keep_until_ms: int) -> Change[bool]:
     """A request that is about to be published belongs to a group. Returns False if it was known before, without it."""
     if row is not None:
-        return Change(row.group_id == group_id)
-    return Change(True, _new(None, at, keep_until_ms, noted=1, group_id=group_id))
+        return Change(row.group_id == group.id)
+    return Change(True, _new(None, at, keep_until_ms, group=group, noted=1), group=group)
 
 
 def forget_unseen(row: Row | None, _: Times) -> Change[None]:
@@ -331,7 +344,12 @@ def find(row: Row | None, at: Times) -> Change[Found | None]:
 
 
 def follow(
-    row: Row | None, at: Times, submission: Submission, first_entry: NewEntry, keep_until_ms: int
+    row: Row | None,
+    at: Times,
+    submission: Submission,
+    first_entry: NewEntry,
+    keep_until_ms: int,
+    group: InGroup | None = None,
 ) -> Change[Submitted]:
     if row is not None and not row.noted:
         return Change(Submitted.CONFLICT if row.has_other_body(submission.body_hash) else Submitted.KNOWN)
@@ -340,10 +358,10 @@ def follow(
         return Change(Submitted.KNOWN if before.body_hash == submission.body_hash else Submitted.CONFLICT)
     # The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`: skip that number.
     number = 1 if before is None else before.last + 2
-    waiting = _new(row, at, keep_until_ms, noted=1)._replace(
+    waiting = _new(row, at, keep_until_ms, group=group, noted=1)._replace(
         progress=ProgressRow(submission.body_hash, last=number, events=0, size=len(first_entry.body))
     )
-    return Change(Submitted.NEW, waiting, entries=(first_entry,), forget="all", submission=submission)
+    return Change(Submitted.NEW, waiting, entries=(first_entry,), forget="all", submission=submission, group=group)
 
 
 def unfollow(row: Row | None, _: Times) -> Change[None]:
@@ -399,12 +417,12 @@ def _kept_for_group(row: Row | None) -> int:
     return 0 if row is None or row.group_id is None else row.keep_ms
 
 
-def _new(row: Row | None, at: Times, keep_ms: int, message: Fingerprint | None = None, **fields: Any) -> Row:
-    """A row in place of this one, as if the request were new. `message`: the one that claims or ends it."""
+def _new(row: Row | None, at: Times, keep_ms: int, *, group: InGroup | None = None, **fields: Any) -> Row:
+    """A row in place of this one, as if the request were new. `group`: what its message says of it."""
     if row is not None and row.group_id is not None:
         fields["group_id"] = row.group_id
-    elif message is not None:
-        fields["group_id"] = message.group
+    elif group is not None:
+        fields["group_id"] = group.id
     # Without a row, the time is higher than all tokens that the request may have had in a row that was removed or lost.
     token = at.today if row is None else row.token + 1
     return Row(token=token, keep_ms=keep_ms, progress=None if row is None else row.progress, **fields)
@@ -417,7 +435,7 @@ def _granted(
         row,
         at,
         max(message.keep_until_ms, _kept_for_group(row), at.today + spec.keep_ms + spec.lease_ms),
-        message,
+        group=message.group,
         body_hash=message.body_hash,
         mark=message.mark,
         lease_ms=at.now + spec.lease_ms,
@@ -427,7 +445,8 @@ def _granted(
         deaths=deaths,
         headers=None if row is None else row.step or None,
     )
-    return _again(row, Change(Granted(token=held.token, deaths=deaths, followed=held.progress is not None), held))
+    granted = Granted(token=held.token, deaths=deaths, followed=held.progress is not None)
+    return _again(row, Change(granted, held, group=message.group))
 
 
 def _again(before: Row | None, change: Change[T]) -> Change[T]:

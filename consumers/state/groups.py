@@ -1,11 +1,13 @@
-"""Groups: requests that belong together, with one state, one count of how they have ended, and one list of results. A
-Message Batch of the gateway is a group. Here is what is decided about a group, for every engine.
+"""Groups: requests that belong together, with one state, one count of how they have ended, and one list of results.
+Here is what is decided about a group, for every engine.
 
-A group is `open` while its requests are published, and no worker runs one of them. Its creator then seals it, from
-which moment on they run. If the creator dies before, its lease ends: the group is `void`, and workers drop its
+A group comes to be with the first request that names it (`x-lane-group`), or is created as a whole: a Message Batch of
+the gateway. That is `open` while its requests are published, and no worker runs one of them. Its creator then seals it,
+from which moment on they run. If the creator dies before, its lease ends: the group is `void`, and workers drop its
 requests. So all of them run, or none.
 
-How many requests of a group have ended, and how, is counted by the change that ends the request (`Counted`).
+How many requests a group has, how many of them have ended, and how, is counted by the changes of the requests' rows
+(`Counted`). It has ended when as many have ended as its requests say that it has.
 """
 
 import json
@@ -16,9 +18,10 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
+from consumers.clock import moment_text
 from consumers.state import decisions
-from consumers.state.base import Completion, FollowedStore, Identity
-from consumers.state.decisions import CANCELLED, Row
+from consumers.state.base import Completion, FollowedStore, Identity, InGroup
+from consumers.state.decisions import CANCELLED, Change, Row, Times
 from consumers.state.requests import Requests
 from topology.lanes import MIB
 
@@ -44,16 +47,16 @@ class Head:
     """What is stored of a group besides its counts. Times are ms since 1970."""
 
     state: State = State.OPEN
-    lease_ms: int
+    lease_ms: int = 0
     """An open group is void from then on, if it was neither sealed nor its lease renewed."""
-    owner: str
-    """The name of the API key that created it; only it may see the group."""
-    digest: str
+    owner: str | None = None
+    """The name of the API key that created it, which alone may see it. None: it came to be with a request, and all keys
+    of its tenant see it."""
+    digest: str = ""
     """Of what was submitted: the same id with another digest is a conflict."""
-    requests: int
-    size_bytes: int
+    size_bytes: int = 0
     created_ms: int
-    expires_ms: int
+    expires_ms: int = 0
     """When its last request ends at the latest."""
     keep_ms: int
     cancelled_ms: int = 0
@@ -79,10 +82,22 @@ class Group:
     counts: Mapping[Kind, int]
     last_ended_ms: int
     """When the last of the requests that have ended did so; 0: none has."""
+    size: int
+    """The most requests that one of them says it has; 0: none says."""
+    key: str
+    """The routing key of the first request that was seen."""
+    webhook: str
+    saved_usd: float
+
+    @property
+    def ended(self) -> int:
+        """How many of its requests have ended."""
+        return sum(self.counts.values()) - self.counts["processing"]
 
     @property
     def has_ended(self) -> bool:
-        return self.head.state is State.SEALED and not self.counts["processing"]
+        is_whole = 0 < self.size <= self.ended
+        return self.head.state is State.SEALED and is_whole and not self.counts["processing"]
 
     def has_lapsed(self, now_ms: int) -> bool:
         return self.head.state is State.OPEN and self.head.lease_ms <= now_ms
@@ -124,8 +139,9 @@ Decide = Callable[[Group | None, int], GroupChange]
 
 
 def open_new(group: Group | None, now_ms: int, *, head: Head) -> GroupChange:
-    """A group that is void may be created again, with the same requests."""
-    if group is None:
+    """A group that is void may be created again, with the same requests; so may one that the store had lost, of which
+    requests were seen since."""
+    if group is None or group.head.owner is None:
         return GroupChange(Opened.NEW, head)
     if group.head.digest != head.digest:
         return GroupChange(Opened.CONFLICT)
@@ -185,26 +201,71 @@ def cancel(group: Group | None, now_ms: int) -> GroupChange:
     return GroupChange(replace(group, head=head), head)
 
 
+# ---- what is told about it -------------------------------------------------------------------------------------------
+
+
+def progress(group: Group, *, now_ms: int) -> dict[str, Any]:
+    """As JSON, for users."""
+    head, ended, left = group.head, group.ended, max(group.size - group.ended, group.counts["processing"])
+    found: dict[str, Any] = {
+        "id": group.identity.id,
+        "status": "ended" if group.has_ended else "cancelling" if head.cancelled_ms else "in_progress",
+        "counts": {
+            "in_progress": left,
+            "completed": group.counts["succeeded"],
+            "failed": group.counts["errored"] + group.counts["expired"],
+            "cancelled": group.counts["canceled"],
+        },
+        "created_at": moment_text(head.created_ms),
+    }
+    if group.size:
+        found["size"] = group.size
+    if group.saved_usd:
+        found["saved_usd"] = round(group.saved_usd, 6)
+    if head.cancelled_ms:
+        found["cancelled_at"] = moment_text(head.cancelled_ms)
+    if group.has_ended:
+        found["ended_at"] = moment_text(group.last_ended_ms)
+    elif group.size and ended:  # at the pace so far
+        so_far_ms = max(0, now_ms - head.created_ms)
+        found["predicted_end_at"] = moment_text(now_ms + so_far_ms * left // ended)
+    return found
+
+
 # ---- how its requests are counted ------------------------------------------------------------------------------------
 
 
 class Counted(NamedTuple):
-    """What a change of a request's row changes in the counts of its group. `was`: None if it is a new member.
-    `ended_ms`: when it ended; 0: it has not."""
+    """What a change of a request's row changes in its group. `was`: None if it is a new member. `ended_ms`: when it
+    ended; 0: it has not. `keep_ms`: so long the group is kept at least."""
 
-    group_id: str
+    group: InGroup
     was: Kind | None
     now: Kind
     ended_ms: int
+    keep_ms: int
+    saved_usd: float
 
 
-def counted(before: Row | None, after: Row) -> Counted | None:
+def counted(before: Row | None, change: Change[Any]) -> Counted | None:
     """None: nothing changes."""
-    if after.group_id is None:
+    after = change.row
+    if not isinstance(after, Row) or after.group_id is None:
         return None
     was = None if before is None or before.group_id is None else kind_of(before)
     now = kind_of(after)
-    return None if was == now else Counted(after.group_id, was, now, after.ended_ms or 0 if after.ended else 0)
+    if was == now:
+        return None
+    group = change.group
+    if group is None or group.id != after.group_id:  # the first message of a request decides
+        group = InGroup(after.group_id)
+    ended_ms = after.ended_ms or 0 if after.ended else 0
+    return Counted(group, was, now, ended_ms, after.keep_ms, change.saved_usd)
+
+
+def named(at: Times, counts: Counted) -> Head:
+    """Of a group that comes to be with a request that names it."""
+    return Head(state=State.SEALED, created_ms=at.today, keep_ms=counts.keep_ms)
 
 
 def kind_of(row: Row) -> Kind:
@@ -224,7 +285,7 @@ class GroupedStore(FollowedStore, Protocol):
 
     async def open_group(self, identity: Identity, head: Head) -> Opened: ...
 
-    async def join(self, group: Identity, ids: Sequence[str], *, keep_until_ms: int) -> bool:
+    async def join(self, tenant: str, group: InGroup, ids: Sequence[str], *, keep_until_ms: int) -> bool:
         """Note that these requests, which are about to be published, belong to a group. Returns False if one of them is
         known without it."""
 
@@ -238,6 +299,9 @@ class GroupedStore(FollowedStore, Protocol):
 
     async def groups_of(self, tenant: str) -> Sequence[Group]:
         """All groups of a tenant, in no order."""
+
+    async def count_groups(self, tenant: str) -> int:
+        """How many groups of a tenant are kept."""
 
     async def discard_group(self, identity: Identity) -> Group | None: ...
 
@@ -269,9 +333,9 @@ class Groups(Requests, ABC):
         opened: Opened = await self.change_group(identity, partial(open_new, head=head))
         return opened
 
-    async def join(self, group: Identity, ids: Sequence[str], *, keep_until_ms: int) -> bool:
-        decide = partial(decisions.join, group_id=group.id, keep_until_ms=keep_until_ms)
-        done = await self.change_all("join", [(Identity(group.tenant, id), decide) for id in ids], bodies=False)
+    async def join(self, tenant: str, group: InGroup, ids: Sequence[str], *, keep_until_ms: int) -> bool:
+        decide = partial(decisions.join, group=group, keep_until_ms=keep_until_ms)
+        done = await self.change_all("join", [(Identity(tenant, id), decide) for id in ids], bodies=False)
         return all(change.answer for change in done)
 
     async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from consumers.state import base, decisions
-from consumers.state.base import Completion, Fingerprint, Held, Identity, StoreSpec
+from consumers.state.base import Completion, Fingerprint, Held, Identity, InGroup, StoreSpec
 from consumers.state.decisions import Change, Row, Times
 
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class Requests(ABC):
         )
         await self.change("release", held.identity, decide)
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int) -> bool:
-        decide = partial(decisions.defer, due_ms=due_ms, keep_until_ms=keep_until_ms)
+    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int, group: InGroup | None = None) -> bool:
+        decide = partial(decisions.defer, due_ms=due_ms, keep_until_ms=keep_until_ms, group=group)
         return (await self.change("defer", identity, decide)).answer
 
     async def complete(
@@ -84,8 +84,12 @@ class Requests(ABC):
         decide = partial(decisions.complete, message=fingerprint, completion=completion, token=token, spec=self.spec)
         return (await self.change("complete", identity, decide)).answer
 
-    async def note(self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0) -> None:
-        decide = partial(decisions.note, completion=completion, keep_until_ms=keep_until_ms, spec=self.spec)
+    async def note(
+        self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0, group: InGroup | None = None
+    ) -> None:
+        decide = partial(
+            decisions.note, completion=completion, keep_until_ms=keep_until_ms, group=group, spec=self.spec
+        )
         await self.change("note", identity, decide)
 
     async def cancel(self, identity: Identity, completion: Completion) -> base.Cancelling:
@@ -102,9 +106,21 @@ class Requests(ABC):
         return (await self.change("find", identity, decisions.find)).answer
 
     async def follow(
-        self, identity: Identity, submission: base.Submission, *, first_entry: base.NewEntry, keep_until_ms: int
+        self,
+        identity: Identity,
+        submission: base.Submission,
+        *,
+        first_entry: base.NewEntry,
+        keep_until_ms: int,
+        group: InGroup | None = None,
     ) -> base.Submitted:
-        decide = partial(decisions.follow, submission=submission, first_entry=first_entry, keep_until_ms=keep_until_ms)
+        decide = partial(
+            decisions.follow,
+            submission=submission,
+            first_entry=first_entry,
+            keep_until_ms=keep_until_ms,
+            group=group,
+        )
         return (await self.change("follow", identity, decide)).answer
 
     async def unfollow(self, identity: Identity) -> None:

@@ -2,6 +2,8 @@
 
 import re
 
+GROUP_AT_MOST = 100_000
+"""So many requests a group may have, as a Message Batch of Anthropic's API."""
 REQUEST_ID = "allowed are 1 to 128 of A-Z a-z 0-9 . _ : -"
 ID_PATTERN = r"[A-Za-z0-9._:-]{1,128}"
 _ID = re.compile(ID_PATTERN)

@@ -134,6 +134,7 @@ TENANT = "x-lane-tenant"
 NO_BATCH = "x-lane-no-batch"
 PARK_INVALID = "x-lane-park-invalid"
 GROUP = "x-lane-group"
+GROUP_SIZE = "x-lane-group-size"
 KEY = "x-lane-key"
 SENT_MS = "x-lane-sent-ms"
 ANTHROPIC = "anthropic-"
@@ -142,7 +143,7 @@ ANTHROPIC_BETA = "anthropic-beta"
 ANTHROPIC_VERSION = "anthropic-version"
 PUBLIC = frozenset({
     DEADLINE_MS, LONG_CALL, STREAM, DELAY_MS, AT, DEBOUNCE, WEBHOOK, PIPELINE, TENANT, NO_BATCH, PARK_INVALID, SENT_MS,
-    DIALECT, BODY, BODY_SHA256, KEY, PARTS_TOGETHER, GROUP,
+    DIALECT, BODY, BODY_SHA256, KEY, PARTS_TOGETHER, GROUP, GROUP_SIZE,
 })  # fmt: skip
 
 # What DIALECT may say.

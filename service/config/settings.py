@@ -501,8 +501,8 @@ class GatewaySettings(Section):
     """How many calls of `count_tokens`, `models` and `files` the gateway passes on in a minute; one of several tenants
     may use half."""
     batches_per_tenant: Number[int] = Field(default=1000, ge=1, le=100_000)
-    """How many Message Batches of one tenant are kept. Further ones get the status 429, until some are deleted, or are
-    kept no longer."""
+    """How many groups of one tenant are kept, Message Batches among them. Further ones get the status 429
+    (`too_many_waiting`) until some are deleted, or are kept no longer. Workers need it too."""
     batch_bytes_per_tenant: Number[int] = Field(default=GIB, ge=MIB, le=1024 * GIB)
     """The maximum size of all Message Batches of one tenant that have not ended. Further ones get the status 429."""
     cancel_abandoned: bool = True
@@ -1085,6 +1085,7 @@ class Settings(BaseSettings):
             waiting_per_tenant=self.waiting.per_tenant,
             waiting_in_all=self.waiting.in_all,
             files_per_tenant=self.files.per_tenant,
+            groups_per_tenant=self.gateway.batches_per_tenant,
             redis_tls=self.tls.for_redis(),
         )
 

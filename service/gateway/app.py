@@ -31,6 +31,7 @@ from service.gateway.answers import StoredAnswers
 from service.gateway.batches import BatchPaths
 from service.gateway.calls import BODIES_BYTES, Bodies, CallReader
 from service.gateway.files import FilePaths
+from service.gateway.groups import GroupPaths
 from service.gateway.messages import LookupPaths, Messages
 from service.gateway.operators import OperatorPaths
 from service.gateway.problems import ApiError, refused
@@ -119,12 +120,13 @@ class Gateway:
         self._accounts = Accounts(settings, self._access)
         self._files = FilePaths(settings, self._accounts, store, self._shares)
         self._lookups = LookupPaths(settings, bodies, self._accounts, self._files)
+        self._groups = GroupPaths(store, answers)
         self._batches = BatchPaths(
             client,
             store,
             bodies,
             call_reader,
-            answers,
+            self._groups,
             spec=spec,
             kept=settings.store_spec(),
             most_item_bytes=most_bytes,
@@ -150,6 +152,7 @@ class Gateway:
             ("DELETE", "/v1/requests/{id}"): self._paths.delete,
             ("GET", "/v1/requests/{id}/events"): self._paths.events,
             ("GET", "/v1/ws"): self._sockets.get,
+            **self._groups.handlers(),
             **self._batches.handlers(),
         }
         handlers: dict[tuple[str, str], _CallHandler] = {

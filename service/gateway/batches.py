@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice
@@ -21,27 +21,27 @@ from aiohttp import web
 
 from consumers.background import Background
 from consumers.clock import moment_text, now_ms
-from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailable
+from consumers.job import group_in
+from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.groups import KINDS, Group, GroupedStore, Head, Member, Opened, State
 from lanekeeper import Client
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import is_request_id
+from lanekeeper.contract.identity import GROUP_AT_MOST, is_request_id
 from lanekeeper.contract.messages import body_address_in
-from lanekeeper.contract.problems import LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.replies import Problem
 from lanekeeper.requests import Options
-from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey, GatewaySettings
 from service.gateway.access import only_value
-from service.gateway.answers import StoredAnswers, Writing
 from service.gateway.batch_bodies import BatchBody, Item
 from service.gateway.calls import IDEMPOTENCY_KEY, BatchCall, Bodies, CallReader
+from service.gateway.groups import JSONL, SHOWN_WITHIN_S, GroupPaths, in_one_line
 from service.gateway.problems import ApiError, answer, api_error_of, refused
+from service.gateway.requests import LargeStatus
 from service.gateway.shares import SharedLimit
 from topology.lanes import MIB
 
 BATCHES: Final = "/v1/messages/batches"
-MOST_REQUESTS: Final = 100_000
 MOST_BYTES: Final = 256 * MIB
 CREATED_AT_ONCE: Final = 4
 CHECKED_AT_ONCE: Final = 100
@@ -49,9 +49,6 @@ PUBLISHED_AT_ONCE: Final = 256
 PUBLISHED_BYTES: Final = 8 * MIB
 LEASE_MS: Final = 30_000
 """If this process dies while it publishes a batch, the batch is void after this time."""
-CANCELLED_AGAIN_S: Final = (0.0, 0.5, 2.0, 8.0, 30.0)
-SHOWN_WITHIN_S: Final = 2.0
-"""For so long a call waits for what it has begun, so that its answer tells what came of it."""
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 1000
 log = structlog.get_logger()
@@ -66,7 +63,7 @@ class BatchPaths:
     store: GroupedStore
     bodies: Bodies
     reader: CallReader
-    answers: StoredAnswers
+    groups: GroupPaths
     _: KW_ONLY
     spec: GatewaySettings
     kept: StoreSpec
@@ -109,7 +106,6 @@ class BatchPaths:
             lease_ms=now_ms() + LEASE_MS,
             owner=batch.caller.name,
             digest=digest,
-            requests=len(items),
             size_bytes=len(data),
             created_ms=created_ms,
             expires_ms=expires_ms,
@@ -141,7 +137,7 @@ class BatchPaths:
         expires_ms = 0
         body = BatchBody(
             data,
-            most_requests=MOST_REQUESTS,
+            most_requests=GROUP_AT_MOST,
             most_bytes=self.most_item_bytes,
             most_values=self.reader.max_values,
         ).items()
@@ -171,7 +167,8 @@ class BatchPaths:
         kept = [each for each in groups if each.head.state is not State.VOID and each.identity != identity]
         if len(kept) >= self.spec.batches_per_tenant:
             raise refused(
-                f"this tenant has {len(kept)} batches, as many as are kept: delete some that have ended", status=429
+                f"this tenant has {len(kept)} batches and groups, as many as are kept: delete some that have ended",
+                status=429,
             )
         used = sum(group.head.size_bytes for group in kept if not group.has_ended)
         if used + new.size_bytes > self.spec.batch_bytes_per_tenant:
@@ -185,7 +182,9 @@ class BatchPaths:
         self, data: mmap, items: Sequence[Item], batch: BatchCall, identity: Identity, head: Head
     ) -> None:
         lease_ms = head.lease_ms
-        headers = {**batch.headers, n.GROUP: identity.id}
+        headers = {**batch.headers, n.GROUP: identity.id, n.GROUP_SIZE: len(items)}
+        group = group_in(headers, key=batch.key)
+        assert group is not None
 
         async def one(item: Item) -> None:
             options = Options(message_id=f"{identity.id}.{item.custom_id}", headers=headers, cancel_abandoned=False)
@@ -195,7 +194,7 @@ class BatchPaths:
 
         for some in _portions(items):
             ids = [f"{identity.id}.{item.custom_id}" for item in some]
-            if not await self.store.join(identity, ids, keep_until_ms=head.keep_ms):
+            if not await self.store.join(identity.tenant, group, ids, keep_until_ms=head.keep_ms):
                 raise ApiError(409, "Idempotency-Key: requests of this batch were sent on their own before")
             done = await asyncio.gather(*map(one, some), return_exceptions=True)
             if failed := next((each for each in done if isinstance(each, BaseException)), None):
@@ -228,26 +227,8 @@ class BatchPaths:
         group = await self._asked(request, caller)
         if group.has_ended:
             raise ApiError(400, f"Batch {group.identity.id} cannot be canceled: its processing has ended")
-        await self.store.cancel_group(group.identity)
-        cancelling = self._background.begin(self._cancel_waiting(group.identity), name=f"cancel {group.identity.id}")
-        await asyncio.wait((cancelling,), timeout=SHOWN_WITHIN_S)
+        await self.groups.cancel(group.identity)
         return self._answer(await self._asked(request, caller), request)
-
-    async def _cancel_waiting(self, identity: Identity) -> None:
-        """End what does not run; look again for what ran for a moment, because it was on its way into a provider's
-        batch. What this does not reach, because this process dies, ends when it would begin."""
-        try:
-            for pause_s in CANCELLED_AGAIN_S:
-                await asyncio.sleep(pause_s)
-                is_left = False
-                async for members in self._members(identity, bodies=False):
-                    waiting = [each.id for each in members if each.completion is None]
-                    await self.store.cancel_waiting([(Identity(identity.tenant, id), _cancelled(id)) for id in waiting])
-                    is_left |= bool(waiting)
-                if not is_left:
-                    return
-        except StoreUnavailable as error:
-            log.warning(signals.GROUP_UNCANCELLED, group=identity.id, error=str(error))
 
     async def _delete(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         group = await self._asked(request, caller)
@@ -267,48 +248,8 @@ class BatchPaths:
         group = await self._asked(request, caller)
         if not group.has_ended:
             raise ApiError(404, f"Batch {group.identity.id} has no results")
-        headers = {"content-type": "application/x-jsonl", "cache-control": "no-store", **_headers(group)}
-        writing = Writing(request, web.StreamResponse(headers=headers))
-        try:
-            async for members in self._members(group.identity):
-                lines: list[bytes] = []
-                for member in members:
-                    if member.completion is not None and body_address_in(member.completion.headers) is not None:
-                        await writing.write(b"".join(lines))
-                        lines.clear()
-                        await writing.write_all(self._large_line(member, caller))
-                    else:
-                        lines.append(_line(member))
-                await writing.write(b"".join(lines))
-        except ConnectionError:
-            return writing.response
-        except (ApiError, LanekeeperError):
-            if writing.has_begun and request.transport is not None:
-                request.transport.abort()  # otherwise the client would take the lines that it has for all of them
-            raise
-        if not writing.has_begun:  # the store has removed all of them
-            return web.Response(headers=headers)
-        return await writing.end()
-
-    async def _large_line(self, member: Member, caller: GatewayKey) -> AsyncGenerator[bytes, None]:
-        assert member.completion is not None
-        kept = body_address_in(member.completion.headers)
-        assert kept is not None
-        try:
-            async with self.answers.fetched(kept, caller.tenant) as found:
-                begin, end = _around(member, "succeeded", "message")
-                async for piece in found.pieces(begin=begin, end=end):
-                    yield piece if piece is end else _in_one_line(piece)
-        except ApiError as error:
-            if error.status != 410:
-                raise
-            yield _errored(member, error)
-
-    async def _members(self, identity: Identity, *, bodies: bool = True) -> AsyncGenerator[Sequence[Member], None]:
-        after = 0
-        while members := await self.store.members(identity, after=after, bodies=bodies):
-            yield members
-            after = members[-1].position
+        headers = {"content-type": JSONL, **_headers(group)}
+        return await self.groups.stream(request, group, caller, BatchLines(), headers=headers)
 
     async def _asked(self, request: web.Request, caller: GatewayKey) -> Group:
         id = request.match_info["id"]
@@ -417,46 +358,35 @@ def _page(groups: Sequence[Group], query: Mapping[str, str], limit: int, *, url:
     return {"data": found, "has_more": has_more, "first_id": first, "last_id": last}
 
 
-def _cancelled(id: str) -> Completion:
-    problem = RequestProblem("cancelled", "its group was cancelled before it began")
-    return Completion(
-        status="error", code=problem.code, body=problem.document(request=id, attempts=0), ended_ms=now_ms()
-    )
-
-
 # ---- lines of results ------------------------------------------------------------------------------------------------
 
 
-def _line(member: Member) -> bytes:
-    end = member.completion
-    if end is None:  # a dead letter of it was replayed, and runs again
-        return _errored(member, ApiError(503, "it runs again at this moment"))
-    if end.status == "ok":
-        begin, rest = _around(member, "succeeded", "message")
-        return begin + _in_one_line(end.body) + rest
-    if end.code == "cancelled":
-        return _result(member, {"type": "canceled"})
-    if end.code == "deadline_exceeded":
-        return _result(member, {"type": "expired"})
-    return _errored(member, api_error_of(Problem(json.loads(end.body))))
+class BatchLines:
+    """Implements `Lines`, as Anthropic's API writes them."""
 
+    def of(self, member: Member) -> bytes | LargeStatus:
+        end = member.completion
+        if end is None:  # a dead letter of it was replayed, and runs again
+            return self.of_lost(member, ApiError(503, "it runs again at this moment"))
+        if end.status == "ok":
+            begin = b'{"custom_id": %b, "result": {"type": "succeeded", "message": '
+            begin %= json.dumps(_custom_id(member)).encode()
+            if (kept := body_address_in(end.headers)) is not None:
+                return LargeStatus(begin, kept, b"}}\n")
+            return begin + in_one_line(end.body) + b"}}\n"
+        if end.code == "cancelled":
+            return _result(member, {"type": "canceled"})
+        if end.code == "deadline_exceeded":
+            return _result(member, {"type": "expired"})
+        return self.of_lost(member, api_error_of(Problem(json.loads(end.body))))
 
-def _errored(member: Member, error: ApiError) -> bytes:
-    return _result(member, {"type": "errored", "error": json.loads(error.body(member.id))})
+    def of_lost(self, member: Member, error: ApiError) -> bytes:
+        return _result(member, {"type": "errored", "error": json.loads(error.body(member.id))})
 
 
 def _result(member: Member, result: Mapping[str, Any]) -> bytes:
     return json.dumps({"custom_id": _custom_id(member), "result": result}, ensure_ascii=False).encode() + b"\n"
 
 
-def _around(member: Member, kind: str, name: str) -> tuple[bytes, bytes]:
-    begin = f'{{"custom_id": {json.dumps(_custom_id(member))}, "result": {{"type": "{kind}", "{name}": '
-    return begin.encode(), b"}}\n"
-
-
 def _custom_id(member: Member) -> str:
     return member.id.partition(".")[2] or member.id
-
-
-def _in_one_line(body: bytes) -> bytes:
-    return body.replace(b"\r", b" ").replace(b"\n", b" ")

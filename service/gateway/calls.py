@@ -60,10 +60,9 @@ REFUSED_HEADERS = {
     n.KEY: "it follows from the key",
     n.BODY: "the body comes with the call",
     n.BODY_SHA256: "the body comes with the call",
-    n.GROUP: "Message Batches set it",
 }
 _ACCEPTED = (n.PUBLIC | {n.LANE_NAME, n.TYPE}) - REFUSED_HEADERS.keys()
-_OF_BATCHES = frozenset({n.LANE_NAME, n.DEADLINE_MS, n.NO_BATCH, n.PARK_INVALID})
+_OF_BATCHES = frozenset({n.LANE_NAME, n.DEADLINE_MS, n.NO_BATCH, n.PARK_INVALID, n.WEBHOOK})
 """The headers that the creation of a Message Batch may have, for all of its requests."""
 BODY_WITHIN_S: Final = 30.0
 LEAST_BYTES_PER_S: Final = 256 * 1024

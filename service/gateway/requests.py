@@ -21,6 +21,7 @@ from aiohttp import web
 from consumers.background import Background, background_task
 from consumers.clock import moment_text, now_ms
 from consumers.flows import webhooks
+from consumers.job import group_in
 from consumers.slots import activity
 from consumers.state import base as state
 from consumers.state.base import FollowedStore, Identity, StoreUnavailable
@@ -279,6 +280,7 @@ class SubmittedRequests:
             state.Submission.of(request, call.body_hash),
             first_entry=state.NewEntry(state.QUEUED, json.dumps(first).encode()),
             keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
+            group=group_in(call.options.get("headers", {}), key=call.key),
         )
         if submitted is state.Submitted.CONFLICT:
             raise RequestProblem("idempotency_conflict", "Idempotency-Key: it was used with another body")

@@ -796,7 +796,7 @@ def _handler(
         pipelines=settings.pipelines.keys(),
     )
     brake_gate = gates.BrakeGate(brake, claiming, publish=lifecycle.publish)
-    group_gate = GroupGate(store)
+    group_gate = GroupGate(store, settings.store_spec())
     claim_gate, caps_gate = gates.ClaimGate(claiming), budgeting.caps_gate
 
     def has_batches(provider: str) -> bool:

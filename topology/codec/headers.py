@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 from lanekeeper.contract import names
-from lanekeeper.contract.identity import is_request_id
+from lanekeeper.contract.identity import GROUP_AT_MOST, is_request_id
 from lanekeeper.contract.messages import BodyAddress, Headers
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import RequestProblem, invalid_request
@@ -229,6 +229,10 @@ def read(headers: Mapping[str, Any]) -> RequestHeaders:
     group = headers.get(names.GROUP)  # `Job.group` reads it
     if group is not None and not (isinstance(group, str) and is_request_id(group)):
         raise _wrong(names.GROUP, group, "the id of a group: 1 to 128 of A-Z a-z 0-9 . _ : -")
+    if (size := headers.get(names.GROUP_SIZE)) is not None and not group_size(headers):
+        raise _wrong(names.GROUP_SIZE, size, f"how many requests the group has: 1 to {GROUP_AT_MOST}")
+    if size is not None and group is None:
+        raise invalid_request(f"header {names.GROUP_SIZE}: it needs {names.GROUP}, the group's id")
     tenant = headers.get(names.TENANT)
     if tenant is not None and not isinstance(tenant, str):
         raise _wrong(names.TENANT, tenant, "a string")
@@ -433,6 +437,14 @@ def _ms(headers: Mapping[str, Any], key: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(key, value, f"whole milliseconds from {low} to {high}")
     return value
+
+
+def group_size(headers: Mapping[str, Any]) -> int:
+    """How many requests the group has; 0: the header is missing or malformed."""
+    size = headers.get(names.GROUP_SIZE)
+    if isinstance(size, str) and DIGITS.fullmatch(size):
+        size = int(size)
+    return size if type(size) is int and 1 <= size <= GROUP_AT_MOST else 0
 
 
 def ms_or_none(headers: Mapping[str, Any], key: str) -> int | None:

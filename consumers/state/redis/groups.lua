@@ -9,6 +9,7 @@ end
 function run.swap_group(id, expected, head, keep_ms)
   if (redis.call('HGET', KEYS[1], 'head') or '') ~= expected then return 0 end
   redis.call('HSET', KEYS[1], 'head', head)
+  keep_ms = math.max(tonumber(keep_ms), now + redis.call('PTTL', KEYS[1]))
   redis.call('PEXPIREAT', KEYS[1], keep_ms)
   redis.call('ZADD', KEYS[2], keep_ms, id)
   redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
@@ -22,6 +23,10 @@ function run.groups_of(begin)
     found[i] = {id, redis.call('HGETALL', begin .. id)}
   end
   return found
+end
+
+function run.count_groups()
+  return redis.call('ZCOUNT', KEYS[1], '(' .. now, '+inf')
 end
 
 -- The next requests of a group that are still kept, and the place of the last one that was looked at (0: there was

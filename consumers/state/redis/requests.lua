@@ -10,19 +10,34 @@ local NEW = {'body', ''}
 for _, name in ipairs(FIELDS) do
   NEW[#NEW + 1], NEW[#NEW + 2] = name, ''
 end
--- Counts in its group that a request is another kind now: that before and after (`-`: it is a new member), when it has
--- ended, its id, and the keys of the group and its members.
+local function keep_group(group, groups, group_id, keep_ms)
+  redis.call('PEXPIREAT', group, keep_ms)
+  redis.call('ZADD', groups, keep_ms, group_id)
+  redis.call('PEXPIREAT', groups, redis.call('ZRANGE', groups, -1, -1, 'WITHSCORES')[2])
+end
+-- Counts in its group that a request is another kind now: that before (nothing: it is a new member) and after, when it
+-- has ended, until when it is kept, and what else `Counted` has; the head of a new group; the request's and the group's
+-- id, the keys of the group, its members and the tenant's groups, and how many of these are allowed.
 local function count(change)
-  local was, now, ended, id, group, members = change:match('^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
-  if redis.call('EXISTS', group) == 0 then return end
-  if was == '-' then
-    redis.call('RPUSH', members, id)
-    redis.call('PEXPIRE', members, math.max(1, redis.call('PTTL', group)))
-  else
-    redis.call('HINCRBY', group, was, -1)
+  local parts = {}
+  for part in (change .. '\0'):gmatch('(%Z*)%z') do parts[#parts + 1] = part end
+  local was, kind, ended, keep_ms, saved_usd, size, key, webhook, head = unpack(parts, 1, 9)
+  local id, group_id, group, members, groups, most = unpack(parts, 10)
+  if redis.call('EXISTS', group) == 0 then
+    if was ~= '' or redis.call('ZCOUNT', groups, '(' .. now, '+inf') >= tonumber(most) then return end
+    redis.call('HSET', group, 'head', head)
+    keep_group(group, groups, group_id, keep_ms)
   end
-  redis.call('HINCRBY', group, now, 1)
+  if was == '' then redis.call('RPUSH', members, id) else redis.call('HINCRBY', group, was, -1) end
+  redis.call('HINCRBY', group, kind, 1)
   if tonumber(ended) > tonumber(redis.call('HGET', group, 'ended') or 0) then redis.call('HSET', group, 'ended', ended) end
+  if tonumber(size) > tonumber(redis.call('HGET', group, 'size') or 0) then redis.call('HSET', group, 'size', size) end
+  if tonumber(saved_usd) > 0 then redis.call('HINCRBYFLOAT', group, 'saved_usd', saved_usd) end
+  if key ~= '' then redis.call('HSETNX', group, 'key', key) end
+  if webhook ~= '' then redis.call('HSETNX', group, 'webhook', webhook) end
+  local left_ms = tonumber(keep_ms) - now
+  if left_ms > redis.call('PTTL', group) then keep_group(group, groups, group_id, keep_ms) end
+  if left_ms > redis.call('PTTL', members) then redis.call('PEXPIREAT', members, keep_ms) end
 end
 local PROGRESS = {'hash', 'last', 'events', 'bytes'}
 local function read(request, followed)

@@ -119,7 +119,7 @@ class RedisStore(Groups, SmallRows):
             keys = [key for nth in asked for key in self._keys(wanted[nth][0])]
             values: list[Argument] = [at.now, STALE_MS, int(bodies)]
             for nth, change in asked.items():
-                values += _swap(change, seen[nth], after[nth], self._counted(wanted[nth][0], change, seen[nth]))
+                values += _swap(change, seen[nth], after[nth], self._counted(at, wanted[nth][0], change, seen[nth]))
             time_ms, *results = await self._run("swap", keys, *values, name=name)
             self._time_ms, self._read_at_ms = time_ms, _monotonic_ms()
             at, again = Times(now=time_ms, today=time_ms), {}
@@ -141,11 +141,15 @@ class RedisStore(Groups, SmallRows):
                 await asyncio.sleep(random.uniform(0, 0.002 * tries))
         raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
 
-    def _counted(self, identity: Identity, change: Change[Any], before: "_Seen") -> str:
-        if not isinstance(change.row, Row) or (counts := groups.counted(before.row, change.row)) is None:
+    def _counted(self, at: Times, identity: Identity, change: Change[Any], before: "_Seen") -> str:
+        if (counts := groups.counted(before.row, change)) is None:
             return ""
-        group = Identity(identity.tenant, counts.group_id)
-        return f"{counts.was or '-'} {counts.now} {counts.ended_ms} {identity.id} {' '.join(self._group(group))}"
+        tenant, (id, size, key, webhook) = identity.tenant, counts.group
+        keys = (*self._group(Identity(tenant, id)), self._of_tenant("groups", tenant))
+        head = groups.named(at, counts).as_json() if counts.was is None else ""
+        told = (counts.ended_ms, counts.keep_ms, counts.saved_usd, size, key, webhook, head)
+        values = (counts.was or "", counts.now, *told, identity.id, id, *keys, self.spec.groups_per_tenant)
+        return "\0".join(map(str, values))
 
     def _remember(self, identity: Identity, now: "_Seen") -> None:
         if now.row is not None and now.row.lease_ms and now.row.status is None:
@@ -362,6 +366,10 @@ class RedisStore(Groups, SmallRows):
                 found.append(group)
         return found
 
+    async def count_groups(self, tenant: str) -> int:
+        count: int = await self._run("count_groups", [self._of_tenant("groups", tenant)])
+        return count
+
     async def members(
         self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
     ) -> list[groups.Member]:
@@ -567,6 +575,10 @@ def _group_of(identity: Identity, values: list[bytes]) -> groups.Group | None:
         head=groups.Head.of_json(found["head"]),
         counts={kind: int(found.get(kind, 0)) for kind in groups.KINDS},
         last_ended_ms=int(found.get("ended", 0)),
+        size=int(found.get("size", 0)),
+        key=found.get("key", b"").decode(),
+        webhook=found.get("webhook", b"").decode(),
+        saved_usd=float(found.get("saved_usd", 0)),
     )
 
 

@@ -157,6 +157,10 @@ CREATE TABLE request_group (
     canceled INTEGER NOT NULL DEFAULT 0,
     expired INTEGER NOT NULL DEFAULT 0,
     ended_ms INTEGER NOT NULL DEFAULT 0,    -- since 1970: when the last of those that have ended did so
+    size INTEGER NOT NULL DEFAULT 0,        -- the most requests that one of them says it has
+    key TEXT NOT NULL DEFAULT '',           -- the routing key of the first request that was seen
+    webhook TEXT NOT NULL DEFAULT '',
+    saved_usd REAL NOT NULL DEFAULT 0,
     until_ms INTEGER NOT NULL,  -- since 1970
     PRIMARY KEY (tenant, id)
 ) STRICT, WITHOUT ROWID;

@@ -381,6 +381,9 @@ class SqliteStore(Groups, SmallRows):
     async def groups_of(self, tenant: str) -> Sequence[Group]:
         return await self._read(lambda tables: tables.groups(self._clock.since_1970_ms(), tenant))
 
+    async def count_groups(self, tenant: str) -> int:
+        return await self._read(lambda tables: tables.count_groups(self._clock.since_1970_ms(), tenant))
+
     async def members(
         self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
     ) -> Sequence[Member]:

@@ -60,10 +60,14 @@ _TENANTS_OF: Final = (
     " SELECT request.tenant FROM each CROSS JOIN request ON request.tenant = each.tenant AND request.id = ?"
     " WHERE keep_ms > ? OR lease_ms > ?"
 )
-_GROUP: Final = f"SELECT id, head, ended_ms, {', '.join(KINDS)} FROM request_group WHERE tenant = ? AND until_ms > ?"
+_GROUP: Final = (
+    f"SELECT id, head, ended_ms, size, key, webhook, saved_usd, {', '.join(KINDS)} FROM request_group"
+    " WHERE tenant = ? AND until_ms > ?"
+)
+_COUNT_GROUPS: Final = "SELECT count(*) FROM request_group WHERE tenant = ? AND until_ms > ?"
 _SET_HEAD: Final = (
     "INSERT INTO request_group (tenant, id, head, until_ms) VALUES (?, ?, ?, ?)"
-    " ON CONFLICT DO UPDATE SET head = excluded.head, until_ms = excluded.until_ms"
+    " ON CONFLICT DO UPDATE SET head = excluded.head, until_ms = max(until_ms, excluded.until_ms)"
 )
 _MEMBERS: Final = "FROM request WHERE tenant = ? AND group_id = ? AND rowid > ? AND keep_ms > ? ORDER BY rowid LIMIT ?"
 _REMOVE_MEMBERS: Final = (
@@ -75,7 +79,11 @@ _REMOVE_MEMBERS: Final = (
 @cache
 def _count(was: str | None, now: str) -> str:
     less = f"{was} = {was} - 1, " if was else ""
-    return f"UPDATE request_group SET {less}{now} = {now} + 1, ended_ms = max(ended_ms, ?) {_OF}"
+    return (
+        f"UPDATE request_group SET {less}{now} = {now} + 1, ended_ms = max(ended_ms, ?), until_ms = max(until_ms, ?),"
+        " saved_usd = saved_usd + ?, size = max(size, ?), key = coalesce(nullif(key, ''), ?),"
+        f" webhook = coalesce(nullif(webhook, ''), ?) {_OF}"
+    )
 
 
 @cache
@@ -222,11 +230,21 @@ class Tables:
                 self._update(me, row, new)
             if change.entries and new.progress is not None:
                 self._go_on(me, new.progress, change)
-        if isinstance(new, Row) and (counts := groups.counted(row, new)) is not None:
-            self._execute(_count(counts.was, counts.now), (counts.ended_ms, identity.tenant, counts.group_id))
+        if (counts := groups.counted(row, change)) is not None:
+            self._count(at, identity.tenant, counts)
         if isinstance(left := row if new is KEEP else new, Row) and left.lease_ms:
             self._known[me] = left
         return change
+
+    def _count(self, at: Times, tenant: str, counts: groups.Counted) -> None:
+        group = counts.group
+        values = (counts.ended_ms, counts.keep_ms, counts.saved_usd, group.size, group.key, group.webhook)
+        statement, me = _count(counts.was, counts.now), (tenant, group.id)
+        if self._execute(statement, (*values, *me)).rowcount or counts.was is not None:
+            return
+        if self.count_groups(at.today, tenant) < self._spec.groups_per_tenant:
+            self._execute(_SET_HEAD, (*me, groups.named(at, counts).as_json(), counts.keep_ms))
+            self._execute(statement, (*values, *me))
 
     def _read(self, at: Times, me: tuple[str, str]) -> Row | None:
         found = self._execute(_READ, me).fetchone()
@@ -312,9 +330,17 @@ class Tables:
                 head=Head.of_json(head),
                 counts=dict(zip(KINDS, counts, strict=True)),
                 last_ended_ms=ended_ms,
+                size=size,
+                key=key,
+                webhook=webhook,
+                saved_usd=saved_usd,
             )
-            for name, head, ended_ms, *counts in rows
+            for name, head, ended_ms, size, key, webhook, saved_usd, *counts in rows
         ]
+
+    def count_groups(self, today: int, tenant: str) -> int:
+        (count,) = self._execute(_COUNT_GROUPS, (tenant, today)).fetchone()
+        return int(count)
 
     def members(self, today: int, group: Identity, *, after: int, most: int, bodies: bool) -> list[Member]:
         columns = f"rowid, id, status, code, headers, ended_ms, cancelling, {'body' if bodies else 'NULL'}"

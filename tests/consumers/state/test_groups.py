@@ -6,17 +6,18 @@ from typing import Any
 import pytest
 
 from consumers.clock import now_ms
-from consumers.state.base import Completion, Fingerprint, Granted, Identity
+from consumers.state.base import Completion, Fingerprint, Granted, Identity, InGroup
 from consumers.state.groups import Group, GroupedStore, Head, Opened, State
 
 GROUP = Identity("crm", "msgbatch_1")
+IN_GROUP = InGroup(GROUP.id, 4, "batch.app.x")
 IDS = ["msgbatch_1.a", "msgbatch_1.b", "msgbatch_1.c", "msgbatch_1.d"]
 
 
 def head(**given: Any) -> Head:
     now = now_ms()
     made: dict[str, Any] = {
-        "lease_ms": now + 60_000, "owner": "key", "digest": "d", "requests": len(IDS), "size_bytes": 10,
+        "lease_ms": now + 60_000, "owner": "key", "digest": "d", "size_bytes": 10,
         "created_ms": now, "expires_ms": now + 3_600_000, "keep_ms": now + 7_200_000,
     }  # fmt: skip
     return Head(**{**made, **given})
@@ -32,7 +33,7 @@ def ended(status: Any = "ok", code: str = "", body: bytes = b"{}") -> Completion
 
 async def created(store: GroupedStore) -> None:
     assert await store.open_group(GROUP, head()) is Opened.NEW
-    assert await store.join(GROUP, IDS, keep_until_ms=now_ms() + 7_200_000)
+    assert await store.join("crm", IN_GROUP, IDS, keep_until_ms=now_ms() + 7_200_000)
     assert await store.seal_group(GROUP) is not None
 
 
@@ -84,7 +85,7 @@ async def test_a_request_that_ends_twice_counts_once(store: GroupedStore) -> Non
     await created(store)
     await runs(store, IDS[0], ended())
     await store.complete(Identity("crm", IDS[0]), message(), ended("error", "internal"), token=None)
-    await store.join(GROUP, IDS, keep_until_ms=now_ms() + 1000)
+    await store.join("crm", IN_GROUP, IDS, keep_until_ms=now_ms() + 1000)
 
     assert await counts(store) == "processing=3 succeeded=1"
 
@@ -99,16 +100,35 @@ async def test_a_dead_letter_that_runs_again_is_processing_again(store: GroupedS
     assert await counts(store) == "processing=4"
 
 
-async def test_a_requester_may_name_the_group_itself(store: GroupedStore) -> None:
-    await store.open_group(GROUP, head(state=State.SEALED))
-    identity = Identity("crm", "k-1")
-    granted = await store.claim(identity, message(group=GROUP.id))
+async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as_one_says(store: GroupedStore) -> None:
+    group = InGroup(GROUP.id, 0, "batch.app.x")
+    await store.note(Identity("crm", "refused"), ended("error", "invalid_request"), group=group)
+    await store.defer(Identity("crm", "later"), due_ms=now_ms(), keep_until_ms=now_ms() + 60_000, group=group)
+    assert await counts(store) == "processing=1 errored=1"
+
+    said = message(group=InGroup(GROUP.id, 3, "batch.app.y", "https://example.com"))
+    await store.complete(Identity("crm", "late"), said, ended("error", "deadline_exceeded"), token=None)
+    granted = await store.claim(Identity("crm", "later"), message(group=group))
     assert isinstance(granted, Granted)
-    assert await counts(store) == "processing=1"
+    assert not (await found(store)).has_ended
+    paid = Completion(status="ok", body=b"{}", ended_ms=now_ms(), saved_usd=0.25)
+    await store.complete(Identity("crm", "later"), message(group=group), paid, token=granted.token)
 
-    await store.complete(identity, message(group=GROUP.id), ended(), token=granted.token)
+    now = await found(store)
+    assert await counts(store) == "succeeded=1 errored=1 expired=1"
+    assert now.has_ended
+    assert (now.size, now.key, now.webhook, now.saved_usd) == (3, "batch.app.x", "https://example.com", 0.25)
+    assert [each.id for each in await store.members(GROUP)] == ["refused", "later", "late"]
 
-    assert await counts(store) == "succeeded=1"
+
+async def test_a_tenant_has_no_more_of_them_than_it_may(opened: Any) -> None:
+    store: GroupedStore = await opened(groups_per_tenant=2)
+    for number in range(3):
+        identity, group = Identity("crm", f"k-{number}"), InGroup(f"g-{number}")
+        await store.note(identity, ended("error", "invalid_request"), group=group)
+
+    assert await store.count_groups("crm") == 2
+    assert await store.group(Identity("crm", "g-2")) is None
 
 
 async def test_its_results_come_in_its_order_and_in_pages(store: GroupedStore) -> None:

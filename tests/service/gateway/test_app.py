@@ -99,7 +99,7 @@ def test_every_header_that_a_requester_may_set_is_in_the_documents() -> None:
 def test_a_headers_schema_allows_what_the_codec_accepts(name: str, value: Any) -> None:
     allows = Draft202012Validator(HEADERS[name]).is_valid(value)
     try:
-        codec.read({n.DELAY_MS: 1000, name: value})  # without a delay, debouncing is refused
+        codec.read({n.DELAY_MS: 1000, n.GROUP: "g", name: value})  # which debouncing and a size need
     except RequestProblem:
         # digits are a number only if they are in its bounds, which a schema for text cannot say
         assert not allows or (isinstance(value, str) and value.isdigit())

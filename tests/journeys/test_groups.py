@@ -1,0 +1,111 @@
+"""Groups: requests that belong together, over AMQP and HTTP."""
+
+import json
+from typing import Any
+
+import aiohttp
+
+from lanekeeper import Client
+from service.gateway.access import hash_of
+from tests.support.brokers import Vhost
+from tests.support.gate import call, gate
+from tests.support.serving import serving
+from tests.support.waiting import until
+
+KEYS = {
+    hash_of("lane-crm"): {"tenant": "crm", "name": "crm"},
+    hash_of("lane-other"): {"tenant": "other"},
+    hash_of("lane-operator"): {"tenant": "desk", "operator": "look"},
+}
+BODY = {"model": "claude-haiku-5-5", "max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def ended(url: str, id: str, **headers: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    async def has_ended() -> bool:
+        nonlocal found
+        found = (await call("GET", f"{url}/v1/groups/{id}", **headers)).body
+        return bool(found.get("status") == "ended")
+
+    await until(has_ended, within_s=20)
+    return found
+
+
+async def results(url: str, id: str) -> list[dict[str, Any]]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/groups/{id}/results") as got:
+        return [json.loads(line) for line in (await got.text()).splitlines()]
+
+
+async def test_requests_of_amqp_and_http_are_one_group_with_one_end(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, gate(worker) as url, Client(vhost.amqp_url) as client:
+        group = {"x-lane-group": "night-1"}
+        last = {**group, "x-lane-group-size": 4}
+        await client.publish(BODY, key="normal.a.b", message_id="k-1", headers=group)
+        await client.publish({"no": "request"}, key="normal.a.b", message_id="k-2", headers=last)
+        posted = await call("POST", f"{url}/v1/requests", BODY, idempotency_key="k-3", **group)
+        assert posted.status == 202
+        answered = await call("POST", f"{url}/v1/messages", BODY, idempotency_key="k-4", **group)
+        assert answered.status == 200
+
+        found = await ended(url, "night-1")
+
+        assert found["counts"] == {"in_progress": 0, "completed": 3, "failed": 1, "cancelled": 0}
+        assert found["size"] == 4
+        assert found["ended_at"] >= found["created_at"]
+        by_id = {each["id"]: each for each in await results(url, "night-1")}
+        assert by_id.keys() == {"k-1", "k-2", "k-3", "k-4"}
+        assert by_id["k-2"]["problem"]["code"] == "invalid_request"
+        assert by_id["k-4"]["result"] == answered.body
+
+
+async def test_a_group_shows_how_far_it_is_and_its_cancellation_reaches_what_comes_later(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, gate(worker) as url:
+        group = {"x-lane-group": "g", "x-lane-group-size": "3"}
+        answered = await call("POST", f"{url}/v1/messages", BODY, idempotency_key="k-1", **group)
+        assert answered.status == 200
+        later = {"x-lane-delay-ms": "600000"}
+        await call("POST", f"{url}/v1/requests", BODY, idempotency_key="k-2", **group, **later)
+        found = (await call("GET", f"{url}/v1/groups/g")).body
+        assert found["counts"] == {"in_progress": 2, "completed": 1, "failed": 0, "cancelled": 0}
+        assert found["status"] == "in_progress"
+        assert "predicted_end_at" in found
+        assert [each["id"] for each in await results(url, "g")] == ["k-1"]
+
+        cancelled = await call("DELETE", f"{url}/v1/groups/g")
+        assert cancelled.status == 202
+        assert cancelled.body["status"] == "cancelling"
+        assert cancelled.body["counts"]["cancelled"] == 1
+        await call("POST", f"{url}/v1/requests", BODY, idempotency_key="k-3", x_lane_delay_ms="1500", **group)
+        assert (await ended(url, "g"))["counts"]["cancelled"] == 2
+
+        assert (await call("DELETE", f"{url}/v1/groups/g")).status == 200
+        assert len(worker.api.calls) == 1
+
+
+async def test_a_group_is_its_tenants(vhost: Vhost) -> None:
+    async with serving(vhost, speakers=(vhost.user,)) as worker, gate(worker, keys=KEYS) as url:
+        group, mine = {"x-lane-group": "g", "x-lane-group-size": "1"}, {"x_api_key": "lane-crm"}
+        await call("POST", f"{url}/v1/messages", BODY, idempotency_key="k-1", **group, **mine)
+        batch = {"requests": [{"custom_id": "a", "params": BODY}]}
+        made = (await call("POST", f"{url}/v1/messages/batches", batch, x_lane_name="normal", **mine)).body
+
+        assert (await ended(url, made["id"], **mine))["counts"]["completed"] == 1
+        for path in (f"/v1/groups/{made['id']}", "/v1/groups/g"):
+            assert (await call("GET", url + path, x_api_key="lane-other")).status == 404
+            assert (await call("GET", f"{url}{path}?tenant=crm", x_api_key="lane-other")).status == 403
+            seen = await call("GET", f"{url}{path}?tenant=crm", x_api_key="lane-operator")
+            assert seen.body["counts"]["completed"] == 1
+            assert (await call("GET", f"{url}{path}/results?tenant=crm", x_api_key="lane-operator")).status == 403
+            assert (await call("DELETE", f"{url}{path}?tenant=crm", x_api_key="lane-operator")).status == 403
+        batches = (await call("GET", f"{url}/v1/messages/batches", **mine)).body["data"]
+        assert [each["id"] for each in batches] == [made["id"]]
+
+
+async def test_a_size_needs_its_group(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, gate(worker) as url:
+        for headers in ({"x-lane-group-size": "3"}, {"x-lane-group": "g", "x-lane-group-size": "100001"}):
+            refused = await call("POST", f"{url}/v1/requests", BODY, **headers)
+            assert refused.status == 400
+            assert "x-lane-group-size" in refused.body["detail"]
+        assert (await call("GET", f"{url}/v1/groups/g")).status == 404
