@@ -1,6 +1,7 @@
 """A template fills in its inputs, and reaches nothing else."""
 
 import json
+import sys
 import time
 from typing import Any
 
@@ -101,6 +102,12 @@ def test_what_a_template_becomes_is_bounded() -> None:
             Template(source).render(VALUES)
 
 
+@pytest.fixture
+def dropped_exceptions_are_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest's own hook makes them failures. It is long enough for the next signal to come in it, too."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
 FINDS: dict[str, Any] = {"prompt": "", "value": "input", "each": "", "numbers": ()}
 
 
@@ -122,7 +129,7 @@ def test_a_template_takes_a_second_of_cpu_time_at_most(prompt: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("dropped_exceptions_are_fine")
 def test_the_items_of_a_fan_out_are_filled_in_together_and_not_for_too_long() -> None:
     every: dict[str, Any] = {"each": "input.many", "numbers": range(1000)}
     texts, count = filled_in(STATE, **{**FINDS, **every, "prompt": "{{ number }}: {{ item }} of {{ before }}"})
@@ -135,7 +142,7 @@ def test_the_items_of_a_fan_out_are_filled_in_together_and_not_for_too_long() ->
     assert values == [b"%d" % number for number in range(1000)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("dropped_exceptions_are_fine")
 def test_the_limit_of_cpu_time_holds_where_a_destructor_drops_its_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(templates, "CPU_S", 0.01)
 
