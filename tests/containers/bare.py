@@ -22,7 +22,9 @@ def main() -> int:
         try:
             engine.ensure()
             subprocess.run([HOUSE / "tests/containers/base-image", "bare"], check=True)
-            run = ("docker", "run", "--rm", "--pull=never", "--network=host", f"--volume={HOUSE}:/src:ro")
+            source = Path(folder) / "source"  # in a worktree, HOUSE is no repository by itself
+            subprocess.run(["git", "clone", "--quiet", HOUSE, source], check=True)
+            run = ("docker", "run", "--rm", "--pull=never", "--network=host", f"--volume={source}:/src:ro")
             return subprocess.run([*run, IMAGE, "bash", "-c", COMMAND], check=False).returncode
         except Unavailable as error:
             print(error)
