@@ -115,6 +115,10 @@ class Lifecycle:
         """`lane`: of its first request."""
         self._publish("batch", id, lane, "batches", **detail)
 
+    def publish_group(self, routing_key: str, *, id: str, **progress: Any) -> None:
+        """`routing_key`: of the first of its requests that was seen."""
+        self._publish("group", id, routing_key.partition(".")[0], app_of(routing_key), **progress)
+
     def publish_for_letter(self, letter: Message, event: str, **detail: Any) -> None:
         key, id = letter.routing_key, letter.message_id or ""
         attempt, code = letter.headers.get(n.ATTEMPT, 0), str(letter.headers.get(n.DEAD_CODE, ""))[:APP_LENGTH]

@@ -1,17 +1,25 @@
 """The gate of groups (`state/groups.py`): a request of a group that was created as a whole runs when the group is
-sealed, and is dropped if the group's creator died before. No request of a group that was cancelled begins."""
+sealed, and is dropped if the group's creator died before; no request of a group that was cancelled begins. And what
+tells the end of a group."""
 
 import asyncio
+import json
 from collections import OrderedDict
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Final
 
+import structlog
+
+from consumers.clock import now_ms
+from consumers.flows.webhooks import Webhooks
 from consumers.job import Decoded, Job
+from consumers.lifecycle import Lifecycle
 from consumers.outcomes import Deferred, Outcome, Refused, Superseded, end_with
-from consumers.state.base import Identity, StoreSpec
-from consumers.state.groups import Group, GroupedStore, State
+from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailable
+from consumers.state.groups import Group, GroupedStore, State, progress
 from lanekeeper.contract.identity import GROUP_AT_MOST
-from lanekeeper.contract.problems import RequestProblem
+from lanekeeper.contract.problems import BrokerError, RequestProblem
+from lanekeeper.telemetry import signals
 
 HOLD_S: Final = 3.0
 """So long a request keeps its slot while its group is being published, which takes a few seconds."""
@@ -20,6 +28,10 @@ LATER_MS: Final = 3000
 KNOWN_FOR_S: Final = 1.0
 """How long a group counts as sealed and not cancelled, before the store is asked again."""
 KNOWN_AT_MOST: Final = 1000
+ENDS_EVERY_S: Final = 1.0
+ENDS_LEASE: Final = "group ends"
+ENDS_LEASE_S: Final = 30.0
+log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)
@@ -78,3 +90,32 @@ def _outcome(group: Group) -> Outcome:
         # nothing is stored: the group may be created again, with the same requests
         return Refused(RequestProblem("cancelled", "its group was never whole, or was removed"), is_repeat=True)
     return Superseded(RequestProblem("cancelled", "its group was cancelled before it began"))
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupEnds:
+    """Tells the end of each group at least once: by an event, and to its webhook. The store says which have ended,
+    whatever has ended the last of their requests."""
+
+    store: GroupedStore
+    webhooks: Webhooks
+    lifecycle: Lifecycle
+
+    async def run(self, *, owner: str) -> None:
+        while True:
+            await asyncio.sleep(ENDS_EVERY_S)
+            try:
+                if await self.store.ended_groups() and await self.store.hold(ENDS_LEASE, owner, for_s=ENDS_LEASE_S):
+                    await self._tell()
+            except (BrokerError, StoreUnavailable) as error:
+                log.warning(signals.GROUP_END_UNTOLD, error=str(error))
+
+    async def _tell(self) -> None:
+        for group in await self.store.ended_groups():
+            told, tenant = progress(group, now_ms=now_ms()), group.identity.tenant
+            if group.webhook and self.webhooks.spec.refusal(group.webhook, tenant=tenant) is None:
+                body = json.dumps({"type": "group", **told}).encode()
+                outcome = Completion(status="ok", body=body, ended_ms=group.last_ended_ms)
+                await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
+            self.lifecycle.publish_group(group.key, **told)
+            await self.store.end_was_told(group.identity)

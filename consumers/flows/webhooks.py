@@ -222,12 +222,13 @@ class Webhooks:
         return RequestProblem("forbidden_webhook", f"header {n.WEBHOOK}: {why}")
 
     async def publish(self, job: Job, completion: Completion) -> None:
-        """If the request names a webhook, publish its outcome to be posted there. Raises BrokerError.
+        """If the request names a webhook, publish its outcome to be posted there. A group's requests have one webhook
+        together, which gets the group's end (`GroupEnds`). Raises BrokerError.
 
         The error `idempotency_conflict` is not posted: under its id the outcome of the request is posted that owns the
         id."""
         url = job.message.headers.get(n.WEBHOOK)
-        if not isinstance(url, str) or completion.code == "idempotency_conflict":
+        if not isinstance(url, str) or job.group is not None or completion.code == "idempotency_conflict":
             return
         if self.spec.refusal(url, tenant=job.identity.tenant) is not None:
             return

@@ -30,6 +30,7 @@ KINDS: Final[tuple[Kind, ...]] = ("processing", "succeeded", "errored", "cancele
 """Anthropic's words for the requests of a batch."""
 EXPIRED: Final = "deadline_exceeded"
 MEMBERS_AT_ONCE: Final = 200
+ENDED_AT_ONCE: Final = 100
 MEMBER_BYTES: Final = 4 * MIB
 """So much of the results of a group is read at a time, unless one is larger."""
 
@@ -299,6 +300,11 @@ class GroupedStore(FollowedStore, Protocol):
 
     async def groups_of(self, tenant: str) -> Sequence[Group]:
         """All groups of a tenant, in no order."""
+
+    async def ended_groups(self) -> Sequence[Group]:
+        """Some groups, of any tenant, that have ended, and whose end was not told (`end_was_told`)."""
+
+    async def end_was_told(self, identity: Identity) -> None: ...
 
     async def count_groups(self, tenant: str) -> int:
         """How many groups of a tenant are kept."""

@@ -16,7 +16,7 @@ from consumers.batches import ticket
 from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
-from consumers.batches.groups import GroupGate
+from consumers.batches.groups import GroupEnds, GroupGate
 from consumers.brake import Brake
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
@@ -403,6 +403,7 @@ class Worker:
     watchdog: Watchdog
     lengths: QueueLengths
     dead_letters: DeadLetterLimits
+    group_ends: GroupEnds
     posting: Posting
     gatherer: Gatherer
     collector: Collector
@@ -663,6 +664,7 @@ async def assemble(
                 spec=settings.dead.spec(),
                 lifecycle=lifecycle,
             ),
+            group_ends=GroupEnds(store=store, webhooks=settler.webhooks, lifecycle=lifecycle),
             posting=Posting(
                 broker.deliveries(names.webhooks, prefetch=POSTS),
                 spec=settler.webhooks.spec,

@@ -61,6 +61,7 @@ async def run(
             "probing": probing(worker.store),
             "pace": note_ends(worker.store, worker.activities),
             "sweeping": sweeping(worker.store, worker.settler.bodies.own, owner=uuid.uuid4().hex),
+            "group ends": worker.group_ends.run(owner=uuid.uuid4().hex),
             "dead letters": worker.dead_letters.run(owner=uuid.uuid4().hex),
             "pausing": worker.pausing.run((*worker.pools, *(each.deliveries for each in beside_lanes))),
             "slots": worker.scaling.run(),

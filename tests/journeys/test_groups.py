@@ -8,7 +8,9 @@ import aiohttp
 from lanekeeper import Client
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
+from tests.support.endpoint import endpoint
 from tests.support.gate import call, gate
+from tests.support.requester import requester
 from tests.support.serving import serving
 from tests.support.waiting import until
 
@@ -100,6 +102,33 @@ async def test_a_group_is_its_tenants(vhost: Vhost) -> None:
             assert (await call("DELETE", f"{url}{path}?tenant=crm", x_api_key="lane-operator")).status == 403
         batches = (await call("GET", f"{url}/v1/messages/batches", **mine)).body["data"]
         assert [each["id"] for each in batches] == [made["id"]]
+
+
+async def test_its_end_is_told_by_one_event_and_one_webhook_after_the_last_request(vhost: Vhost) -> None:
+    async with (
+        endpoint() as hook,
+        serving(vhost, webhooks=hook.settings()) as worker,
+        gate(worker) as url,
+        requester(vhost.amqp_url) as app,
+    ):
+        await app.read_events()
+        group = {"x-lane-group": "g", "x-lane-group-size": "2", "x-lane-webhook": hook.url()}
+        await call("POST", f"{url}/v1/messages", BODY, idempotency_key="k-1", **group)
+        later = {"x-lane-delay-ms": "1500"}
+        await call("POST", f"{url}/v1/requests", BODY, idempotency_key="k-2", **group, **later)
+        await until(lambda: len(worker.api.calls) == 2)
+        await until(lambda: hook.posts and "group" in app.events_of("g"))
+        batch = {"requests": [{"custom_id": "a", "params": BODY}]}
+        headers = {"x_lane_name": "normal", "x_lane_webhook": hook.url()}
+        made = (await call("POST", f"{url}/v1/messages/batches", batch, **headers)).body
+        await until(lambda: len(hook.posts) == 2)
+
+        first, second = hook.posts
+        first.verify()
+        assert (first.id, first.json["type"]) == ("g", "group")
+        assert first.json["counts"] == {"in_progress": 0, "completed": 2, "failed": 0, "cancelled": 0}
+        assert second.id == made["id"]
+        assert app.events_of("g").count("group") == 1
 
 
 async def test_a_size_needs_its_group(vhost: Vhost) -> None:

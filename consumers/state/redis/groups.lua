@@ -25,6 +25,21 @@ function run.groups_of(begin)
   return found
 end
 
+-- Some of the groups that may have ended, and whose end was not told.
+function run.ended_groups(most)
+  local found = {}
+  for _, group in ipairs(redis.call('SRANDMEMBER', KEYS[1], most)) do
+    local values = redis.call('HGETALL', group)
+    if #values == 0 then redis.call('SREM', KEYS[1], group) else found[#found + 1] = {group, values} end
+  end
+  return found
+end
+
+function run.end_was_told()
+  redis.call('SREM', KEYS[1], KEYS[2])
+  if redis.call('EXISTS', KEYS[2]) == 1 then redis.call('HSET', KEYS[2], 'told', 1) end
+end
+
 function run.count_groups()
   return redis.call('ZCOUNT', KEYS[1], '(' .. now, '+inf')
 end

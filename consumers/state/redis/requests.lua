@@ -17,12 +17,13 @@ local function keep_group(group, groups, group_id, keep_ms)
 end
 -- Counts in its group that a request is another kind now: that before (nothing: it is a new member) and after, when it
 -- has ended, until when it is kept, and what else `Counted` has; the head of a new group; the request's and the group's
--- id, the keys of the group, its members and the tenant's groups, and how many of these are allowed.
+-- id, the keys of the group, its members, the tenant's groups and the groups that have ended, and how many groups a tenant
+-- may have.
 local function count(change)
   local parts = {}
   for part in (change .. '\0'):gmatch('(%Z*)%z') do parts[#parts + 1] = part end
   local was, kind, ended, keep_ms, saved_usd, size, key, webhook, head = unpack(parts, 1, 9)
-  local id, group_id, group, members, groups, most = unpack(parts, 10)
+  local id, group_id, group, members, groups, all_ended, most = unpack(parts, 10)
   if redis.call('EXISTS', group) == 0 then
     if was ~= '' or redis.call('ZCOUNT', groups, '(' .. now, '+inf') >= tonumber(most) then return end
     redis.call('HSET', group, 'head', head)
@@ -35,6 +36,10 @@ local function count(change)
   if tonumber(saved_usd) > 0 then redis.call('HINCRBYFLOAT', group, 'saved_usd', saved_usd) end
   if key ~= '' then redis.call('HSETNX', group, 'key', key) end
   if webhook ~= '' then redis.call('HSETNX', group, 'webhook', webhook) end
+  if kind ~= 'processing' then
+    local found = redis.call('HMGET', group, 'processing', 'size', 'told')
+    if tonumber(found[1] or 0) == 0 and found[2] and not found[3] then redis.call('SADD', all_ended, group) end
+  end
   local left_ms = tonumber(keep_ms) - now
   if left_ms > redis.call('PTTL', group) then keep_group(group, groups, group_id, keep_ms) end
   if left_ms > redis.call('PTTL', members) then redis.call('PEXPIREAT', members, keep_ms) end

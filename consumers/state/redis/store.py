@@ -145,7 +145,7 @@ class RedisStore(Groups, SmallRows):
         if (counts := groups.counted(before.row, change)) is None:
             return ""
         tenant, (id, size, key, webhook) = identity.tenant, counts.group
-        keys = (*self._group(Identity(tenant, id)), self._of_tenant("groups", tenant))
+        keys = (*self._group(Identity(tenant, id)), self._of_tenant("groups", tenant), self._ended_groups)
         head = groups.named(at, counts).as_json() if counts.was is None else ""
         told = (counts.ended_ms, counts.keep_ms, counts.saved_usd, size, key, webhook, head)
         values = (counts.was or "", counts.now, *told, identity.id, id, *keys, self.spec.groups_per_tenant)
@@ -366,6 +366,18 @@ class RedisStore(Groups, SmallRows):
                 found.append(group)
         return found
 
+    async def ended_groups(self) -> list[groups.Group]:
+        begin = len(f"{self._namespace}:group:")
+        found: list[groups.Group] = []
+        for key, values in await self._run("ended_groups", [self._ended_groups], groups.ENDED_AT_ONCE):
+            tenant, _, id = key.decode()[begin:].partition(":")
+            if (group := _group_of(Identity(unquote(tenant), id), values)) is not None and group.has_ended:
+                found.append(group)
+        return found
+
+    async def end_was_told(self, identity: Identity) -> None:
+        await self._run("end_was_told", [self._ended_groups, self._group(identity)[0]])
+
     async def count_groups(self, tenant: str) -> int:
         count: int = await self._run("count_groups", [self._of_tenant("groups", tenant)])
         return count
@@ -384,6 +396,10 @@ class RedisStore(Groups, SmallRows):
             "remove_members", self._group(group)[1:], *self._keys(Identity(group.tenant, "")), MEMBERS_AT_ONCE
         )
         return removed
+
+    @property
+    def _ended_groups(self) -> str:
+        return f"{self._namespace}:ended-groups"
 
     def _group(self, identity: Identity) -> list[str]:
         end = f"{quote(identity.tenant, safe='')}:{identity.id}"

@@ -161,10 +161,12 @@ CREATE TABLE request_group (
     key TEXT NOT NULL DEFAULT '',           -- the routing key of the first request that was seen
     webhook TEXT NOT NULL DEFAULT '',
     saved_usd REAL NOT NULL DEFAULT 0,
+    told INTEGER NOT NULL DEFAULT 0,        -- 1: its end was published
     until_ms INTEGER NOT NULL,  -- since 1970
     PRIMARY KEY (tenant, id)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX group_by_end ON request_group (until_ms);
+CREATE INDEX group_by_told ON request_group (tenant) WHERE told = 0 AND processing = 0;
 CREATE INDEX request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
 """
 SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS

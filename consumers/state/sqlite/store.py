@@ -377,9 +377,13 @@ class SqliteStore(Groups, SmallRows):
 
     change_group = _in_writer(Tables.change_group)
     remove_members = _in_writer(Tables.remove_members)
+    end_was_told = _in_writer(Tables.end_was_told)
 
     async def groups_of(self, tenant: str) -> Sequence[Group]:
         return await self._read(lambda tables: tables.groups(self._clock.since_1970_ms(), tenant))
+
+    async def ended_groups(self) -> Sequence[Group]:
+        return await self._read(lambda tables: tables.ended_groups(self._clock.since_1970_ms()))
 
     async def count_groups(self, tenant: str) -> int:
         return await self._read(lambda tables: tables.count_groups(self._clock.since_1970_ms(), tenant))

@@ -60,9 +60,12 @@ _TENANTS_OF: Final = (
     " SELECT request.tenant FROM each CROSS JOIN request ON request.tenant = each.tenant AND request.id = ?"
     " WHERE keep_ms > ? OR lease_ms > ?"
 )
-_GROUP: Final = (
-    f"SELECT id, head, ended_ms, size, key, webhook, saved_usd, {', '.join(KINDS)} FROM request_group"
-    " WHERE tenant = ? AND until_ms > ?"
+_GROUP_FIELDS: Final = f"SELECT tenant, id, head, ended_ms, size, key, webhook, saved_usd, {', '.join(KINDS)}"
+_GROUP: Final = f"{_GROUP_FIELDS} FROM request_group WHERE tenant = ? AND until_ms > ?"
+_ENDED_GROUPS: Final = (
+    f"{_GROUP_FIELDS} FROM request_group WHERE told = 0 AND processing = 0 AND until_ms > ?"
+    " AND size BETWEEN 1 AND succeeded + errored + canceled + expired"
+    f" AND json_extract(head, '$.state') = '{groups.State.SEALED}' LIMIT ?"
 )
 _COUNT_GROUPS: Final = "SELECT count(*) FROM request_group WHERE tenant = ? AND until_ms > ?"
 _SET_HEAD: Final = (
@@ -323,20 +326,13 @@ class Tables:
         return change.answer
 
     def groups(self, today: int, tenant: str, *id: str) -> list[Group]:
-        rows = self._execute(f"{_GROUP}{' AND id = ?' if id else ''}", (tenant, today, *id))
-        return [
-            Group(
-                identity=Identity(tenant, name),
-                head=Head.of_json(head),
-                counts=dict(zip(KINDS, counts, strict=True)),
-                last_ended_ms=ended_ms,
-                size=size,
-                key=key,
-                webhook=webhook,
-                saved_usd=saved_usd,
-            )
-            for name, head, ended_ms, size, key, webhook, saved_usd, *counts in rows
-        ]
+        return _groups(self._execute(f"{_GROUP}{' AND id = ?' if id else ''}", (tenant, today, *id)))
+
+    def ended_groups(self, today: int) -> list[Group]:
+        return _groups(self._execute(_ENDED_GROUPS, (today, groups.ENDED_AT_ONCE)))
+
+    def end_was_told(self, _: Times, group: Identity) -> None:
+        self._execute(f"UPDATE request_group SET told = 1 {_OF}", (group.tenant, group.id))
 
     def count_groups(self, today: int, tenant: str) -> int:
         (count,) = self._execute(_COUNT_GROUPS, (tenant, today)).fetchone()
@@ -549,3 +545,19 @@ class Tables:
 
 def _stored_file(row: Sequence[Any]) -> StoredFile:
     return StoredFile(**dict(zip(_FILE.split(", "), row, strict=True)))
+
+
+def _groups(rows: Iterable[Any]) -> list[Group]:
+    return [
+        Group(
+            identity=Identity(tenant, id),
+            head=Head.of_json(head),
+            counts=dict(zip(KINDS, counts, strict=True)),
+            last_ended_ms=ended_ms,
+            size=size,
+            key=key,
+            webhook=webhook,
+            saved_usd=saved_usd,
+        )
+        for tenant, id, head, ended_ms, size, key, webhook, saved_usd, *counts in rows
+    ]

@@ -119,6 +119,11 @@ async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as
     assert now.has_ended
     assert (now.size, now.key, now.webhook, now.saved_usd) == (3, "batch.app.x", "https://example.com", 0.25)
     assert [each.id for each in await store.members(GROUP)] == ["refused", "later", "late"]
+    assert [each.identity for each in await store.ended_groups()] == [GROUP]
+    await store.end_was_told(GROUP)
+    await store.claim(Identity("crm", "refused"), message(group=group))  # sent again, corrected
+    await store.cancel(Identity("crm", "refused"), ended("error", "cancelled"))
+    assert not await store.ended_groups()
 
 
 async def test_a_tenant_has_no_more_of_them_than_it_may(opened: Any) -> None:
