@@ -215,7 +215,9 @@ class Claiming:
 
     async def _defer(self, job: Job, due_ms: int, deadline_ms: int) -> bool:
         keep_until_ms = deadline_ms + KEPT_AFTER_MS
-        may_wait = await self._store.defer(job.identity, due_ms=due_ms, keep_until_ms=keep_until_ms, group=job.group)
+        may_wait = await self._store.defer(
+            job.identity, due_ms=due_ms, keep_until_ms=keep_until_ms, group=job.group, labels=job.labels
+        )
         return may_wait or job.hop.dead_at is not None  # a dead letter that is published again may run again
 
     async def _request_claim(self, job: Job) -> ClaimAnswer:
@@ -317,7 +319,7 @@ class Claiming:
         return b"" if found is None or found.completion is None else found.completion.body
 
     async def note(self, job: Job, completion: Completion) -> None:
-        await _until_stored(lambda: self._store.note(job.identity, completion, group=job.group))
+        await _until_stored(lambda: self._store.note(job.identity, completion, group=job.group, labels=job.labels))
 
     async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
         result = await _until_stored(lambda: self._store.cancel(identity, completion))

@@ -16,9 +16,9 @@ from consumers.clock import moment_ms
 from consumers.failures import AccountError, ProviderError
 from consumers.limits.base import Amounts, CallInProgress, Reservation
 from consumers.progress import Progress
-from consumers.state.base import Completion, Fingerprint, Held, Identity, InGroup, Stop
+from consumers.state.base import Completion, Fingerprint, Held, Identity, InGroup, Labels, Stop
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import is_request_id
+from lanekeeper.contract.identity import encodable, is_request_id
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, ProviderFailure, RequestProblem, invalid_request
@@ -42,6 +42,8 @@ SETTLE_WITHIN_S = 200.0
 """For how many seconds a worker tries to settle a delivery: to store its outcome, and to publish its reply."""
 KEPT_AFTER_MS: Final = 60_000
 """For so long after its deadline the store keeps what it knows of a request that waits, or of a pipeline."""
+MODEL_LISTED: Final = 128
+"""How many characters of a model's name lists show: it is what the requester wrote."""
 HIGHEST_PRIORITY: Final = 9
 _DELAYED_BASE: Final = HIGHEST_PRIORITY + 1
 _DELAYED_WITHOUT_PRIORITY: Final = _DELAYED_BASE + HIGHEST_PRIORITY + 1
@@ -279,8 +281,15 @@ class Job:
             nonce=(b"s" if self.source is Source.SIDE else b"q") + uuid.uuid4().bytes[:7],
             dead_at_ms=None if self.hop.dead_at is None else moment_ms(self.hop.dead_at),
             group=self.group,
+            labels=self.labels,
             keep_until_ms=self._keep_until_ms(),
         )
+
+    @property
+    def labels(self) -> Labels:
+        lane = "" if self.lane is None else self.lane.name
+        model = "" if self.decoded is None else self.decoded.request.model
+        return Labels(lane, encodable(self.app), encodable(model[:MODEL_LISTED]))
 
     def _keep_until_ms(self) -> int:
         if self.hop.flow is not None:

@@ -52,6 +52,7 @@ from lanekeeper.contract.problems import PROBLEMS, BrokerError, MessageTooLarge,
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from topology.broker.consume import ChannelLost, Delivery
+from topology.broker.deadletters import cause_of
 from topology.codec.decoding import PACKED_BYTES, input_of
 from topology.codec.headers import (
     ERRORS_KEPT,
@@ -416,6 +417,7 @@ class Settler:
                 job.completion = Completion(
                     status="error",
                     code=problem.code,
+                    cause=cause_of(problem.code, problem.detail),
                     body=problem.document(request=job.id, attempts=job.attempts, trace=job.trace_id),
                     headers=headers,
                     ended_ms=ended_ms,

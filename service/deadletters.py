@@ -42,6 +42,7 @@ NAMES: Final = 20
 HOUR_MS: Final = 3_600_000
 OTHERS: Final = "others"
 REFUSED_SHOWN: Final = 20
+REPLAYED_SHOWN: Final = 20
 TENANTS_SHOWN: Final = 5
 HELD: Final = 1000
 HELD_S: Final = 2.0
@@ -74,6 +75,8 @@ class Filter:
     apps: frozenset[str] = frozenset()
     tenants: frozenset[str] = frozenset()
     causes: frozenset[str] = frozenset()
+    requests: frozenset[tuple[str, str]] = frozenset()
+    """Tenant and id of each."""
     since_ms: int = 0
 
     @property
@@ -81,6 +84,8 @@ class Filter:
         return self == Filter()
 
     def matches(self, letter: DeadLetter) -> bool:
+        if self.requests and (letter.tenant, letter.id) not in self.requests:
+            return False
         return letter.at_ms >= self.since_ms and all(
             not wanted or getattr(letter, name) in wanted
             for name, wanted in (
@@ -249,6 +254,8 @@ class Replay:
     refused: list[dict[str, str]] = field(default_factory=list)
     """The first letters that cannot be published again, each with the reason; nothing was sent then."""
     refusals: int = 0
+    requests: list[dict[str, str]] = field(default_factory=list)
+    """The first that were replayed: where they stand now says their status."""
 
     @property
     def left(self) -> int:
@@ -394,6 +401,8 @@ class DeadLetters:
                     published.add(letter.key)
                     await scan.remove(tag)
                     done.replayed += 1
+                    if len(done.requests) < REPLAYED_SHOWN:
+                        done.requests.append({"id": letter.id, "tenant": letter.tenant})
                     log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
         return done
 

@@ -97,6 +97,18 @@ class InGroup(NamedTuple):
     """Where the group's end is posted; empty: this one does not say."""
 
 
+class Labels(NamedTuple):
+    """By what lists of requests show and choose a request; empty: not known (yet)."""
+
+    lane: str = ""
+    app: str = ""
+    model: str = ""
+    """Asked for; of a request that was answered, the one that did so."""
+
+
+NO_LABELS = Labels()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """The properties of one message that the store compares with those of other messages of the same request."""
@@ -115,6 +127,7 @@ class Fingerprint:
     dead_at_ms: int | None = None
     """If the message is a dead letter that was published again: when its request ended (ms since 1970)."""
     group: InGroup | None = None
+    labels: Labels = NO_LABELS
     keep_until_ms: int = 0
     """Until when at least the claim and the outcome are kept: of a pipeline, and of its steps and items, to the end of
     its deadline, because what is forgotten before is called and paid again."""
@@ -134,6 +147,9 @@ class Completion:
     mark: bytes | None = field(default=None, compare=False)
     """The `Fingerprint.mark` of the message that ended the request; the store sets it. If the request was cancelled
     before any message of it arrived, it is the mark of the first message that arrived. None: none has arrived."""
+    cause: str = field(default="", compare=False)
+    """Of an error: the same for errors that differ only in numbers and names (`cause_of`). It is stored, but not
+    returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +258,58 @@ class Found:
     @property
     def stands(self) -> str:
         return self.step.removesuffix(IN_BATCH).removesuffix(", ") if self.running else self.step
+
+
+class RequestState(StrEnum):
+    """What lists tell of a request: a word for all that wait (queued, delayed, retrying)."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFilter:
+    """Which requests are meant: those that have one of the values of each field that is not empty. Times are those at
+    which the store heard of a request first (ms since 1970)."""
+
+    states: frozenset[RequestState] = frozenset()
+    tenants: frozenset[str] = frozenset()
+    lanes: frozenset[str] = frozenset()
+    apps: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
+    codes: frozenset[str] = frozenset()
+    causes: frozenset[str] = frozenset()
+    groups: frozenset[str] = frozenset()
+    since_ms: int = 0
+    until_ms: int = 1 << 53
+
+
+class ListedRequest(NamedTuple):
+    """A request in a list."""
+
+    identity: Identity
+    seen_ms: int
+    labels: Labels
+    state: RequestState
+    code: str
+    cause: str
+    group_id: str
+
+
+class RequestPage(NamedTuple):
+    """Some requests, the newest first. `next`: where the next page begins; None: there is none. A page may have few
+    requests, or none, because it looks at a limited number of them."""
+
+    requests: Sequence[ListedRequest]
+    next: str | None
+
+    @property
+    def back_to_ms(self) -> int | None:
+        """How far back the page has looked; None: there are no older ones."""
+        return None if self.next is None else int(self.next.partition(".")[0])
 
 
 class WaitingLimit(StrEnum):
@@ -623,7 +691,15 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batchi
         (`Granted.deaths`) were not the request's fault and are forgotten. If another delivery has taken the claim over,
         the caller was counted as dead; this is corrected now."""
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int, group: InGroup | None = None) -> bool:
+    async def defer(
+        self,
+        identity: Identity,
+        *,
+        due_ms: int,
+        keep_until_ms: int,
+        group: InGroup | None = None,
+        labels: Labels = NO_LABELS,
+    ) -> bool:
         """Store that an unclaimed request waits until `due_ms`.
 
         What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
@@ -643,7 +719,13 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batchi
         """
 
     async def note(
-        self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0, group: InGroup | None = None
+        self,
+        identity: Identity,
+        completion: Completion,
+        *,
+        keep_until_ms: int = 0,
+        group: InGroup | None = None,
+        labels: Labels = NO_LABELS,
     ) -> None:
         """Store how a request ended, if it was refused before it could be claimed, so that its result can be read; in
         place of what was noted before.
@@ -663,6 +745,10 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batchi
 
     async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
         """Like `find`, for several requests, without the bytes of their outcomes."""
+
+    async def listed(self, wanted: RequestFilter, *, most: int, after: str | None = None) -> RequestPage:
+        """A page of the requests of all tenants, without the steps and items of pipelines. `after`: `next` of the page
+        before. Raises ValueError if that is none."""
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
@@ -708,6 +794,7 @@ class Following(Protocol):
         first_entry: NewEntry,
         keep_until_ms: int,
         group: InGroup | None = None,
+        labels: Labels = NO_LABELS,
     ) -> Submitted:
         """Store the submission of a request that is about to be published, and its first entry. Both are removed at
         `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has seen the request, or if

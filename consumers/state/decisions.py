@@ -12,6 +12,7 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 from consumers.state import base
 from consumers.state.base import (
     EVENT,
+    NO_LABELS,
     RESTART,
     AppendRefusal,
     Cancelling,
@@ -21,13 +22,16 @@ from consumers.state.base import (
     Found,
     Granted,
     InGroup,
+    Labels,
     NewEntries,
     NewEntry,
+    RequestState,
     Stop,
     StoreSpec,
     Submission,
     Submitted,
 )
+from lanekeeper.contract.names import MODEL
 
 T = TypeVar("T")
 CANCELLED: Final = "cancelled"
@@ -76,6 +80,11 @@ class Row(NamedTuple):
     ended_ms: int | None = None
     body: bytes | None = None
     group_id: str | None = None
+    seen_ms: int = 0
+    lane: str = ""
+    app: str = ""
+    model: str = ""
+    cause: str = ""
     progress: ProgressRow | None = None
 
     def is_over(self, at: Times) -> bool:
@@ -85,6 +94,15 @@ class Row(NamedTuple):
     @property
     def ended(self) -> bool:
         return self.status is not None and not self.cancelling
+
+    @property
+    def state(self) -> RequestState:
+        """For lists. (A worker that died is noticed only when its request is delivered again.)"""
+        if not self.ended:
+            return RequestState.RUNNING if self.lease_ms else RequestState.WAITING
+        if self.status == "ok":
+            return RequestState.COMPLETED
+        return RequestState.CANCELLED if self.code == CANCELLED else RequestState.FAILED
 
     @property
     def step(self) -> str:
@@ -134,6 +152,8 @@ class Row(NamedTuple):
             headers=as_json(dict(completion.headers)),
             ended_ms=completion.ended_ms,
             body=completion.body,
+            model=str(completion.headers.get(MODEL) or self.model),
+            cause=completion.cause,
         )
 
     def completion(self) -> Completion:
@@ -272,8 +292,8 @@ def complete(
             return Change(row.completion(), _marked(row, message))
         if token is not None or row.is_held_against(message, at.now):
             return Change(None)
-    group, seen = message.group, {"body_hash": message.body_hash, "mark": message.mark, "claimed_ms": at.now}
-    ours = _new(row, at, keep_ms, group=group, **seen).ended_by(completion)
+    group, seen = message.group, {"body_hash": message.body_hash, "mark": message.mark}
+    ours = _new(row, at, keep_ms, group=group, labels=message.labels, claimed_ms=at.now, **seen).ended_by(completion)
     return _again(row, Change(completion, ours, group=group, saved_usd=completion.saved_usd))
 
 
@@ -284,17 +304,26 @@ def note(
     keep_until_ms: int,
     spec: StoreSpec,
     group: InGroup | None = None,
+    labels: Labels = NO_LABELS,
 ) -> Change[None]:
     if row is not None and (not row.noted or (row.is_deferred and row.due_ms is not None)):
         return Change(None)
     keep_ms = max(keep_until_ms, at.today + spec.keep_ms)
-    return Change(None, _new(row, at, keep_ms, group=group, noted=1).ended_by(completion), group=group)
+    return Change(None, _new(row, at, keep_ms, group=group, labels=labels, noted=1).ended_by(completion), group=group)
 
 
-def defer(row: Row | None, at: Times, due_ms: int, keep_until_ms: int, group: InGroup | None = None) -> Change[bool]:
+def defer(
+    row: Row | None,
+    at: Times,
+    due_ms: int,
+    keep_until_ms: int,
+    group: InGroup | None = None,
+    labels: Labels = NO_LABELS,
+) -> Change[bool]:
     if row is not None and not row.noted:
         return Change(not row.ended)
-    return Change(True, _new(row, at, keep_until_ms, group=group, noted=1, due_ms=due_ms), group=group)
+    waiting = _new(row, at, keep_until_ms, group=group, labels=labels, noted=1, due_ms=due_ms)
+    return Change(True, waiting, group=group)
 
 
 def cancel(row: Row | None, at: Times, completion: Completion, spec: StoreSpec) -> Change[Cancelling]:
@@ -350,6 +379,7 @@ def follow(
     first_entry: NewEntry,
     keep_until_ms: int,
     group: InGroup | None = None,
+    labels: Labels = NO_LABELS,
 ) -> Change[Submitted]:
     if row is not None and not row.noted:
         return Change(Submitted.CONFLICT if row.has_other_body(submission.body_hash) else Submitted.KNOWN)
@@ -358,7 +388,7 @@ def follow(
         return Change(Submitted.KNOWN if before.body_hash == submission.body_hash else Submitted.CONFLICT)
     # The request may have ended before it was claimed. Readers have seen its end as entry `last + 1`: skip that number.
     number = 1 if before is None else before.last + 2
-    waiting = _new(row, at, keep_until_ms, group=group, noted=1)._replace(
+    waiting = _new(row, at, keep_until_ms, group=group, labels=labels, noted=1)._replace(
         progress=ProgressRow(submission.body_hash, last=number, events=0, size=len(first_entry.body))
     )
     return Change(Submitted.NEW, waiting, entries=(first_entry,), forget="all", submission=submission, group=group)
@@ -417,15 +447,27 @@ def _kept_for_group(row: Row | None) -> int:
     return 0 if row is None or row.group_id is None else row.keep_ms
 
 
-def _new(row: Row | None, at: Times, keep_ms: int, *, group: InGroup | None = None, **fields: Any) -> Row:
-    """A row in place of this one, as if the request were new. `group`: what its message says of it."""
+def _new(
+    row: Row | None,
+    at: Times,
+    keep_ms: int,
+    *,
+    group: InGroup | None = None,
+    labels: Labels = NO_LABELS,
+    **fields: Any,
+) -> Row:
+    """A row in place of this one, as if the request were new. `group`, `labels`: what its message says."""
+    if row is not None:
+        labels = Labels(*(new or old for new, old in zip(labels, (row.lane, row.app, row.model), strict=True)))
     if row is not None and row.group_id is not None:
         fields["group_id"] = row.group_id
     elif group is not None:
         fields["group_id"] = group.id
     # Without a row, the time is higher than all tokens that the request may have had in a row that was removed or lost.
     token = at.today if row is None else row.token + 1
-    return Row(token=token, keep_ms=keep_ms, progress=None if row is None else row.progress, **fields)
+    seen_ms = at.today if row is None or not row.seen_ms else row.seen_ms
+    progress = None if row is None else row.progress
+    return Row(token=token, keep_ms=keep_ms, seen_ms=seen_ms, progress=progress, **labels._asdict(), **fields)
 
 
 def _granted(
@@ -436,6 +478,7 @@ def _granted(
         at,
         max(message.keep_until_ms, _kept_for_group(row), at.today + spec.keep_ms + spec.lease_ms),
         group=message.group,
+        labels=message.labels,
         body_hash=message.body_hash,
         mark=message.mark,
         lease_ms=at.now + spec.lease_ms,

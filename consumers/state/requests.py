@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeVar
 
 from consumers.state import base, decisions
-from consumers.state.base import Completion, Fingerprint, Held, Identity, InGroup, StoreSpec
+from consumers.state.base import NO_LABELS, Completion, Fingerprint, Held, Identity, InGroup, Labels, StoreSpec
 from consumers.state.decisions import Change, Row, Times
 
 T = TypeVar("T")
@@ -74,8 +74,16 @@ class Requests(ABC):
         )
         await self.change("release", held.identity, decide)
 
-    async def defer(self, identity: Identity, *, due_ms: int, keep_until_ms: int, group: InGroup | None = None) -> bool:
-        decide = partial(decisions.defer, due_ms=due_ms, keep_until_ms=keep_until_ms, group=group)
+    async def defer(
+        self,
+        identity: Identity,
+        *,
+        due_ms: int,
+        keep_until_ms: int,
+        group: InGroup | None = None,
+        labels: Labels = NO_LABELS,
+    ) -> bool:
+        decide = partial(decisions.defer, due_ms=due_ms, keep_until_ms=keep_until_ms, group=group, labels=labels)
         return (await self.change("defer", identity, decide)).answer
 
     async def complete(
@@ -85,10 +93,21 @@ class Requests(ABC):
         return (await self.change("complete", identity, decide)).answer
 
     async def note(
-        self, identity: Identity, completion: Completion, *, keep_until_ms: int = 0, group: InGroup | None = None
+        self,
+        identity: Identity,
+        completion: Completion,
+        *,
+        keep_until_ms: int = 0,
+        group: InGroup | None = None,
+        labels: Labels = NO_LABELS,
     ) -> None:
         decide = partial(
-            decisions.note, completion=completion, keep_until_ms=keep_until_ms, group=group, spec=self.spec
+            decisions.note,
+            completion=completion,
+            keep_until_ms=keep_until_ms,
+            group=group,
+            labels=labels,
+            spec=self.spec,
         )
         await self.change("note", identity, decide)
 
@@ -113,6 +132,7 @@ class Requests(ABC):
         first_entry: base.NewEntry,
         keep_until_ms: int,
         group: InGroup | None = None,
+        labels: Labels = NO_LABELS,
     ) -> base.Submitted:
         decide = partial(
             decisions.follow,
@@ -120,6 +140,7 @@ class Requests(ABC):
             first_entry=first_entry,
             keep_until_ms=keep_until_ms,
             group=group,
+            labels=labels,
         )
         return (await self.change("follow", identity, decide)).answer
 

@@ -55,6 +55,7 @@ CONSUMER_CANCELLED: Final = "consumer.cancelled"
 
 BRAKE_PULLED: Final = "brake.pulled"
 BRAKE_RELEASED: Final = "brake.released"
+REQUESTS_CANCELLED: Final = "requests.cancelled"
 BRAKE_ASKED: Final = "brake.asked"
 PAUSES_UNREAD: Final = "pauses.unread"
 

@@ -46,7 +46,14 @@ def chosen(
     """The letters that these options choose. Raises typer.BadParameter."""
     from service.deadletters import Filter
 
-    given = {"ids": ids, "codes": codes, "lanes": lanes, "apps": apps, "tenants": tenants, "causes": causes}
+    given: dict[str, Any] = {
+        "ids": ids,
+        "codes": codes,
+        "lanes": lanes,
+        "apps": apps,
+        "tenants": tenants,
+        "causes": causes,
+    }
     since_ms_ = 0 if since is None else since_ms(since)
     return Filter(since_ms=since_ms_, **{name: frozenset(values or ()) for name, values in given.items()})
 

@@ -6,7 +6,7 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -14,11 +14,13 @@ import typer
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.options import duration, instant, named
-from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, print_json, print_note, printable, run
+from service.cli.process import BAD_USE, FAILED, SERVICE_NAME, connected, print_json, print_note, printable, run
 from service.cli.webhooks import course
 from service.telemetry import redaction
 
 if TYPE_CHECKING:
+    from consumers.state.base import RequestFilter
+    from consumers.state.groups import GroupedStore
     from lanekeeper import Client
     from lanekeeper.replies import Cancelled, Final, Part
     from lanekeeper.requests import Options
@@ -35,6 +37,7 @@ CANCELLED: dict["Cancelled", str] = {
     "unseen": "{id}: no worker has seen it; recorded for when it comes, to end as cancelled. "
     "If it is another tenant's: lanekeeper requests find {id}",
 }
+Texts = list[str] | None
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id: its message_id.")]
 
 
@@ -240,12 +243,11 @@ def find(settings: "Settings", id: Id, json: options.Json = False) -> None:
 
 async def _found(settings: "Settings", id: str) -> list[dict[str, Any]]:
     from consumers.clock import now_ms
-    from consumers.state import open_store
     from consumers.state.base import Identity
     from service.gateway.requests import Known, status_of
 
     found: list[dict[str, Any]] = []
-    async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
+    async with _store_of(settings) as store:
         for tenant in await store.tenants_of(id):
             identity = Identity(tenant, id)
             if (state := await store.find(identity)) is not None:
@@ -254,6 +256,169 @@ async def _found(settings: "Settings", id: str) -> list[dict[str, Any]]:
                 assert isinstance(status, bytes)
                 found.append(json_text.loads(status))
     return found
+
+
+@options.taking
+def chosen(
+    statuses: Annotated[
+        Texts, typer.Option("--status", help="waiting, running, completed, failed or cancelled.")
+    ] = None,
+    lanes: Annotated[Texts, typer.Option("--lane")] = None,
+    tenants: Annotated[Texts, typer.Option("--tenant")] = None,
+    apps: Annotated[Texts, typer.Option("--app", help="The application in the routing key.")] = None,
+    models: Annotated[Texts, typer.Option("--model", help="The one that was asked for, or that answered.")] = None,
+    codes: Annotated[Texts, typer.Option("--code", help="The error's code, such as timeout.")] = None,
+    causes: Annotated[Texts, typer.Option("--cause", help="The error's cause, as `dead list` shows it.")] = None,
+    groups: Annotated[Texts, typer.Option("--group", help="The group's or the batch's id.")] = None,
+    since: Annotated[str | None, named("--since", "TIME", "Seen from then on: 2h (ago), or a time (RFC 3339).")] = None,
+    until: Annotated[str | None, named("--until", "TIME", "Seen before: 10m (ago), or a time (RFC 3339).")] = None,
+) -> "RequestFilter":
+    """The requests that these options choose. Raises typer.BadParameter."""
+    from service.requests import filter_of
+
+    given = _given(
+        status=statuses, lane=lanes, tenant=tenants, app=apps, model=models, code=codes, cause=causes, group=groups,
+        since=since and _time_of(since), until=until and _time_of(until),
+    )  # fmt: skip
+    try:
+        return filter_of(given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _time_of(text: str) -> str:
+    when = options.moment(text) if "T" in text else datetime.now(UTC) - timedelta(seconds=options.seconds(text))
+    return when.isoformat()
+
+
+def _require_choice(wanted: "RequestFilter") -> None:
+    if wanted == type(wanted)():
+        raise typer.BadParameter("name the requests: --lane, --tenant, --status, --since, …")
+
+
+@app.command("list")
+@chosen
+@options.with_settings
+def list_(
+    settings: "Settings",
+    wanted: "RequestFilter",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="How many requests to list.")] = 50,
+    after: Annotated[str | None, typer.Option("--after", help="The next page: what the page before named.")] = None,
+    json: options.Json = False,
+) -> None:
+    """List requests of all tenants, the newest first.
+
+    It reads the workers' store (LANEKEEPER_STORE_URL): what waits in a queue and no worker has received yet is only
+    listed if it came through a gateway.
+
+    Example:  lanekeeper requests list --status failed --lane batch --since 2h
+    """
+    from consumers.clock import now_ms
+    from service.gateway.requests import Known, word_of
+    from service.requests import page
+
+    async def listed() -> dict[str, Any]:
+        async with _store_of(settings) as store:
+            return await page(
+                store, wanted, lambda id, found: word_of(Known(id, found, None), now_ms()), limit=limit, after=after
+            )
+
+    try:
+        found = run(listed())
+    except ValueError:
+        raise typer.BadParameter("not what a page named as the next", param_hint="--after") from None
+    if json:
+        print_json(found)
+        return
+    for each in found["requests"]:
+        tenant, why = each["tenant"] or "none", f" {each['code']}" if each["code"] else ""
+        about = f"{each['lane'] or 'unknown'}, {each['app'] or 'unknown'}, {each['model'] or 'no model'}"
+        print(printable(f"{each['seen_at']}  {each['id']}  tenant {tenant}  {about}: {each['status']}{why}"))
+    if not found["requests"]:
+        print("no requests match" + (f" back to {found['back_to']}" if found["back_to"] else ""))
+    if found["next"] is not None:
+        print(f"the next page: --after {found['next']}")
+
+
+@app.command("cancel")
+@chosen
+@options.with_settings
+def cancel_several(
+    settings: "Settings",
+    wanted: "RequestFilter",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count them.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Cancel all requests that match and have not ended. Their requesters are answered `cancelled`.
+
+    Example:  lanekeeper requests cancel --tenant crm --lane batch --dry-run
+    """
+    from service.requests import cancel
+
+    _require_choice(wanted)
+
+    async def cancelled() -> dict[str, int]:
+        async with _store_of(settings) as store:
+            return (await cancel(store, wanted, dry_run=dry_run, why="cancelled by an operator")).as_json()
+
+    done = run(cancelled())
+    if json:
+        print_json(done)
+    elif dry_run:
+        print(f"{done['matched']} would be cancelled")
+    else:
+        print(f"{done['cancelled']} cancelled, {done['told']} of them running: their workers stop them within seconds")
+
+
+@app.command()
+@chosen
+@options.with_settings
+def replay(
+    settings: "Settings",
+    wanted: "RequestFilter",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be replayed.")] = False,
+    rate: Annotated[float | None, typer.Option("--rate", min=0.001, help="At most so many a second.")] = None,
+    to_lane: Annotated[str | None, named("--to-lane", "LANE", "Into another lane.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Run failed requests that match again, if they are kept as dead letters.
+
+    Example:  lanekeeper requests replay --code timeout --since 1h --rate 5
+    """
+    from service.deadletters import DeadLetters, LetterEdit
+    from service.requests import replay
+
+    _require_choice(wanted)
+
+    async def replayed() -> dict[str, Any]:
+        async with _store_of(settings) as store, connected(settings, "requests") as connection:
+            letters, change = DeadLetters(settings, connection), LetterEdit(to_lane=to_lane)
+            failed, done = await replay(store, letters, wanted, change, rate_per_s=rate, dry_run=dry_run)
+            return {"failed": failed, **done.as_json()}
+
+    done = run(replayed())
+    if json:
+        print_json(done)
+    else:
+        verb = "would be replayed" if dry_run else "replayed"
+        number = done["matched"] if dry_run else done["replayed"]
+        print(f"{done['failed']} failed requests match, {done['matched']} are kept as dead letters, {number} {verb}")
+        for each in done["refused"]:
+            print_note(printable(f"{each['id']}: {each['reason']}; nothing was sent"))
+        if done["requests"]:
+            print("what they become: lanekeeper requests find ID, of")
+        for each in done["requests"]:
+            print(printable(f"  {each['id']}"))
+    if done["refusals"]:
+        raise typer.Exit(FAILED)
+
+
+@asynccontextmanager
+async def _store_of(settings: "Settings") -> "AsyncIterator[GroupedStore]":
+    from consumers.state import open_store
+
+    async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
+        yield store
 
 
 @asynccontextmanager

@@ -1,5 +1,5 @@
-"""What operators see and do: `/v1/lanes` (each key sees its own part), `/v1/pauses` (docs/brake.md) and `/v1/dead`
-(docs/dead-letters.md)."""
+"""What operators see and do: `/v1/lanes` (each key sees its own part), `/v1/pauses` (docs/brake.md), `/v1/dead`
+(docs/dead-letters.md), and `/v1/requests` of all tenants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from datetime import datetime
 from typing import Any, Final
 
 import structlog
@@ -18,11 +17,12 @@ from cachetools import LRUCache
 
 from consumers.brake import read_pause, too_many
 from consumers.clock import now_ms
-from consumers.state.base import StoredPauses
+from consumers.state.base import Found, RequestFilter, Store
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, invalid_request
 from lanekeeper.replies import ControlRefused
 from lanekeeper.telemetry import signals
+from service import requests
 from service.config.settings import GatewayKey, Settings
 from service.deadletters import (
     PAGE,
@@ -38,6 +38,7 @@ from service.deadletters import (
 from service.gateway.access import require_operator
 from service.gateway.calls import Bodies, limit_of
 from service.gateway.problems import ApiError, answer
+from service.gateway.requests import Known, word_of
 from service.status import Status, collect_status, probe_provider
 
 FRESH_S: Final = 2.0
@@ -48,6 +49,7 @@ LISTS_AT_MOST: Final = 32
 FILTERS: Final = {
     "id": "ids", "ids": "ids", "code": "codes", "lane": "lanes", "app": "apps", "tenant": "tenants", "cause": "causes",
 }  # fmt: skip
+REQUESTS_QUERY: Final = requests.FILTER_NAMES | {"limit", "after"}
 LIST_QUERY: Final = FILTERS.keys() | {"since", "limit", "after"}
 REPLAY_FIELDS: Final = (FILTERS.keys() - {"id"}) | {"since", "edit", "to_lane", "model", "rate", "dry_run"}
 log = structlog.get_logger()
@@ -57,9 +59,7 @@ class OperatorPaths:
     """The handlers; all of them raise ApiError, LanekeeperError. `connection`: the gateway's own to the broker. Each
     call about dead letters has another one, so that what it holds returns when it fails."""
 
-    def __init__(
-        self, settings: Settings, store: StoredPauses, bodies: Bodies, *, connection: Connection | None
-    ) -> None:
+    def __init__(self, settings: Settings, store: Store, bodies: Bodies, *, connection: Connection | None) -> None:
         self._settings = settings
         self._store = store
         self._bodies = bodies
@@ -81,6 +81,9 @@ class OperatorPaths:
             ("GET", "/v1/dead/{id}"): self._show,
             ("POST", "/v1/dead/replay"): self._replay,
             ("DELETE", "/v1/dead/{id}"): self._drop,
+            ("GET", "/v1/requests"): self._requests,
+            ("POST", "/v1/requests/cancel"): self._cancel_requests,
+            ("POST", "/v1/requests/replay"): self._replay_requests,
         }
 
     async def status(self) -> Status:
@@ -179,25 +182,58 @@ class OperatorPaths:
         asked = await self._object_in(request, caller)
         if unknown := sorted(asked.keys() - REPLAY_FIELDS):
             raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(REPLAY_FIELDS))}")
-        wanted, rate = _filter(asked), asked.get("rate")
+        wanted = _filter(asked)
         if wanted.is_empty:
             raise ApiError(400, "name the dead letters: ids, cause, code, lane, app, tenant, since")
-        if not (rate is None or (type(rate) in (int, float) and 0.001 <= rate <= 100_000)):
-            raise ApiError(400, "rate: allowed is a number from 0.001 to 100000, of requests a second")
-        if type(dry_run := asked.get("dry_run", False)) is not bool:
-            raise ApiError(400, "dry_run: allowed are true and false")
-        names = {name: asked.get(name) for name in ("to_lane", "model")}
-        for name, value in names.items():
-            if not (value is None or isinstance(value, str)):
-                raise ApiError(400, f"{name}: allowed is a name")
-        try:
-            change = LetterEdit(patch=asked.get("edit"), **names)
-        except ReplayRefused as error:
-            raise ApiError(400, f"edit: {error}") from error
+        rate, dry_run, change = _rate_in(asked), _dry_run_in(asked), _edit_in(asked, "to_lane", "model")
         async with self._letters() as letters:
             done = await letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run, within_s=REPLAYED_WITHIN_S)
         self._lists.clear()
         return answer(done.as_json(), status=422 if done.refusals else 200)
+
+    async def _requests(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        require_operator(caller, acts=False)
+        _refuse_unknown(request, REQUESTS_QUERY)
+        query = request.query
+        wanted = _requests_in({name: query.getall(name) for name in query})
+        limit = limit_of(query, requests.PAGE, 1, requests.PAGE_AT_MOST)
+        try:
+            found = await requests.page(self._store, wanted, _status, limit=limit, after=query.get("after"))
+        except ValueError:
+            raise ApiError(400, "after: allowed is `next` of another page") from None
+        return answer(found)
+
+    async def _cancel_requests(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        asked, wanted = await self._requests_meant(request, caller, requests.FILTER_NAMES | {"dry_run"})
+        why = f"cancelled by an operator ({caller.name or caller.tenant or 'gateway'})"
+        done = await requests.cancel(
+            self._store, wanted, dry_run=_dry_run_in(asked), within_s=REPLAYED_WITHIN_S, why=why
+        )
+        return answer(done.as_json())
+
+    async def _replay_requests(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        known = requests.FILTER_NAMES | {"edit", "to_lane", "rate", "dry_run"}
+        asked, wanted = await self._requests_meant(request, caller, known)
+        rate, dry_run, change = _rate_in(asked), _dry_run_in(asked), _edit_in(asked, "to_lane")
+        async with self._letters() as letters:
+            failed, done = await requests.replay(
+                self._store, letters, wanted, change, rate_per_s=rate, dry_run=dry_run, within_s=REPLAYED_WITHIN_S
+            )
+        self._lists.clear()
+        return answer({"failed": failed, **done.as_json()}, status=422 if done.refusals else 200)
+
+    async def _requests_meant(
+        self, request: web.Request, caller: GatewayKey, known: Collection[str]
+    ) -> tuple[dict[str, Any], RequestFilter]:
+        require_operator(caller, acts=True)
+        _refuse_unknown(request, ())
+        asked = await self._object_in(request, caller)
+        if unknown := sorted(asked.keys() - known):
+            raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
+        wanted = _requests_in(asked)
+        if wanted == RequestFilter():
+            raise ApiError(400, f"name the requests: {', '.join(sorted(requests.FILTER_NAMES))}")
+        return asked, wanted
 
     async def _object_in(self, request: web.Request, caller: GatewayKey) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -267,15 +303,45 @@ def _filter(asked: Mapping[str, Any]) -> Filter:
 
 
 def _since_ms(given: object) -> int:
-    if given is None:
-        return 0
     try:
-        when = datetime.fromisoformat(str(given[0] if isinstance(given, list) else given))
-        if when.tzinfo is not None:
-            return int(1000 * when.timestamp())
-    except (ValueError, IndexError, OverflowError):
-        pass
-    raise ApiError(400, "since: allowed is a time with its zone, such as 2026-11-21T18:00:00Z")
+        return requests.moment_in("since", given) or 0
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _requests_in(asked: Mapping[str, Any]) -> RequestFilter:
+    try:
+        return requests.filter_of(asked)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from None
+
+
+def _status(id: str, found: Found) -> str:
+    return word_of(Known(id, found, None), now_ms())
+
+
+def _rate_in(asked: Mapping[str, Any]) -> float | None:
+    rate: float | None = asked.get("rate")
+    if not (rate is None or (type(rate) in (int, float) and 0.001 <= rate <= 100_000)):
+        raise ApiError(400, "rate: allowed is a number from 0.001 to 100000, of requests a second")
+    return rate
+
+
+def _dry_run_in(asked: Mapping[str, Any]) -> bool:
+    if type(dry_run := asked.get("dry_run", False)) is not bool:
+        raise ApiError(400, "dry_run: allowed are true and false")
+    return dry_run
+
+
+def _edit_in(asked: Mapping[str, Any], *named: str) -> LetterEdit:
+    names = {name: asked.get(name) for name in named}
+    for name, value in names.items():
+        if not (value is None or isinstance(value, str)):
+            raise ApiError(400, f"{name}: allowed is a name")
+    try:
+        return LetterEdit(patch=asked.get("edit"), **names)
+    except ReplayRefused as error:
+        raise ApiError(400, f"edit: {error}") from error
 
 
 def _refuse_unknown(request: web.Request, known: Collection[str]) -> None:

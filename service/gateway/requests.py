@@ -21,13 +21,13 @@ from aiohttp import web
 from consumers.background import Background, background_task
 from consumers.clock import moment_text, now_ms
 from consumers.flows import webhooks
-from consumers.job import group_in
+from consumers.job import MODEL_LISTED, group_in
 from consumers.slots import activity
 from consumers.state import base as state
 from consumers.state.base import FollowedStore, Identity, StoreUnavailable
 from lanekeeper import Client
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import is_request_id
+from lanekeeper.contract.identity import encodable, is_request_id
 from lanekeeper.contract.messages import BodyAddress, body_address_in
 from lanekeeper.contract.problems import BrokerError, ClientMisused, LanekeeperError, RequestProblem, invalid_request
 from lanekeeper.replies import ControlRefused, NoReply, Problem
@@ -38,6 +38,7 @@ from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, s
 from service.gateway.calls import Bodies, CheckedCall, submitted_id_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, detail_of, refused, stopping
 from service.gateway.shares import SharedLimit
+from topology.codec.decoding import app_of
 
 WAIT_AT_MOST_S: Final = 60.0
 LAST_EVENT_ID: Final = "Last-Event-ID"
@@ -281,6 +282,7 @@ class SubmittedRequests:
             first_entry=state.NewEntry(state.QUEUED, json.dumps(first).encode()),
             keep_until_ms=max(request.deadline_ms, now_ms()) + KEPT_AFTER_MS,
             group=group_in(call.options.get("headers", {}), key=call.key),
+            labels=state.Labels(request.lane, app_of(call.key), encodable(request.model[:MODEL_LISTED])),
         )
         if submitted is state.Submitted.CONFLICT:
             raise RequestProblem("idempotency_conflict", "Idempotency-Key: it was used with another body")

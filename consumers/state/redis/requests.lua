@@ -4,8 +4,9 @@
 -- has come, is the hash `followed`. Its entries are the stream `entries`, with the ids `0-<number>`.
 local FIELDS = {
   'token', 'hash', 'mark', 'lease', 'claimed', 'attempts', 'noted', 'cancelling', 'nonce', 'deaths', 'due',
-  'status', 'code', 'headers', 'ended', 'group',
+  'status', 'code', 'headers', 'ended', 'group', 'line',
 }
+local LINE = #FIELDS
 local NEW = {'body', ''}
 for _, name in ipairs(FIELDS) do
   NEW[#NEW + 1], NEW[#NEW + 2] = name, ''
@@ -44,6 +45,19 @@ local function count(change)
   if left_ms > redis.call('PTTL', group) then keep_group(group, groups, group_id, keep_ms) end
   if left_ms > redis.call('PTTL', members) then redis.call('PEXPIREAT', members, keep_ms) end
 end
+-- The list is a sorted set of lines (`_line` in store.py), by when the store heard of the requests first. A second one
+-- has those alone that are not completed, which are few: most questions are about them.
+local COMPLETED = '\ts=completed\t'
+local function list(listed, was, line)
+  if was ~= '' then
+    redis.call('ZREM', listed, was)
+    redis.call('ZREM', listed .. ':uncompleted', was)
+  end
+  if line ~= '' then
+    redis.call('ZADD', listed, line:match('^%d+'), line)
+    if not line:find(COMPLETED, 1, true) then redis.call('ZADD', listed .. ':uncompleted', line:match('^%d+'), line) end
+  end
+end
 local PROGRESS = {'hash', 'last', 'events', 'bytes'}
 local function read(request, followed)
   local values = redis.call('HMGET', request, unpack(FIELDS))
@@ -65,14 +79,14 @@ local function add_entries(followed, entries, forget, first, from, count)
   end
 end
 
--- Swaps requests that are as the caller expects them. `at`: when it decided, by the clock of Redis. Returns the time,
--- and for each request 1, or what it is if it is another, or if the decision is older than `stale_ms`. The arguments for
--- each request, after these three: what is expected (the values that `read` returns, joined by zero bytes; nothing: no
--- request), until when it is kept (0: it is removed; nothing: as before), the numbers of arguments for its hash, its
--- progress and its entries, which entries to remove, the number of the first one, what to count in its group (nothing:
--- nothing), and these arguments.
-function run.swap(at, stale_ms, with_body)
-  local next, results = 4, {now}
+-- Swaps requests that are as the caller expects them. `at`: when it decided, by the clock of Redis. `listed`: the key of
+-- the list. Returns the time, and for each request 1, or what it is if it is another, or if the decision is older than
+-- `stale_ms`. The arguments for each request, after these four: what is expected (the values that `read` returns, joined
+-- by zero bytes; nothing: no request), until when it is kept (0: it is removed; nothing: as before), the numbers of
+-- arguments for its hash, its progress and its entries, which entries to remove, the number of the first one, what to
+-- count in its group (nothing: nothing), and these arguments. Those for its hash begin with its line if that changes.
+function run.swap(at, stale_ms, with_body, listed)
+  local next, results = 5, {now}
   for k = 1, #KEYS, 3 do
     local request, followed, entries = KEYS[k], KEYS[k + 1], KEYS[k + 2]
     local expected, keep_ms, fields, progress, added, forget, first, counted = unpack(ARGV, next, next + 7)
@@ -88,9 +102,11 @@ function run.swap(at, stale_ms, with_body)
       end
     elseif keep_ms == '0' then
       redis.call('DEL', request, followed, entries)
+      list(listed, found[LINE] or '', '')
     else
       if #found == 0 and fields > 0 then redis.call('HSET', request, unpack(NEW)) end
       if fields > 0 then redis.call('HSET', request, unpack(ARGV, from, from + fields - 1)) end
+      if fields > 0 and ARGV[from] == 'line' then list(listed, found[LINE] or '', ARGV[from + 1]) end
       if progress > 0 then
         if forget == 'all' then redis.call('DEL', followed) end
         redis.call('HSET', followed, unpack(ARGV, from + fields, from + fields + progress - 1))
@@ -150,4 +166,47 @@ function run.look(most, left)
     end
   end
   return news
+end
+
+-- Looks at the next `count` lines of the list, the newest first, from those of the time `at` on, of which `passed` were
+-- looked at before. What follows `most` are the filters: of each, how many texts there are, and the texts, one of which
+-- a line must contain. Returns whether these were the last lines, the place that was reached, and the lines that fit.
+function run.listed(at, passed, since, count, most)
+  passed, count, most = tonumber(passed), tonumber(count), tonumber(most)
+  local lines = redis.call('ZREVRANGEBYSCORE', KEYS[1], at, since, 'LIMIT', passed, count)
+  local found, reached = {}, #lines
+  for i, line in ipairs(lines) do
+    local next, fits = 6, true
+    while fits and next <= #ARGV do
+      local last = next + ARGV[next]
+      fits = false
+      for n = next + 1, last do
+        if line:find(ARGV[n], 1, true) then fits = true break end
+      end
+      next = last + 1
+    end
+    if fits then
+      found[#found + 1] = line
+      if #found == most then reached = i break end
+    end
+  end
+  if reached == #lines and #lines < count then return {1, 0, 0, found} end
+  local ms, ties = lines[reached]:match('^%d+'), 1
+  while reached > ties and lines[reached - ties]:match('^%d+') == ms do ties = ties + 1 end
+  if ms == at then ties = ties + passed end
+  return {0, tonumber(ms), ties, found}
+end
+
+-- Removes lines of requests that have expired, of `count` ones from a place on (0 to 1, of all).
+function run.tidy(begin, count, place)
+  local first = math.floor(place * redis.call('ZCARD', KEYS[1]))
+  local removed = 0
+  for _, line in ipairs(redis.call('ZRANGE', KEYS[1], first, first + count - 1)) do
+    local tenant, id = line:match('^%d+\tt=([^\t]*)\ti=([^\t]*)\t')
+    if redis.call('EXISTS', begin .. tenant .. ':' .. id) == 0 then
+      removed = removed + redis.call('ZREM', KEYS[1], line)
+      redis.call('ZREM', KEYS[1] .. ':uncompleted', line)
+    end
+  end
+  return removed
 end

@@ -38,10 +38,16 @@ from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.figures import timings
 
 T = TypeVar("T")
+COMPLETED: Final = base.RequestState.COMPLETED
 FIELDS: Final = (
     *("token", "hash", "mark", "lease", "claimed", "attempts", "noted", "cancelling", "nonce", "deaths", "due"),
-    *("status", "code", "headers", "ended", "group"),
+    *("status", "code", "headers", "ended", "group", "line"),
 )
+LISTED_WITHIN_S: Final = 0.7
+"""A page ends after so long, with fewer requests, and names where the next one goes on."""
+LOOKED_AT: Final = 5000
+"""How many lines of the list one run of the script looks at; it is small, because Redis does nothing else meanwhile."""
+TIDIED: Final = 1000
 SWAPPED_AT_ONCE: Final = 100
 TRIES_AT_MOST: Final = 30
 STALE_MS: Final = 1000
@@ -115,9 +121,9 @@ class RedisStore(Groups, SmallRows):
             before = seen[nth] = self._known.pop(identity, NOTHING)
             asked[nth] = decide(before.row, at)
         for tries in range(TRIES_AT_MOST):
-            after = {nth: _after(change, seen[nth]) for nth, change in asked.items()}
+            after = {nth: _after(wanted[nth][0], change, seen[nth]) for nth, change in asked.items()}
             keys = [key for nth in asked for key in self._keys(wanted[nth][0])]
-            values: list[Argument] = [at.now, STALE_MS, int(bodies)]
+            values: list[Argument] = [at.now, STALE_MS, int(bodies), self._listed]
             for nth, change in asked.items():
                 values += _swap(change, seen[nth], after[nth], self._counted(at, wanted[nth][0], change, seen[nth]))
             time_ms, *results = await self._run("swap", keys, *values, name=name)
@@ -245,6 +251,35 @@ class RedisStore(Groups, SmallRows):
             found += map(_ending, await self._run("endings", keys))
         return found
 
+    async def listed(self, wanted: base.RequestFilter, *, most: int, after: str | None = None) -> base.RequestPage:
+        at_ms, passed = wanted.until_ms - 1, 0
+        if after is not None:
+            at_ms, passed = (int(part) for part in after.split("."))
+        filters = {
+            "t": {quote(tenant, safe="") for tenant in wanted.tenants},
+            "l": wanted.lanes,
+            "a": wanted.apps,
+            "m": wanted.models,
+            "s": wanted.states,
+            "c": wanted.codes,
+            "k": wanted.causes,
+            "g": wanted.groups,
+        }
+        texts: list[Argument] = []
+        for name, allowed in filters.items():
+            if allowed:
+                texts += (len(allowed), *(f"\t{name}={value.translate(_NO_TABS)}\t" for value in allowed))
+        is_uncompleted = wanted.codes or wanted.causes or (wanted.states and COMPLETED not in wanted.states)
+        keys = [f"{self._listed}:uncompleted" if is_uncompleted else self._listed]
+        found: list[base.ListedRequest] = []
+        end_s = time.monotonic() + LISTED_WITHIN_S
+        while True:
+            values = (at_ms, passed, wanted.since_ms, LOOKED_AT, most - len(found), *texts)
+            is_last, at_ms, passed, lines = await self._run("listed", keys, *values)
+            found += (_listed_request(line.decode()) for line in lines)
+            if is_last or len(found) >= most or time.monotonic() > end_s:
+                return base.RequestPage(found, None if is_last else f"{at_ms}.{passed}")
+
     async def tenants_of(self, id: str) -> list[str]:
         begin, found, cursor = f"{self._namespace}:request:", set[str](), b"0"
         while True:
@@ -257,9 +292,19 @@ class RedisStore(Groups, SmallRows):
                 return sorted(found)
 
     async def sweep(self) -> int:
+        # lines of requests that have expired: at the beginning, where most are, and anywhere
+        tidied = sum(
+            [
+                await self._run("tidy", [self._listed], f"{self._namespace}:request:", TIDIED, random.random() * part)
+                for part in (0, 1)
+            ]
+        )
+        return int(tidied) + await self._remove_surplus()
+
+    async def _remove_surplus(self) -> int:
         if not self._surplus:
             self._surplus.extend(await self._found_surplus())
-        removed = 0
+        removed: int = 0
         while not removed and (step := next_step(self._surplus)):
             keys = [
                 key
@@ -468,6 +513,10 @@ class RedisStore(Groups, SmallRows):
         return [f"{self._namespace}:{kind}:{end}" for kind in ("allowance", "reserved", "reserved-until")]
 
     @property
+    def _listed(self) -> str:
+        return f"{self._namespace}:listed"
+
+    @property
     def _webhooks(self) -> list[str]:
         return [f"{self._namespace}:webhooks", f"{self._namespace}:webhook-rows"]
 
@@ -495,7 +544,8 @@ def _seen(found: list[Any], now_ms: int) -> _Seen:
         return NOTHING
     *values, left_ms, body = found
     token, hash, mark, lease, claimed, attempts, noted, cancelling, nonce, deaths, due = values[:11]
-    status, code, headers, ended, group, submitted, last, events, size = values[11:]
+    status, code, headers, ended, group, line, submitted, last, events, size = values[11:]
+    listed = _listed_request(line.decode()) if line else None
     row = Row(
         token=int(token),
         keep_ms=now_ms + left_ms,
@@ -515,12 +565,15 @@ def _seen(found: list[Any], now_ms: int) -> _Seen:
         ended_ms=int(ended) if ended else None,
         body=body,
         group_id=group.decode() or None,
+        seen_ms=0 if listed is None else listed.seen_ms,
+        **({} if listed is None else listed.labels._asdict()),
+        cause="" if listed is None else listed.cause,
         progress=ProgressRow(submitted, int(last), int(events), int(size)) if submitted else None,
     )
     return _Seen(row, values)
 
 
-def _after(change: Change[Any], before: _Seen) -> _Seen:
+def _after(identity: Identity, change: Change[Any], before: _Seen) -> _Seen:
     if change.row is KEEP:
         return before
     if change.row is None:
@@ -543,6 +596,7 @@ def _after(change: Change[Any], before: _Seen) -> _Seen:
         (row.headers or "").encode(),
         b"" if row.ended_ms is None else b"%d" % row.ended_ms,
         (row.group_id or "").encode(),
+        _line(identity, row),
         *((b"",) * 4 if progress is None else (progress.body_hash, *(b"%d" % each for each in progress[1:]))),
     )
     return _Seen(row, values)
@@ -556,7 +610,9 @@ def _swap(change: Change[Any], before: _Seen, after: _Seen, counted: str) -> lis
     row, old = change.row, before.row
     fields: list[Argument] = []
     for name, new, kept in zip(FIELDS, after.values, before.values or repeat(b""), strict=False):
-        if new != kept:
+        if new != kept and name == "line":
+            fields[:0] = (name, new)  # first, where the script looks for it
+        elif new != kept:
             fields += (name, new)
     if row.body is not None and (old is None or row.body is not old.body):
         fields += ("body", row.body)
@@ -575,6 +631,39 @@ def _swap(change: Change[Any], before: _Seen, after: _Seen, counted: str) -> lis
         progress += _of_submission(change.submission)
     sizes = (len(fields), len(progress), len(entries))
     return [expected, keep_ms, *sizes, change.forget, first, counted, *fields, *progress, *entries]
+
+
+_LINE: Final = ("t", "i", "l", "a", "m", "s", "c", "k", "g")
+
+
+def _line(identity: Identity, row: Row) -> bytes:
+    """A request in the list: when the store heard of it first, then `name=value` for each of `_LINE`, between tabs.
+    Steps and items of pipelines are in no list."""
+    if "#" in identity.id:
+        return b""
+    values = (
+        *(quote(identity.tenant, safe=""), identity.id, row.lane, row.app, row.model, row.state),
+        *(row.code or "", row.cause, row.group_id or ""),
+    )
+    pairs = (f"{name}={value}".translate(_NO_TABS) for name, value in zip(_LINE, values, strict=True))
+    return "\t".join((str(row.seen_ms), *pairs, "")).encode()
+
+
+_NO_TABS: Final = str.maketrans("\t", " ")
+
+
+def _listed_request(line: str) -> base.ListedRequest:
+    seen_ms, *pairs, _ = line.split("\t")
+    tenant, id, *labels, state, code, cause, group_id = (pair.partition("=")[2] for pair in pairs)
+    return base.ListedRequest(
+        Identity(unquote(tenant), id),
+        int(seen_ms),
+        base.Labels(*labels),
+        base.RequestState(state),
+        code,
+        cause,
+        group_id,
+    )
 
 
 def _of_submission(submission: base.Submission) -> list[Argument]:

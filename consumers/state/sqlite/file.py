@@ -48,6 +48,11 @@ CREATE TABLE request (
     headers TEXT,
     ended_ms INTEGER,
     group_id TEXT,                -- NULL: it belongs to no group
+    seen_ms INTEGER NOT NULL DEFAULT 0,  -- since 1970: when the store heard of it first; 0: it is in no list
+    lane TEXT NOT NULL DEFAULT '',
+    app TEXT NOT NULL DEFAULT '',
+    model TEXT NOT NULL DEFAULT '',
+    cause TEXT NOT NULL DEFAULT '',
     body BLOB,                    -- last, because a row is read from its beginning
     UNIQUE (tenant, id)
 ) STRICT;
@@ -169,10 +174,20 @@ CREATE INDEX group_by_end ON request_group (until_ms);
 CREATE INDEX group_by_told ON request_group (tenant) WHERE told = 0 AND processing = 0;
 CREATE INDEX request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
 """
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS
+_LISTED = """
+CREATE INDEX request_listed ON request
+    (seen_ms, tenant, id, lane, app, model, status, code, cause, cancelling, group_id);
+"""
+"""Lists read this index alone, which is a small part of the table."""
+SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS + _LISTED
 FROM_VERSION_8 = (
     f"""
 ALTER TABLE request ADD COLUMN group_id TEXT;
+ALTER TABLE request ADD COLUMN seen_ms INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE request ADD COLUMN lane TEXT NOT NULL DEFAULT '';
+ALTER TABLE request ADD COLUMN app TEXT NOT NULL DEFAULT '';
+ALTER TABLE request ADD COLUMN model TEXT NOT NULL DEFAULT '';
+ALTER TABLE request ADD COLUMN cause TEXT NOT NULL DEFAULT '';
 ALTER TABLE kept RENAME TO former;
 DROP INDEX kept_by_end;
 {_KEPT}INSERT INTO kept SELECT kind, tenant, key, until_ms, body FROM former WHERE kind = 'webhook';
@@ -193,6 +208,7 @@ DROP TABLE lease;
     + _HOLDS
     + _FILES
     + _GROUPS
+    + _LISTED
 )
 """The schema of 0.4.0."""
 

@@ -319,7 +319,7 @@ class SqliteStore(Groups, SmallRows):
         self._clock = clock or Clock()
         self.spec = spec
         self._surplus: deque[Surplus] = deque()
-        self._looking: sqlite3.Connection | None = None
+        self._looking: set[sqlite3.Connection] = set()
         self._writer = Writer(path, namespace=namespace, spec=spec, clock=self._clock, former=former)
         self.times = self._writer.times
         self._reader = StoreReader(path, spec)
@@ -336,9 +336,9 @@ class SqliteStore(Groups, SmallRows):
 
     async def __aexit__(self, *_: object) -> None:
         self._reader.close()
-        if self._looking is not None:
+        for connection in list(self._looking):
             with suppress(sqlite3.Error):  # it is closed already
-                self._looking.interrupt()  # its thread would delay the end of the process
+                connection.interrupt()  # its thread would delay the end of the process
         await self._writer.close()
 
     async def probe(self) -> None:
@@ -405,6 +405,10 @@ class SqliteStore(Groups, SmallRows):
         at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
         return await self._read(lambda tables: tables.tenants_of(at, id))
 
+    async def listed(self, wanted: base.RequestFilter, *, most: int, after: str | None = None) -> base.RequestPage:
+        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
+        return await self._read_apart(lambda tables: tables.listed(at, wanted, most, after))
+
     async def webhook(self, identity: Identity) -> bytes | None:
         return await self._read(lambda tables: tables.webhook(self._clock.since_1970_ms(), identity))
 
@@ -429,17 +433,24 @@ class SqliteStore(Groups, SmallRows):
     async def sweep(self) -> int:
         removed = await self.transact("sweep", Tables.remove_expired)
         if not (removed or self._surplus):
-            self._surplus.extend(await asyncio.to_thread(self._found_surplus))
+            now = self._clock.since_boot_ms()
+            self._surplus.extend(await self._read_apart(lambda tables: tables.surplus(now)))
         while not removed and (step := next_step(self._surplus)):
             removed = await self.transact("sweep", partial(Tables.remove, rows=step))
         return removed
 
-    def _found_surplus(self) -> list[Surplus]:
-        # This reads the whole file, so it has a thread and a connection of its own, and does not delay writes.
+    async def _read_apart(self, read: Callable[[Tables], T]) -> T:
+        """For what reads much of the file: it has a thread and a connection of its own, and delays no other call."""
+        return await asyncio.to_thread(self._read_much, read)
+
+    def _read_much(self, read: Callable[[Tables], T]) -> T:
         try:
             with closing(connect(self._path)) as connection:
-                self._looking = connection
+                self._looking.add(connection)
                 connection.execute("BEGIN")
-                return Tables(connection, self.spec).surplus(self._clock.since_boot_ms())
+                try:
+                    return read(Tables(connection, self.spec))
+                finally:
+                    self._looking.discard(connection)
         except (sqlite3.Error, OSError) as error:
             raise StoreUnavailable(explain(error, self._path)) from error

@@ -10,9 +10,21 @@ from dataclasses import astuple, fields
 from functools import cache
 from math import inf
 from typing import Any, Final, TypeVar
+from urllib.parse import quote, unquote
 
 from consumers.state import base, decisions, groups
-from consumers.state.base import Fingerprint, Identity, StoredFile, Submission, WaitingLimit
+from consumers.state.base import (
+    Fingerprint,
+    Identity,
+    Labels,
+    ListedRequest,
+    RequestFilter,
+    RequestPage,
+    RequestState,
+    StoredFile,
+    Submission,
+    WaitingLimit,
+)
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
 from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
 from consumers.state.rows import DecideRows, Place, Rows
@@ -59,6 +71,15 @@ _TENANTS_OF: Final = (
     " SELECT (SELECT min(tenant) FROM request WHERE tenant > each.tenant) FROM each WHERE tenant IS NOT NULL)"
     " SELECT request.tenant FROM each CROSS JOIN request ON request.tenant = each.tenant AND request.id = ?"
     " WHERE keep_ms > ? OR lease_ms > ?"
+)
+_STATE: Final = (
+    "CASE WHEN status IS NULL OR cancelling THEN iif(lease_ms > 0, 'running', 'waiting')"
+    f" WHEN status = 'ok' THEN 'completed' WHEN code = '{decisions.CANCELLED}' THEN 'cancelled' ELSE 'failed' END"
+)
+_LISTED: Final = (
+    f"SELECT tenant, id, seen_ms, lane, app, model, {_STATE} AS state, coalesce(code, ''), cause,"
+    " coalesce(group_id, '') FROM request INDEXED BY request_listed"
+    " WHERE seen_ms > 0 AND seen_ms >= ? AND seen_ms < ? AND instr(id, '#') = 0"
 )
 _GROUP_FIELDS: Final = f"SELECT tenant, id, head, ended_ms, size, key, webhook, saved_usd, {', '.join(KINDS)}"
 _GROUP: Final = f"{_GROUP_FIELDS} FROM request_group WHERE tenant = ? AND until_ms > ?"
@@ -154,7 +175,7 @@ _EXPIRED_WAITING: Final = (
 
 # Sizes that are assumed, in bytes: of a request's row with its entries in indexes, but without headers and body; of the
 # submission of a followed request; of an entry of its progress, without its content; of a row of the table `share`.
-ROW_BYTES: Final = 400
+ROW_BYTES: Final = 550
 FOLLOWED_BYTES: Final = 300
 ENTRY_BYTES: Final = 30
 COUNTED_BYTES: Final = 400
@@ -293,6 +314,31 @@ class Tables:
 
     def tenants_of(self, at: Times, id: str) -> list[str]:
         return [tenant for (tenant,) in self._execute(_TENANTS_OF, (id, at.today, at.now))]
+
+    def listed(self, at: Times, wanted: RequestFilter, most: int, after: str | None) -> RequestPage:
+        asked = _LISTED
+        values: list[str | int] = [wanted.since_ms, wanted.until_ms]
+        if after is not None:
+            asked += " AND (seen_ms, tenant, id) < (?, ?, ?)"
+            seen_ms, tenant, id = after.split(".", 2)
+            values += [int(seen_ms), unquote(tenant), id]
+        for column, allowed in (
+            ("tenant", wanted.tenants), ("lane", wanted.lanes), ("app", wanted.apps), ("model", wanted.models),
+            ("code", wanted.codes), ("cause", wanted.causes), ("group_id", wanted.groups), (_STATE, wanted.states),
+        ):  # fmt: skip
+            if allowed:
+                asked += f" AND {column} IN ({', '.join('?' * len(allowed))})"
+                values += allowed
+        asked += " AND (keep_ms > ? OR lease_ms > ?) ORDER BY seen_ms DESC, tenant DESC, id DESC LIMIT ?"
+        found = [
+            ListedRequest(Identity(tenant, id), seen_ms, Labels(*labels), RequestState(state), code, cause, group_id)
+            for tenant, id, seen_ms, *labels, state, code, cause, group_id in self._execute(
+                asked, (*values, at.today, at.now, most)
+            )
+        ]
+        last = None if len(found) < most else found[-1]
+        place = None if last is None else f"{last.seen_ms}.{_without_dots(last.identity.tenant)}.{last.identity.id}"
+        return RequestPage(found, place)
 
     def submission(self, _: Times, identity: Identity) -> Submission | None:
         found = self._execute(f"SELECT {_FIELDS} FROM followed {_OF}", (identity.tenant, identity.id)).fetchone()
@@ -541,6 +587,10 @@ class Tables:
             rows = self._execute(_OLDEST, (tenant, now, kind, SURPLUS_ROWS - len(found)))
             found += oldest((Surplus(tenant, *row) for row in rows), cut)
         return found
+
+
+def _without_dots(text: str) -> str:
+    return quote(text, safe="").replace(".", "%2E")
 
 
 def _stored_file(row: Sequence[Any]) -> StoredFile:

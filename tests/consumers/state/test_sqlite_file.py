@@ -203,7 +203,8 @@ async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: byte
 
 SCHEMA_8 = f"""
 DROP TABLE hold; DROP TABLE file; DROP TABLE request_group; DROP INDEX request_by_group; DROP TABLE kept;
-ALTER TABLE request DROP COLUMN group_id;
+DROP INDEX request_listed; ALTER TABLE request DROP COLUMN group_id;
+{"".join(f"ALTER TABLE request DROP COLUMN {name};" for name in ("seen_ms", "lane", "app", "model", "cause"))}
 CREATE TABLE lease (name TEXT PRIMARY KEY, owner TEXT, token INTEGER, lease_ms INTEGER);
 CREATE TABLE pause (id TEXT PRIMARY KEY, until_ms INTEGER, body TEXT NOT NULL);
 CREATE TABLE kept (kind TEXT, tenant TEXT, key TEXT, at_ms INTEGER, id TEXT, until_ms INTEGER, body BLOB);
