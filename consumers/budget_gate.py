@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from consumers.clock import NowMs, now_ms
+from consumers.dialects import DIALECTS
 from consumers.job import Decoded, Interruptible, Job, Reserved, Route
 from consumers.limits.base import Amounts, BudgetSpec, Wait, WaitTooLong
 from consumers.limits.budgets import Budgets
@@ -111,7 +112,8 @@ class BudgetGate:
             self.budgets.settle(reserved.reservation, None)
             return
         usage, kind = attempted.usage, _usage_class(job, reserved.route)
-        self.budgets.settle(reserved.reservation, self.likely(job, reserved) if usage is None else usage)
+        used = self.likely(job, reserved) if usage is None else usage
+        self.budgets.settle(reserved.reservation, _counted(decoded.request, used))
         job.in_progress = None  # it keeps the events of a stream in memory
         if isinstance(outcome, (Answered, Refused)):
             self.estimates.learn_run(kind, attempted.run_ms / 1000, was_cut=isinstance(outcome, Refused))
@@ -128,7 +130,9 @@ class BudgetGate:
         """What a job's call has probably used of the provider's limits, if it ended without the provider's count: what
         a stream has shown of it. Without a stream: the input that was sent, and as much of the expected output as the
         model could write in the time."""
-        expected, in_progress = reserved.reservation.amounts, job.in_progress
+        decoded, in_progress = job.decoded, job.in_progress
+        assert decoded is not None
+        expected = self.amounts(job, decoded.request, reserved.route)
         if in_progress is None:
             return expected
         if (used := in_progress.used()) is not None:
@@ -142,19 +146,21 @@ class BudgetGate:
         """Move a job's reservation to another provider: reserve budget for `route` without waiting, and settle the
         earlier reservation. Return False, and change nothing, if the account of `route` has too little budget. `used`:
         what the call on the earlier route used; None: no call was made."""
-        amounts = self.amounts(job, decoded.request, route)
+        amounts = _counted(decoded.request, self.amounts(job, decoded.request, route))
         found = await self.budgets.try_reserve(route.account, lane=job.lane_name, amounts=amounts, request=job.id)
         if found is None:
             return False
         before, job.reserved = job.reserved, Reserved(route, found)
         if before is not None:
-            self.budgets.settle(before.reservation, used)
+            self.budgets.settle(before.reservation, None if used is None else _counted(decoded.request, used))
         return True
 
     def give_up(self, job: Job, used: Amounts | None) -> None:
         """Settle a job's reservation before the attempt ends: its call failed, and an earlier answer is the job's."""
         if job.reserved is not None:
-            self.budgets.settle(job.reserved.reservation, used)
+            assert job.decoded is not None
+            counted = None if used is None else _counted(job.decoded.request, used)
+            self.budgets.settle(job.reserved.reservation, counted)
             job.reserved = None
 
     def amounts(self, job: Job, request: Request, route: Route) -> Amounts:
@@ -197,7 +203,7 @@ class BudgetGate:
             reservation = await self.budgets.reserve(
                 account,
                 lane=job.lane_name,
-                amounts=self.amounts(job, decoded.request, route),
+                amounts=_counted(decoded.request, self.amounts(job, decoded.request, route)),
                 until=until,
                 request=job.id,
                 arrived=_loop_s() - job.waited_ms(self.now_ms()) / 1000 if job.came_before else None,
@@ -223,7 +229,7 @@ class BudgetGate:
         return 0.0 if request.stream else self.estimates.run_s(_usage_class(job, route))
 
     async def _wait(self, job: Job, request: Request, route: Route) -> Wait:
-        amounts = self.amounts(job, request, route)
+        amounts = _counted(request, self.amounts(job, request, route))
         return await self.budgets.predicted_wait(route.account, lane=job.lane_name, amounts=amounts)
 
     def _too_long(self, job: Job, request: Request, route: Route, wait: Wait) -> Outcome:
@@ -244,6 +250,13 @@ class BudgetGate:
         lets_others_pass = waited_s < self.spec.hold_s
         delay_ms = max(LATER_MS, min(BACK_WITHIN_MS, round(1000 * wait.seconds))) if lets_others_pass else LATER_MS
         return Deferred(delay_ms=delay_ms, reason=wait.reason)
+
+
+def _counted(request: Request, amounts: Amounts) -> Amounts:
+    """What counts against the account's limits. OpenAI has one limit for all tokens: it is the one of the input."""
+    if not DIALECTS[request.dialect].joins_tokens:
+        return amounts
+    return amounts._replace(input_tokens=amounts.input_tokens + amounts.output_tokens)
 
 
 def _usage_class(job: Job, route: Route) -> UsageClass:

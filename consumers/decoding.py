@@ -31,10 +31,10 @@ _WITHIN_LIMITS: Final = ""
 @dataclass(slots=True, eq=False)
 class Decoding:
     """Decodes the message of a job into its request, and adds the providers that may be called for the request
-    (`chain_of`: by lane, tenant and model). `max_values`: how many JSON keys and values a body may have."""
+    (`chain_of`: by lane, tenant, model and dialect). `max_values`: how many JSON keys and values a body may have."""
 
     parsing: "Parsing"
-    chain_of: Callable[[str, str, str], Chain]
+    chain_of: Callable[[str, str, str, str], Chain]
     _: KW_ONLY
     max_values: int = bounds.VALUES
     handlers: Collection[str] = ()
@@ -73,7 +73,7 @@ class Decoding:
         )
         if request.handler or request.pipeline:
             return Decoded(request, lane, Chain())
-        chain = self.chain_of(lane.name, job.identity.tenant, request.model)
+        chain = self.chain_of(lane.name, job.identity.tenant, request.model, request.dialect)
         return Decoded(request, lane, chain.in_fast_mode() if request.is_fast else chain)
 
 

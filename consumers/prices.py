@@ -30,6 +30,8 @@ SAME_PRICES: Final[Mapping[str, str]] = {
     "claude-mythos-preview": "claude-fable-5",
 }
 """Models of limited access, which the table does not have, by the model whose prices they share (LiteLLM 1.110.2)."""
+VENDORS: Final = ("anthropic", "openai")
+"""Whose models the table is asked for, by its names."""
 WEB_SEARCH_USD: Final = 0.01
 CACHED: Final = 1024
 
@@ -113,8 +115,9 @@ class Prices:
     @property
     def models(self) -> frozenset[str]:
         """The models with a price, by the names under which they are listed."""
-        listed = data_snapshot.get_snapshot().find_provider(None, "anthropic", None).models
-        return frozenset(self._given) | frozenset(SAME_PRICES) | {model.id for model in listed}
+        snapshot = data_snapshot.get_snapshot()
+        listed = {model.id for name in VENDORS for model in snapshot.find_provider(None, name, None).models}
+        return frozenset(self._given) | frozenset(SAME_PRICES) | listed
 
     def has(self, model: str, name: str = "") -> bool:
         return self._rates(model, name, False, self._day()) is not None
@@ -152,7 +155,8 @@ class Prices:
         if (own := self._given.get(model)) is not None:
             return _own_rates(own)
         snapshot = data_snapshot.get_snapshot()
-        for provider, listed in (("aws", name if "anthropic." in name else ""), ("anthropic", model)):
+        listings = [("aws", name if "anthropic." in name else ""), *((vendor, model) for vendor in VENDORS)]
+        for provider, listed in listings:
             try:
                 found = snapshot.find_provider_model(SAME_PRICES.get(listed, listed), None, provider, None)[1]
             except LookupError:

@@ -17,8 +17,8 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
-from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.errors import error_line
+from consumers.providers.registry import Provider
 from consumers.providers.routes import Routes
 from consumers.state import SQLITE, open_store, redis_risks
 from consumers.state.base import StoreUnavailable
@@ -26,7 +26,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.names import BROKER_TIMESTAMP_MS, CANCEL_KEY, SENT_MS, Names
+from lanekeeper.contract.names import ANTHROPIC_MESSAGES, BROKER_TIMESTAMP_MS, CANCEL_KEY, SENT_MS, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerBlocked, BrokerError, SettingsError
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
@@ -39,7 +39,6 @@ from service.status import gather
 from service.worker.assembly import key_setting, open_provider
 from topology.broker.admin import check_write_rights, verify
 from topology.broker.consume import Inbox
-from topology.codec.decoding import unpublished
 from topology.declaration import RECOMMENDED, Broker, declare, is_before
 from topology.plan import Difference
 
@@ -66,7 +65,8 @@ async def providers(settings: Settings) -> list[Finding]:
     routes = Routes(spec)
     for provider in spec.providers:  # a provider without any lane's default model is checked with a model of its table
         models_of[provider.name].update(list((provider.models or {}).values())[:1])
-    for lane in settings.lane_specs():
+    speaks_anthropic = any(ANTHROPIC_MESSAGES in provider.dialects for provider in spec.providers)
+    for lane in settings.lane_specs() if speaks_anthropic else ():  # a lane's default model is one of Anthropic's
         chain = routes.of(lane.name, "", lane.model)
         for route in chain.routes:
             models_of[route.provider].add(route.name)
@@ -84,19 +84,20 @@ async def _provider(settings: Settings, name: str, models: list[str]) -> Finding
     except SettingsError as error:
         return Finding(what, False, str(error))
     try:
-        results = await asyncio.gather(*(_trouble(settings, provider, model) for model in models))
+        results = await asyncio.gather(*(_trouble(settings, provider, model) for model in models or [""]))
     finally:
         await provider.aclose()
     if troubles := [trouble for trouble in dict.fromkeys(results) if trouble is not None]:
         return Finding(what, False, "; ".join(troubles))
-    return Finding(what, True, f"{_shown(settings, name)} takes the key and answers as {', '.join(models)}")
+    answers = f" and answers as {', '.join(models)}" if models else ""
+    return Finding(what, True, f"{_shown(settings, name)} takes the key{answers}")
 
 
-async def _trouble(settings: Settings, provider: AnthropicProvider, model: str) -> str | None:
+async def _trouble(settings: Settings, provider: Provider, model: str) -> str | None:
     name, shown = provider.name, _shown(settings, provider.name)
     try:
         async with asyncio.timeout(CALL_WITHIN_S):
-            await provider.stream(unpublished("1", model=model, max_tokens=1), timeout_s=CALL_WITHIN_S, parts=None)
+            await provider.probe(model, by_call=bool(model))
     except TimeoutError:
         return f"{shown}: no answer within {CALL_WITHIN_S:g} s; see {_address_setting(settings, name)}"
     except (RateLimitedError, OverloadedError):

@@ -274,7 +274,7 @@ class Pauses:
         if name in self._pauses:
             return None
         pause = ProviderPause(
-            error.reason, error.brief, now_s, error.otherwise is not None or error.status == 402, now_s
+            error.reason, error.brief, now_s, error.otherwise is not None or error.status in (402, 429), now_s
         )
         if (last := self._past.get(name)) is not None and now_s - last.until_s < AGAIN_S:
             pause.every_s, pause.by_call, pause.is_again = min(PROBE_EVERY_S, 2 * last.every_s), True, True

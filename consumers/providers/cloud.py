@@ -25,17 +25,15 @@ from anthropic import AsyncAnthropicFoundry
 
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.providers.anthropic import AnthropicProvider, CloudApi, Reading
+from consumers.providers.extras import imported
+from consumers.providers.openai import OpenAIProvider
+from consumers.providers.registry import Provider
 from consumers.providers.routes import DEFAULT_VERSION
 from consumers.providers.transport import client_options
 from topology.codec import bounds
 
-MISSING: Final = "needs a package that is not installed; run: pip install {package}"
 AMAZON: Final = "boto3"
 GOOGLE: Final = "'google-auth[requests]'"
-
-
-class ExtraMissing(Exception):
-    """A provider needs a Python package, which the text names."""
 
 
 def bedrock(
@@ -44,11 +42,11 @@ def bedrock(
     """The adapter for Amazon Bedrock. It needs `boto3`: to sign requests, if there is no `api_key` (a Bedrock API
     key), and to read streams."""
     url = base_url or f"https://bedrock-runtime.{region}.amazonaws.com"
-    _imported("botocore.eventstream", AMAZON)
+    imported("botocore.eventstream", AMAZON)
     errors: tuple[type[Exception], ...] = ()
     if api_key is None:
-        errors = (RuntimeError, _imported("botocore.exceptions", AMAZON).BotoCoreError)
-        _imported("boto3", AMAZON)
+        errors = (RuntimeError, imported("botocore.exceptions", AMAZON).BotoCoreError)
+        imported("boto3", AMAZON)
     client_of = import_module("anthropic.lib.bedrock").AsyncAnthropicBedrock
     client = client_of(api_key=api_key, aws_region=region, base_url=url, **client_options(url))
     api = CloudApi(
@@ -74,8 +72,8 @@ def vertex(
     machine's credentials are used and renewed; that needs `google-auth[requests]`."""
     errors: tuple[type[Exception], ...] = ()
     if api_key is None:
-        errors = (RuntimeError, _imported("google.auth.exceptions", GOOGLE).GoogleAuthError)
-        _imported("google.auth.transport.requests", GOOGLE)
+        errors = (RuntimeError, imported("google.auth.exceptions", GOOGLE).GoogleAuthError)
+        imported("google.auth.transport.requests", GOOGLE)
     url = base_url or _vertex_url(region)
     client_of = import_module("anthropic.lib.vertex").AsyncAnthropicVertex
     client = client_of(region=region, project_id=project, access_token=api_key, base_url=url, **client_options(url))
@@ -91,19 +89,15 @@ def foundry(*, name: str, api_key: str, base_url: str, **reading: Unpack[Reading
     return AnthropicProvider(client, name=name, secret=api_key, **reading)
 
 
-KINDS: Final[dict[str, Callable[..., AnthropicProvider]]] = {
+KINDS: Final[dict[str, Callable[..., Provider]]] = {
     "anthropic": AnthropicProvider.at,
     "bedrock": bedrock,
     "vertex": vertex,
     "foundry": foundry,
+    "openai": OpenAIProvider.at,
+    "azure": OpenAIProvider.azure,
 }
-
-
-def _imported(module: str, package: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ExtraMissing(MISSING.format(package=package)) from error
+"""How the provider of each kind in the settings is made."""
 
 
 def _vertex_url(region: str) -> str:

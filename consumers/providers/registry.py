@@ -58,7 +58,8 @@ log = structlog.get_logger()
 STOP_REASONS = frozenset(
     {
         "end_turn", "max_tokens", "stop_sequence", "tool_use", "pause_turn", "compaction", REFUSAL,
-        "model_context_window_exceeded",
+        "model_context_window_exceeded", "stop", "length", "tool_calls", "function_call", "content_filter", "completed",
+        "max_output_tokens",
     }
 )  # fmt: skip
 CATEGORIES = frozenset({"cyber", "bio", "frontier_llm", "reasoning_extraction", "general_harms", NO_CATEGORY})
@@ -205,9 +206,10 @@ class Registry:
         return self.calls[route.provider, route.account, self._label(route.model)]
 
     def _count(self, answer: Answer, route: Route, span: Span) -> Answer:
-        answer.cost_usd = self.prices.cost_usd(route.model, answer.usage, name=route.name)
+        if answer.is_counted:
+            answer.cost_usd = self.prices.cost_usd(route.model, answer.usage, name=route.name)
         answer.saved_usd = self.prices.saved_usd(route.model, answer.usage, name=route.name)
-        if answer.cost_usd is None and route.model not in self._unpriced:
+        if answer.is_counted and answer.cost_usd is None and route.model not in self._unpriced:
             self._unpriced[route.model] = True
             log.warning(signals.MODEL_UNPRICED, model=route.model, setting="LANEKEEPER_PRICES__MODELS")
         self._calls_of(route).count(answer)

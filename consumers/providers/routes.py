@@ -6,14 +6,15 @@ The chain has first the providers of the lane that have the requested model; the
 that the lane or the tenant may not use are left out.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Final, NamedTuple
 
 from consumers.job import Chain, Route
-from lanekeeper.contract.names import ANTHROPIC_BETA, ANTHROPIC_VERSION
+from lanekeeper.contract.names import ANTHROPIC_BETA, ANTHROPIC_MESSAGES, ANTHROPIC_VERSION
 
 LINES: Final[Mapping[str, str]] = {
     "claude-fable-5*": "fable-5",
@@ -33,6 +34,8 @@ LINES: Final[Mapping[str, str]] = {
 }
 """Which models share a provider's rate limits, by patterns of their names; the first that fits counts. As Anthropic's
 page "Rate limits" lists them on 2026-10-17; the last five are for models that it does not list."""
+_DATE: Final = re.compile(r"-\d{4}-\d{2}-\d{2}$")
+"""The dated models of OpenAI share the limits of the one whose name has no date."""
 CACHED = 10_000
 ALL = "all"
 OTHER = "other"
@@ -70,6 +73,8 @@ class ProviderModels:
     name: str
     models: Mapping[str, str] | None = None
     """The provider's own name for each, by Anthropic's name. None: all models, under Anthropic's names."""
+    dialects: Collection[str] = (ANTHROPIC_MESSAGES,)
+    """Those that it speaks."""
     is_pooled: bool = False
     """Whether all its models share one set of limits, as on Bedrock."""
 
@@ -154,7 +159,7 @@ class Routes:
         )
         self.of = lru_cache(maxsize=CACHED)(self._of)
 
-    def _of(self, lane: str, tenant: str, model: str) -> Chain:
+    def _of(self, lane: str, tenant: str, model: str, dialect: str = ANTHROPIC_MESSAGES) -> Chain:
         spec = self._spec
         allowed = spec.tenants.get(tenant)
         if allowed is not None and model not in allowed:
@@ -167,17 +172,25 @@ class Routes:
         following: str | None = model
         while following is not None:
             if following == model or (_may(following, in_lane) and _may(following, allowed)):
-                chain += self._with(lane, following)
+                chain += self._with(lane, following, dialect)
             following = spec.fallbacks.get(following)
+        if not chain and not any(dialect in self._by_name[name].dialects for name in self._names(lane)):
+            return Chain(
+                forbidden=f"no provider of lane {lane} speaks {dialect}; the operator can add one "
+                f"(LANEKEEPER_PROVIDERS__<NAME>__KIND)"
+            )
         if not chain:
             has = sorted({name for provider in spec.providers for name in provider.models or ()})
             return Chain(forbidden=f"no provider of lane {lane} has model {model[:80]!r}; there are {', '.join(has)}")
         return Chain(tuple(chain))
 
-    def _with(self, lane: str, model: str) -> Iterator[Route]:
-        for name in self._spec.lanes.get(lane, self._by_name):
+    def _names(self, lane: str) -> Iterable[str]:
+        return self._spec.lanes.get(lane, self._by_name)
+
+    def _with(self, lane: str, model: str, dialect: str) -> Iterator[Route]:
+        for name in self._names(lane):
             provider = self._by_name[name]
-            if provider.models is None or model in provider.models:
+            if dialect in provider.dialects and (provider.models is None or model in provider.models):
                 called = model if provider.models is None else provider.models[model]
                 yield Route(provider=name, model=model, name=called, account=self.account(name, model))
 
@@ -189,7 +202,10 @@ class Routes:
         """Whose limits the model shares: its line; or its own, if it belongs to none and is known."""
         patterns = {**self._spec.lines, **{k: v for k, v in LINES.items() if k not in self._spec.lines}}
         found = next((line for pattern, line in patterns.items() if fnmatchcase(model, pattern)), None)
-        return found or (model if model in self._known else OTHER)
+        for name in (model, _DATE.sub("", model)):
+            if found is None and name in self._known:
+                found = name
+        return found or OTHER
 
 
 def _may(model: str, allowed: Collection[str] | None) -> bool:

@@ -31,7 +31,7 @@ from consumers.spending import DAY, EVERY_TENANT, MONTH, WEEK, Cap, Caps, CapsSp
 from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
 from lanekeeper.contract.identity import is_request_id, urls_of
-from lanekeeper.contract.names import Names
+from lanekeeper.contract.names import ANTHROPIC_MESSAGES, OPENAI_DIALECTS, Names
 from service.config import value_types as types
 from service.config.flows import HandlerSettings, PipelineSettings
 from service.config.hooks import WebhooksSettings
@@ -522,6 +522,8 @@ class ClientSettings(Section):
 LEAST_TOKENS_PER_MIN = LEAST_LIMITS[1]
 """The lowest limit of tokens a minute that an operator may set, because a single request could need more tokens than a
 lower limit allows."""
+OPENAI_KINDS = ("openai", "azure")
+OpenAIDialect = Literal["openai.chat", "openai.responses", "openai.embeddings"]
 FIRST = "anthropic"
 """The name of the provider that ANTHROPIC_API_KEY and ANTHROPIC_BASE_URL configure."""
 _NEEDS = {
@@ -529,8 +531,22 @@ _NEEDS = {
     "bedrock": ("region",),
     "vertex": ("region", "project"),
     "foundry": ("api_key", "base_url"),
+    "openai": (),
+    "azure": ("base_url",),
 }
 """For each kind of provider (anthropic, bedrock, …): the settings that it requires."""
+
+
+_ONLY_OF: Mapping[str, Collection[str]] = {
+    "region": ("bedrock", "vertex"),
+    "project": ("vertex", "openai"),
+    "organization": ("openai",),
+    "api_version": ("azure",),
+    "dialects": OPENAI_KINDS,
+    "sends_priority": ("openai",),
+    "admin_key": ("anthropic", "bedrock", "vertex", "foundry"),
+}
+"""The settings that only some kinds have."""
 
 
 class LimitsSettings(Section):
@@ -574,17 +590,30 @@ class ProviderSettings(LimitsSettings):
     """A provider in addition to the first one; the user chooses its name. For Bedrock and Vertex, credentials that are
     not given here are found by Amazon's and Google's own libraries."""
 
-    kind: Literal["anthropic", "bedrock", "vertex", "foundry"] = "anthropic"
-    """The kind of API. `anthropic`: any server at `base_url` that behaves like Anthropic's. Example: bedrock"""
+    kind: Literal["anthropic", "bedrock", "vertex", "foundry", "openai", "azure"] = "anthropic"
+    """The kind of API. `anthropic`, `openai`: any server at `base_url` that behaves like Anthropic's or OpenAI's.
+    Example: bedrock"""
     api_key: types.Key | None = None
-    """The provider's key. For `bedrock` and `vertex`, Amazon's and Google's own libraries find the credentials.
-    Example: sk-secret"""
+    """The provider's key. For `bedrock`, `vertex` and `azure`, Amazon's, Google's and Microsoft's own libraries find
+    the credentials; a server of your own of kind `openai` may need none. Example: sk-secret"""
     base_url: types.ProviderUrl | None = None
-    """The URL of the API, for the kinds `anthropic` and `foundry`. Example: https://other.example.com/v1"""
+    """The URL of the API, for the kinds `anthropic`, `foundry`, `openai` (with `/v1`; without it, OpenAI's own) and
+    `azure` (the resource's). Example: https://other.example.com/v1"""
     region: types.PlaceName | None = None
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
-    project: types.PlaceName | None = None
-    """The Google Cloud project, for the kind `vertex`. Example: my-project"""
+    project: types.AccountName | None = None
+    """The Google Cloud project, for the kind `vertex`; OpenAI's project, for `openai`. Example: my-project"""
+    organization: types.AccountName | None = None
+    """OpenAI's organization, for the kind `openai`. None: the key's own. Example: org-example"""
+    api_version: types.AzureVersion | None = None
+    """The version of Azure's API, for the kind `azure`. None: the API without versions, below `/openai/v1`. Example:
+    2024-10-21"""
+    dialects: Annotated[tuple[OpenAIDialect, ...] | None, BeforeValidator(words)] = None
+    """For the kinds `openai` and `azure`: the dialects that the server speaks. None: all of OpenAI's. Example:
+    openai.chat,openai.embeddings"""
+    sends_priority: bool = False
+    """For the kind `openai`: whether each call has the rank of its lane as `priority`, by which a vLLM server with
+    `--scheduling-policy priority` orders its queue. Example: true"""
     anthropic_version: types.CloudVersion | None = None
     """The version of Anthropic's API for requests that name none, also by their lane. None: the setting
     `anthropic_version`, which Bedrock and Vertex have under names of their own. Example: bedrock-2023-05-31"""
@@ -592,13 +621,20 @@ class ProviderSettings(LimitsSettings):
     """The provider's name for each model that it offers. None: all, under Anthropic's names. Example:
     claude-sonnet-5-5=anthropic.claude-sonnet-5-5"""
 
+    @property
+    def spoken(self) -> Collection[str]:
+        """The dialects that the provider speaks."""
+        if self.kind not in OPENAI_KINDS:
+            return (ANTHROPIC_MESSAGES,)
+        return OPENAI_DIALECTS if self.dialects is None else self.dialects
+
     def disagreements(self) -> Iterator[Disagreement]:
         needs = _NEEDS[self.kind]
         for name in needs:
             if name != "api_key" and getattr(self, name) is None:
                 yield clash(f"not set; a provider of kind {self.kind} needs it", name)
-        for name in ("region", "project"):
-            if name not in needs and getattr(self, name) is not None:
+        for name, kinds in _ONLY_OF.items():
+            if self.kind not in kinds and getattr(self, name) not in (None, False):
                 yield clash(f"a provider of kind {self.kind} has none; remove it", name)
 
         if self.models is not None and not self.models:
@@ -607,7 +643,8 @@ class ProviderSettings(LimitsSettings):
     def missing_for_calls(self) -> Iterator[Disagreement]:
         """Find missing settings that only a process which calls providers needs. In other processes they may be
         missing, because an application may use the same settings file without the provider's key."""
-        if "api_key" in _NEEDS[self.kind] and self.api_key is None:
+        needs_key = "api_key" in _NEEDS[self.kind] or (self.kind == "openai" and self.base_url is None)
+        if needs_key and self.api_key is None:
             yield clash(f"not set; a provider of kind {self.kind} needs it", "api_key")
 
 
@@ -910,7 +947,12 @@ class Settings(BaseSettings):
             providers=(
                 *first,
                 *(
-                    ProviderModels(name=name, models=section.models, is_pooled=section.kind == "bedrock")
+                    ProviderModels(
+                        name=name,
+                        models=section.models,
+                        dialects=section.spoken,
+                        is_pooled=section.kind == "bedrock",
+                    )
                     for name, section in sorted(self.providers.items())
                 ),
             ),
@@ -1130,6 +1172,12 @@ def simulating(settings: Settings, *urls: str) -> Settings:
     providers = {
         f"{SIMULATED}-{number}" if number > 1 else SIMULATED: ProviderSettings.model_validate(
             {"base_url": url, "api_key": SIMULATED, **limits}
+        )
+        for number, url in enumerate(urls, start=1)
+    }
+    providers |= {
+        f"{SIMULATED}-openai-{number}" if number > 1 else f"{SIMULATED}-openai": ProviderSettings.model_validate(
+            {"kind": "openai", "base_url": f"{url}/v1", "api_key": SIMULATED, **limits, "admin_key": None}
         )
         for number, url in enumerate(urls, start=1)
     }

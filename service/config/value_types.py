@@ -90,6 +90,7 @@ NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 """Of a namespace, provider, handler, pipeline or schedule: it becomes a part of variables, names and log lines."""
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")  # it becomes a part of the provider's address
+_ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,99}")
 _USER = re.compile(r"[^\x00-\x1f\x7f{}\[\]\"',]{1,255}")
 _PRINTABLE = re.compile(r"[!-~]{1,2000}")
 N = TypeVar("N", int, float)
@@ -138,6 +139,7 @@ _pattern = matching(
 )
 model = matching(_MODEL, "the name of a model, such as claude-haiku-5-5")
 _place = matching(_PLACE, "the name of a region, such as eu-central-1, or of a project: a to z, 0 to 9, - . :")
+_account = matching(_ACCOUNT, "the name of a project or organization: letters, digits, _ - . :")
 _provider = matching(NAME, "a list of providers' names: a to z, 0 to 9, _ and -, up to 40, a letter first")
 
 
@@ -149,6 +151,12 @@ _header_pattern = matching(
 def _api_version(value: str) -> str:
     if not is_version(value):
         raise wrong("a date, such as 2023-06-01")
+    return value
+
+
+def _azure_version(value: str) -> str:
+    if value not in ("preview", "latest") and not is_version(value.removesuffix("-preview")):
+        raise wrong("a date, such as 2024-10-21 or 2025-04-01-preview")
     return value
 
 
@@ -299,6 +307,7 @@ def _readable_file(value: Path) -> Path:
 
 
 ApiVersion = Annotated[str, AfterValidator(_api_version)]
+AzureVersion = Annotated[str, AfterValidator(_azure_version)]
 CloudVersion = Annotated[str, AfterValidator(_cloud_version)]
 HeaderPatterns = Annotated[tuple[Annotated[str, AfterValidator(_header_pattern)], ...], BeforeValidator(words)]
 Number = Annotated[N, BeforeValidator(not_bool), AfterValidator(_finite)]
@@ -306,6 +315,7 @@ Namespace = Annotated[str, AfterValidator(_namespace)]
 ModelName = Annotated[str, AfterValidator(model)]
 ProviderName = Annotated[str, AfterValidator(_provider)]
 PlaceName = Annotated[str, AfterValidator(_place)]
+AccountName = Annotated[str, AfterValidator(_account)]
 _Once = (BeforeValidator(words), AfterValidator(not_empty), AfterValidator(_each_once))
 ModelWords = Annotated[tuple[ModelName, ...], *_Once]
 ProviderNames = Annotated[tuple[ProviderName, ...], *_Once]

@@ -44,7 +44,8 @@ from consumers.pool import Pool
 from consumers.providers import organization
 from consumers.providers.anthropic import AnthropicProvider, Reading
 from consumers.providers.breakers import Breakers, Pauses
-from consumers.providers.cloud import KINDS, ExtraMissing
+from consumers.providers.cloud import KINDS
+from consumers.providers.extras import ExtraMissing
 from consumers.providers.registry import Provider, Registry
 from consumers.providers.routes import OTHER, Routes
 from consumers.rate_limit import Parking
@@ -73,7 +74,7 @@ from lanekeeper.contract.problems import (
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.names import variable
-from service.config.settings import FIRST, WEB, Settings
+from service.config.settings import FIRST, OPENAI_KINDS, WEB, Settings
 from service.connections import connection_for, management_of
 from service.worker.lengths import QueueLengths, side_of
 from topology.broker.admin import TopologyWatch, WritingRights, apply, verify
@@ -194,9 +195,9 @@ async def _checked_rights(connection: Connection, names: Names, more: Sequence[t
     return rights
 
 
-def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicProvider, ...]:
+def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[Provider, ...]:
     """The clients of all providers, in the order of calls. Raises SettingsError, which names all that is missing."""
-    found: list[AnthropicProvider] = []
+    found: list[Provider] = []
     problems: list[str] = []
     for provider in settings.routes_spec().providers:
         try:
@@ -208,7 +209,7 @@ def open_providers(settings: Settings, *, parsing: Parsing) -> tuple[AnthropicPr
     return tuple(found)
 
 
-def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = None) -> AnthropicProvider:
+def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = None) -> Provider:
     """Create the client of one configured provider. Raises SettingsError if a setting is missing."""
     common = Reading(
         parsing=parsing or Parsing(),
@@ -230,7 +231,12 @@ def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = No
         "base_url": None if section.base_url is None else section.base_url.get_secret_value(),
         "region": section.region,
         "project": section.project,
+        "organization": section.organization,
+        "api_version": section.api_version,
+        "sends_priority": section.sends_priority or None,
     }
+    if section.kind in OPENAI_KINDS:  # the callers' headers `anthropic-*` are not for it
+        del common["header_rules"]
     options = {option: value for option, value in given.items() if value is not None}
     try:
         return KINDS[section.kind](name=name, **common, **options)
@@ -351,14 +357,14 @@ def open_budgeting(
 
 
 async def read_all_limits(
-    settings: Settings, providers: Sequence[AnthropicProvider], budgets: Budgets
+    settings: Settings, providers: Sequence[Provider], budgets: Budgets
 ) -> Mapping[str, BatchLimits]:
     """Read the limits of the organizations whose Admin API has a key in the settings. Returns the limits of batches by
     provider."""
     keys, limits = settings.admin_keys(), dict(settings.batch_limits())
     routes = Routes(settings.routes_spec(), priced=settings.prices.table().models)
     for provider in providers:
-        if (key := keys.get(provider.name)) is None:
+        if (key := keys.get(provider.name)) is None or not isinstance(provider, AnthropicProvider):
             continue
         found = await organization.read_limits(provider.client, name=provider.name, admin_key=key)
         accounts = {routes.account(provider.name, model): rate for model, rate in found.models.items()}

@@ -449,7 +449,7 @@ def test_while_simulating_batches_are_gathered_for_a_second_unless_the_time_is_s
     assert plain.lanes["batch"].batches.window_s == 20
 
 
-def test_while_simulating_the_only_provider_is_named_so_and_has_the_limits_of_the_first() -> None:
+def test_while_simulating_the_only_providers_are_named_so_and_have_the_limits_of_the_first() -> None:
     env = {
         "ANTHROPIC_API_KEY": SECRET,
         "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "60",
@@ -460,7 +460,7 @@ def test_while_simulating_the_only_provider_is_named_so_and_has_the_limits_of_th
     after = simulating(load(env=env), "http://127.0.0.1:1234")
 
     spec = after.routes_spec()
-    assert ([each.name for each in spec.providers], spec.lanes) == (["simulated"], {})
+    assert ([each.name for each in spec.providers], spec.lanes) == (["simulated", "simulated-openai"], {})
     assert after.budget_spec().accounts["simulated"].requests == 60
     assert after.api_key is None
 

@@ -23,6 +23,7 @@ from lanekeeper.contract.names import (
     DEATH,
     DIALECT,
     KEY,
+    OPENAI_EMBEDDINGS,
     PIPELINE,
     SENT_MS,
     STREAM,
@@ -391,14 +392,20 @@ def _allowed_ms(headers: RequestHeaders, lane: LaneSpec) -> int:
     return headers.deadline_ms
 
 
-def unpublished(prompt: str, *, model: str, max_tokens: int) -> Request:
+def unpublished(prompt: str, *, model: str, max_tokens: int, dialect: str = ANTHROPIC_MESSAGES) -> Request:
     """For a direct call to a provider, without a message."""
-    asked = {"model": model, "max_tokens": max_tokens, "messages": [{"role": "user", "content": prompt}]}
+    asked: dict[str, object] = {"model": model}
+    if dialect == OPENAI_EMBEDDINGS:
+        asked["input"] = prompt
+    else:
+        bound = "max_tokens" if dialect == ANTHROPIC_MESSAGES else "max_completion_tokens"
+        asked |= {bound: max_tokens, "messages": [{"role": "user", "content": prompt}]}
     return Request(
         id=uuid.uuid4().hex,
         lane="",
         body=json.dumps(asked).encode(),
         model=model,
+        dialect=dialect,
         max_tokens=max_tokens,
         stream=False,
         published=Published(0, "sender"),

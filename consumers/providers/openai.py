@@ -1,0 +1,225 @@
+"""Calls the APIs of OpenAI's kind: OpenAI's own, Azure OpenAI, and servers that behave like them (vLLM, Ollama,
+llama.cpp, OpenRouter and many more). The bodies of requests and answers are passed on as bytes.
+
+    openai   base_url + /chat/completions, /responses, /embeddings; the key as bearer; organization, project as headers
+    azure    the same below the resource's `/openai/v1`, where a model is the name of a deployment; with `api_version`,
+             `/openai/deployments/{deployment}/…?api-version=…`; the key as `api-key`, or an Entra token as bearer
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any, Final, Self
+from urllib.parse import quote
+
+import httpx2
+
+from consumers.decoding import Parsing
+from consumers.dialects import DIALECTS
+from consumers.dialects.answers import Answer, OnEvent
+from consumers.dialects.base import Dialect
+from consumers.dialects.openai_chat import CHAT
+from consumers.failures import AccountError, ProviderError, RejectedError
+from consumers.limits.base import CallInProgress
+from consumers.providers.batches import Batches
+from consumers.providers.calling import Calling
+from consumers.providers.errors import (
+    NETWORK_ERRORS,
+    from_response,
+    plain,
+    refuse_html,
+    translate_errors,
+    translate_sending,
+    within,
+)
+from consumers.providers.extras import imported
+from consumers.providers.transport import http_client
+from lanekeeper.contract.names import OPENAI_CHAT, OPENAI_EMBEDDINGS, OPENAI_RESPONSES
+from topology.codec import bounds
+from topology.codec.decoding import Request, unpublished
+
+OPENAI_URL: Final = "https://api.openai.com/v1"
+ENTRA_SCOPE: Final = "https://cognitiveservices.azure.com/.default"
+ENTRA: Final = "azure-identity"
+PROBE_WITHIN_S: Final = 10.0
+PROBE_TOKENS: Final = 16
+"""The fewest that OpenAI's newer models accept."""
+_NO_SUCH_PATH: Final = frozenset({403, 404, 405, 501})
+_MODELS: Final = "/models"
+Token = Callable[[], Awaitable[str]]
+
+
+@dataclass(slots=True, eq=False, repr=False)  # it knows the key
+class OpenAIProvider:
+    """Calls one server. `address`: the URL of a path for a model. `headers`: of each call, with the key. `token`: makes
+    the bearer token of each call, where there is no key. `sends_priority`: whether a call has the rank of its lane as
+    `priority`, by which vLLM orders its queue."""
+
+    http: httpx2.AsyncClient
+    _: KW_ONLY
+    name: str
+    secret: str
+    address: Callable[[str, str], str]
+    headers: Mapping[str, str]
+    token: Token | None = None
+    sends_priority: bool = False
+    max_answer_bytes: int = bounds.ANSWER_BYTES
+    max_values: int = bounds.VALUES
+    parsing: Parsing = field(default_factory=Parsing)
+    batches: Batches | None = field(default=None, init=False)
+    _calling: Calling = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._calling = Calling(
+            name=self.name,
+            secret=self.secret,
+            max_answer_bytes=self.max_answer_bytes,
+            max_values=self.max_values,
+            parsing=self.parsing,
+        )
+
+    @classmethod
+    def at(
+        cls,
+        *,
+        name: str,
+        base_url: str = OPENAI_URL,
+        api_key: str | None = None,
+        organization: str | None = None,
+        project: str | None = None,
+        **more: Any,
+    ) -> Self:
+        """OpenAI's own API, or a server that behaves like it."""
+        base = base_url.rstrip("/")
+        given = {
+            "authorization": None if api_key is None else f"Bearer {api_key}",
+            "openai-organization": organization,
+            "openai-project": project,
+        }
+        headers = {header: value for header, value in given.items() if value is not None}
+        return cls(
+            http_client(base_url),
+            name=name,
+            secret=api_key or "",
+            address=lambda path, model: base + path,
+            headers=headers,
+            **more,
+        )
+
+    @classmethod
+    def azure(
+        cls, *, name: str, base_url: str, api_key: str | None = None, api_version: str | None = None, **more: Any
+    ) -> Self:
+        """Azure OpenAI. Without `api_key`, the machine's credentials are used and renewed; that needs the package
+        `azure-identity`."""
+        base = base_url.rstrip("/").removesuffix("/v1").removesuffix("/openai")
+        return cls(
+            http_client(base_url),
+            name=name,
+            secret=api_key or "",
+            address=partial(_azure_address, f"{base}/openai", api_version),
+            headers={} if api_key is None else {"api-key": api_key},
+            token=_entra_token() if api_key is None else None,
+            **more,
+        )
+
+    async def stream(
+        self,
+        request: Request,
+        *,
+        timeout_s: float,
+        parts: OnEvent | None,
+        in_progress: CallInProgress | None = None,
+        traceparent: str | None = None,
+    ) -> Answer:
+        dialect = DIALECTS[request.dialect]
+        return await self._calling.call(
+            request,
+            dialect,
+            partial(self._post, request=request, dialect=dialect, traceparent=traceparent),
+            timeout_s=timeout_s,
+            parts=parts,
+            in_progress=in_progress,
+        )
+
+    async def probe(self, model: str, *, by_call: bool) -> None:
+        if not by_call:
+            try:
+                async with within(PROBE_WITHIN_S, why=f"no answer within {PROBE_WITHIN_S:g} s"):
+                    response = await self._send("GET", self.address(_MODELS, model), CHAT)
+                try:
+                    refuse_html(response.status_code, plain(response.headers))
+                finally:
+                    with suppress(*NETWORK_ERRORS):
+                        await response.aclose()
+                return
+            except (AccountError, RejectedError) as error:
+                if error.status not in _NO_SUCH_PATH:  # a server need not list its models
+                    raise
+        dialect = OPENAI_EMBEDDINGS if "embed" in model else OPENAI_CHAT
+        request = unpublished("1", model=model, max_tokens=PROBE_TOKENS, dialect=dialect)
+        await self.stream(request, timeout_s=PROBE_WITHIN_S, parts=None)
+
+    async def aclose(self) -> None:
+        await self.http.aclose()
+
+    async def _post(
+        self, body: bytes, *, request: Request, dialect: Dialect, traceparent: str | None
+    ) -> httpx2.Response:
+        if self.sends_priority and b'"priority"' not in body:
+            body = body.replace(b"{", b'{"priority":%d,' % request.rank, 1)
+        headers = {"content-type": "application/json"}
+        if traceparent is not None:
+            headers["traceparent"] = traceparent
+        url = self.address(dialect.path, request.model)
+        return await self._send("POST", url, dialect, content=body, headers=headers)
+
+    async def _send(
+        self,
+        method: str,
+        url: str,
+        dialect: Dialect,
+        *,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx2.Response:
+        named = {**self.headers, **(headers or {})}
+        if self.token is not None:
+            named["authorization"] = f"Bearer {await self.token()}"
+        with translate_sending():
+            asked = self.http.build_request(method, url, content=content, headers=named)
+            response = await self.http.send(asked, stream=True)
+        if response.status_code < 300:
+            return response
+        try:
+            with translate_errors(secret=self.secret):
+                await response.aread()
+        except ProviderError:
+            pass  # the status says enough
+        finally:
+            with suppress(*NETWORK_ERRORS):
+                await response.aclose()
+        raise from_response(response, dialect, secret=self.secret)
+
+
+def _azure_address(base: str, api_version: str | None, path: str, model: str) -> str:
+    if api_version is None:
+        return f"{base}/v1{path}"
+    of_all = path in (_MODELS, DIALECTS[OPENAI_RESPONSES].path)
+    deployment = "" if of_all else f"/deployments/{quote(model, safe='')}"
+    return f"{base}{deployment}{path}?api-version={api_version}"
+
+
+def _entra_token() -> Token:
+    identity = imported("azure.identity.aio", ENTRA)
+    provider = identity.get_bearer_token_provider(identity.DefaultAzureCredential(), ENTRA_SCOPE)
+
+    async def token() -> str:
+        try:
+            return str(await provider())
+        except Exception as error:  # each source of credentials has exceptions of its own
+            reason = f"no credentials were found for it ({type(error).__name__})"
+            raise AccountError(reason, reason=reason, type="credentials") from error
+
+    return token
