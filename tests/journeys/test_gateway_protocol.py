@@ -1,4 +1,4 @@
-"""The gateway as Claude Code's gateway protocol wants it. docs/sdks.md lists its statements, and the test of each."""
+"""The gateway as Claude Code's gateway protocol wants it. docs/sdks.md lists its statements."""
 
 import json
 import time
