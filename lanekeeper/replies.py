@@ -54,7 +54,7 @@ class Part:
     """`restart`: all earlier events must be discarded, because an attempt failed or another worker took over."""
     seq: int
     body: bytes
-    """One event of Anthropic's stream; `{}` for a restart."""
+    """One event of the provider's stream; `{}` for a restart."""
 
     @property
     def event(self) -> Mapping[str, Any]:
@@ -64,7 +64,12 @@ class Part:
 
     @property
     def text(self) -> str:
-        delta = self.event.get("delta")
+        event = self.event
+        if event.get("choices"):
+            return event["choices"][0].get("delta", {}).get("content") or ""
+        delta = event.get("delta")
+        if event.get("type") == "response.output_text.delta":
+            return str(delta)
         return str(delta.get("text", "")) if isinstance(delta, Mapping) else ""
 
 
@@ -99,14 +104,21 @@ class Final:
 
     @property
     def message(self) -> dict[str, Any]:
-        """Raises NotAMessage for a handler's or a pipeline's answer that is no JSON object."""
+        """The answer as a JSON object. Raises NotAMessage if a handler or a pipeline has answered something else."""
         if not isinstance(found := self.value, dict):
             raise NotAMessage(f"the answer of {self.model or 'a pipeline'} is no Message: read Final.value")
         return found
 
     @property
     def text(self) -> str:
-        return "".join(block["text"] for block in self.message.get("content", ()) if block.get("type") == "text")
+        """Of a Message, a response, or the first choice of a chat completion."""
+        message = self.message
+        if message.get("choices"):
+            return message["choices"][0]["message"].get("content") or ""
+        blocks = message.get("content", ())
+        if "output" in message:
+            blocks = [part for item in message["output"] for part in item.get("content") or ()]
+        return "".join(block["text"] for block in blocks if block.get("type") in ("text", "output_text"))
 
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]

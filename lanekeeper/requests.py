@@ -44,6 +44,9 @@ class Options(TypedDict, total=False):
     """The earliest start: a time with a time zone."""
     beta: str
     """The value of the header `anthropic-beta`."""
+    dialect: str
+    """The API whose body it is: `anthropic.messages` (the default), `openai.chat`, `openai.responses` or
+    `openai.embeddings`. The answer is of the same API."""
     handler: str
     """The handler that answers in place of the model (`[handlers.NAME]` of the service); the body is then any JSON."""
     pipeline: str
@@ -62,7 +65,7 @@ class Options(TypedDict, total=False):
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "message_id": (str,), "tenant": (str,), "priority": (int,), "deadline_s": (int, float), "delay_s": (int, float),
-    "at": (datetime,), "beta": (str,), "handler": (str,), "pipeline": (str,),
+    "at": (datetime,), "beta": (str,), "dialect": (str,), "handler": (str,), "pipeline": (str,),
     "webhook": (str,), "debounce": (str,), "headers": (Mapping,), "cancel_abandoned": (bool,),
     "full_within_s": (int, float),
 }  # fmt: skip
@@ -95,6 +98,8 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
         check_argument("the name of a header", name, str)
         if len(name.encode()) > HEADER_NAME_BYTES:
             raise InvalidArgument(f"header {name[:40]}…: a name has at most {HEADER_NAME_BYTES} bytes")
+    if (dialect := options.get("dialect")) is not None and dialect not in n.DIALECTS:
+        raise InvalidArgument(f"dialect: found {dialect[:40]!r}, allowed are {', '.join(n.DIALECTS)}")
     priority = options.get("priority", PRIORITY)
     if priority is None or not 0 <= priority <= PRIORITY_AT_MOST:
         detail = f"priority: found {priority}, allowed are 0 to {PRIORITY_AT_MOST}"
@@ -110,6 +115,7 @@ def request_message(body: Json, options: Options, *, stream: bool, user: str) ->
         headers[n.AT] = at.isoformat()
     for header, text in (
         (n.ANTHROPIC_BETA, options.get("beta")),
+        (n.DIALECT, options.get("dialect")),
         (n.PIPELINE, options.get("pipeline")),
         (n.WEBHOOK, options.get("webhook")),
         (n.DEBOUNCE, options.get("debounce")),

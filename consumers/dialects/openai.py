@@ -38,6 +38,7 @@ REQUEST_CODES: Final = frozenset(
 _OVERLOADED_CODES: Final = frozenset({"slow_down", "engine_overloaded", "server_overloaded"})
 _STATUSES: Final[Mapping[str, int]] = {
     "rate_limit_exceeded": 429,
+    "insufficient_quota": 429,
     "invalid_request_error": 400,
     "authentication_error": 401,
     "permission_error": 403,

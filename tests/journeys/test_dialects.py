@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from lanekeeper import Client, Part
 from lanekeeper.contract import names as n
 from service.config.settings import ProviderSettings
 from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.faulty_api import FaultyAPI
+from tests.support.gate import gate
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import until
@@ -118,6 +120,24 @@ async def test_a_request_fails_over_only_to_providers_of_its_dialect(vhost: Vhos
         assert len(down.calls) > 0
         assert len(spare.calls) > 0
         assert not worker.api.calls
+
+
+async def test_the_client_sends_and_reads_openais_dialects_over_amqp_and_http(vhost: Vhost) -> None:
+    asked: list[tuple[dict[str, Any], str]] = [
+        (chat("hello"), n.OPENAI_CHAT),
+        ({"model": "gpt-5.5", "input": "hello"}, n.OPENAI_RESPONSES),
+    ]
+    async with FaultyAPI() as api, serving(vhost, providers={"oai": openai(api)}) as worker, gate(worker) as gateway:
+        for url in (vhost.amqp_url, gateway):
+            async with Client(url) as client:
+                for body, dialect in asked:
+                    reply = await client.request(body, key="normal.tests.ask", dialect=dialect)
+                    parts = [
+                        part
+                        async for part in client.stream(body, key="normal.tests.ask", dialect=dialect)
+                        if isinstance(part, Part)
+                    ]
+                    assert (reply.text, "".join(part.text for part in parts)) == ("echo: hello", "echo: hello")
 
 
 async def test_without_a_provider_of_the_dialect_the_request_is_refused(vhost: Vhost) -> None:

@@ -1,0 +1,218 @@
+"""What OpenAI's errors, headers and streams mean, and those of servers that speak its dialects in their own way."""
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from consumers.dialects import DIALECTS
+from consumers.dialects.openai import read_rate
+from consumers.dialects.openai_chat import CHAT, ChatStream
+from consumers.failures import (
+    AccountError,
+    AnswerTooLargeError,
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    TransientError,
+)
+from consumers.limits.base import BucketHeaders, RateHeaders
+from consumers.prices import Usage
+from consumers.providers.errors import from_fields, from_response
+from lanekeeper.contract import names as n
+
+QUOTA = {"message": "You exceeded your current quota.", "type": "insufficient_quota", "code": "insufficient_quota"}
+TPM = (
+    "Rate limit reached for gpt-4o in organization org-1 on tokens per min (TPM): Limit 10000, Used 9000, "
+    "Requested 2000. Please try again in 6s. Visit …"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected", "wait_s"),
+    [
+        (429, {"error": QUOTA}, AccountError, None),
+        (401, {"error": {"message": "Incorrect API key", "code": "invalid_api_key"}}, AccountError, None),
+        (402, {"error": {"message": "Insufficient credits", "code": 402}}, AccountError, None),
+        (429, {"error": {"message": TPM, "type": "tokens", "code": "rate_limit_exceeded"}}, RateLimitedError, 6.0),
+        (429, {"error": {"message": "requests per day (RPD): … try again in 8m38.4s."}}, RateLimitedError, 518.4),
+        (429, {"error": {"code": "429", "message": "Please retry after 6 seconds."}}, RateLimitedError, 6.0),
+        (429, {"error": {"message": f"Request too large for gpt-4o: {TPM}"}}, RejectedError, None),
+        (400, {"error": {"message": "too long", "code": "context_length_exceeded"}}, RejectedError, None),
+        (500, {"error": {"message": "too long", "code": "context_length_exceeded"}}, RejectedError, None),
+        (400, {"error": {"message": "filtered", "code": "content_filter", "innererror": {}}}, RejectedError, None),
+        (404, {"error": {"message": "gpt-9 does not exist", "code": "model_not_found"}}, RejectedError, None),
+        (404, {"error": {"code": "DeploymentNotFound", "message": "The API deployment …"}}, RejectedError, None),
+        (404, {"detail": "Not Found"}, AccountError, None),
+        (
+            503,
+            {"error": {"message": "The engine is currently overloaded", "type": "server_error"}},
+            OverloadedError,
+            None,
+        ),
+        (503, {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}, TransientError, None),
+        (500, {"error": {"message": "The server had an error", "type": "server_error"}}, TransientError, None),
+        (400, [{"error": {"code": 400, "message": "bad", "status": "INVALID_ARGUMENT"}}], RejectedError, None),
+        (400, {"object": "error", "message": "bad", "type": "BadRequestError", "code": 400}, RejectedError, None),
+        (400, {"error": "model is required"}, RejectedError, None),
+    ],
+)
+def test_each_error_has_its_class(status: int, body: Any, expected: type[ProviderError], wait_s: float | None) -> None:
+    error = from_response(httpx2.Response(status, content=json.dumps(body).encode()), CHAT, secret="sk")
+
+    assert type(error) is expected
+    assert (error.status, error.retry_after_s) == (status, wait_s)
+    assert "not an error body" not in error.detail
+
+
+@pytest.mark.parametrize(
+    ("event", "expected", "status"),
+    [
+        ({"error": {"code": 502, "message": "upstream died"}}, TransientError, 502),
+        ({"error": {"code": 429, "message": "rate limited upstream"}}, RateLimitedError, 429),
+        ({"error": {"message": "a", "type": "server_error"}, "choices": []}, TransientError, 500),
+        ({"object": "error", "message": "bad", "code": 400}, RejectedError, 400),
+        ({"error": QUOTA}, AccountError, 429),
+    ],
+)
+def test_an_error_that_comes_with_status_200_is_one_all_the_same(
+    event: dict[str, Any], expected: type[ProviderError], status: int
+) -> None:
+    """OpenRouter answers so; others do in the middle of a stream."""
+    fields = CHAT.error_within(event)
+    assert fields is not None
+    error = from_fields(fields, CHAT, secret="")
+
+    assert (type(error), error.status) == (expected, status)
+
+
+def test_a_failed_response_is_an_error() -> None:
+    responses = DIALECTS[n.OPENAI_RESPONSES]
+    failed = {"type": "response.failed", "response": {"error": {"code": "rate_limit_exceeded", "message": "m"}}}
+    fields = responses.error_within(failed)
+    assert fields is not None
+    assert isinstance(from_fields(fields, responses, secret=""), RateLimitedError)
+    assert responses.error_within({"type": "error", "code": "server_error", "message": "m"}) is not None
+    assert responses.error_within({"object": "response", "status": "completed", "error": None}) is None
+
+
+def limits(**of: str) -> RateHeaders | None:
+    return read_rate({f"x-ratelimit-{name.replace('_', '-')}": value for name, value in of.items()}, 0.0)
+
+
+def test_the_limit_of_tokens_counts_for_input_and_output() -> None:
+    assert limits(
+        limit_requests="5000", remaining_requests="4999", reset_requests="12ms",
+        limit_tokens="160000", remaining_tokens="120000", reset_tokens="15s",
+    ) == RateHeaders(
+        BucketHeaders(limit=5000, remaining=4999), BucketHeaders(limit=160000, remaining=120000),
+        BucketHeaders(limit=160000),
+    )  # fmt: skip
+
+
+def test_a_limit_of_a_day_is_none_of_a_minute() -> None:
+    found = limits(limit_requests="200", remaining_requests="199", reset_requests="7m12s")
+    assert found is None
+    assert limits(limit_requests="60", remaining_requests="59", reset_requests="1s") is not None
+    assert limits(limit_requests="60", remaining_requests="59", reset_requests="soon") is not None
+
+
+def chunk(delta: dict[str, Any] | None = None, *, index: int = 0, **choice: Any) -> dict[str, Any]:
+    fields = {"id": "c-1", "object": "chat.completion.chunk", "created": 1, "model": "gpt-4o"}
+    return {**fields, "choices": [{"index": index, "delta": delta or {}, "finish_reason": None, **choice}]}
+
+
+def taken(*events: dict[str, Any], asks_usage: bool = False, **limits: int) -> tuple[ChatStream, list[bytes | None]]:
+    stream = ChatStream(asks_usage=asks_usage, **limits)
+    return stream, [stream.take(event, json.dumps(event, separators=(",", ":")).encode()) for event in events]
+
+
+def test_chunks_become_the_answer_that_would_have_come_whole() -> None:
+    """With several choices, tool calls in pieces, and log probabilities."""
+    token = {"token": "a", "logprob": -0.1, "bytes": [97], "top_logprobs": []}
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
+    stream, _ = taken(
+        chunk({"role": "assistant", "content": ""}),
+        chunk({"role": "assistant", "content": "x"}, index=1, logprobs={"content": [token]}),
+        chunk({"content": "a"}, logprobs={"content": [token]}),
+        chunk({"content": "b"}, logprobs={"content": [token]}),
+        chunk({"tool_calls": [call]}),
+        chunk({"tool_calls": [{"index": 0, "function": {"arguments": '{"at":'}}]}),
+        chunk({"tool_calls": [{"index": 1, "function": {"name": "go", "arguments": "{}"}}]}),  # without an id
+        chunk({"tool_calls": [{"index": 0, "function": {"arguments": "1}"}}]}),
+        chunk(index=1, finish_reason="length"),
+        chunk(finish_reason="tool_calls"),
+        {"id": "c-1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}},
+        {},
+    )
+
+    assert stream.is_complete
+    found = stream.message()
+    first, second = found["choices"]
+    assert first == {
+        "index": 0,
+        "finish_reason": "tool_calls",
+        "logprobs": {"content": [token, token]},
+        "message": {
+            "role": "assistant",
+            "content": "ab",
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}},
+                {"function": {"name": "go", "arguments": "{}"}},
+            ],
+        },
+    }
+    assert (second["message"]["content"], second["finish_reason"]) == ("x", "length")
+    assert (found["object"], found["usage"]["total_tokens"]) == ("chat.completion", 7)
+    answer = CHAT.read_answer(found, b"", provider="p", request_id=None, rate=None)
+    assert (answer.usage, answer.stop_reason) == (Usage(input_tokens=3, output_tokens=4), "tool_calls")
+
+
+def test_a_caller_that_did_not_ask_for_usage_gets_none_in_the_chunks() -> None:
+    text = {**chunk({"content": ', "usage":null,'}), "usage": None}
+    last = {"id": "c-1", "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}
+
+    _, passed = taken(text, last)
+    assert passed[0] is not None
+    assert json.loads(passed[0]) == chunk({"content": ', "usage":null,'})
+    assert passed[1] is None
+    _, passed = taken(text, last, asks_usage=True)
+    assert [json.loads(each or b"") for each in passed] == [text, last]
+
+
+def test_a_stream_without_done_is_whole_if_it_said_why_it_ended() -> None:
+    whole, _ = taken(chunk({"content": "a"}), chunk(finish_reason="stop"))
+    whole.end()
+    cut, _ = taken(chunk({"content": "a"}))
+    with pytest.raises(TransientError, match=r"without a finish_reason and \[DONE\]"):
+        cut.end()
+
+
+def test_an_answer_without_usage_is_answered_but_not_counted() -> None:
+    body = {"choices": [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]}
+    answer = CHAT.read_answer(body, b"{}", provider="p", request_id=None, rate=None)
+    assert not answer.is_counted
+
+
+@pytest.mark.parametrize("dialect", sorted(n.OPENAI_DIALECTS))
+@pytest.mark.parametrize(
+    "body", [{}, {"choices": []}, {"choices": 5}, {"data": []}, {"output": None}, {"type": "message"}]
+)
+def test_json_that_is_no_answer_is_a_failed_call(dialect: str, body: dict[str, Any]) -> None:
+    with pytest.raises(TransientError):
+        DIALECTS[dialect].read_answer(body, b"", provider="p", request_id=None, rate=None)
+
+
+@pytest.mark.parametrize("broken", [{"choices": 5}, {"choices": [5]}, {"choices": [{"index": [], "delta": {}}]}])
+def test_a_chunk_that_makes_no_sense_breaks_the_stream(broken: dict[str, Any]) -> None:
+    with pytest.raises(TransientError, match="the stream is broken"):
+        taken(broken)
+
+
+def test_what_a_stream_keeps_in_memory_is_limited() -> None:
+    with pytest.raises(AnswerTooLargeError, match="bytes"):
+        taken(*[chunk({"content": "x" * 100}) for _ in range(20)], max_bytes=1000)
+    with pytest.raises(AnswerTooLargeError, match="keys and values"):
+        taken(*[chunk({"tool_calls": [{"index": at, "id": "a"}]}) for at in range(500)], max_values=1000)
