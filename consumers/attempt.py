@@ -281,7 +281,7 @@ class Attempts:
     async def _enter(self, job: Job, decoded: Decoded, route: Route, used: Amounts | None) -> Permit | None:
         """`used`: what the call before used; None: no call was made."""
         clock = asyncio.get_running_loop().time
-        permit = await self.breakers.enter(route, clock(), request=job.id)
+        permit = self.breakers.enter(route, clock(), request=job.id)
         if permit is None:
             return None
         self._publish_change(job, permit.change)
@@ -292,7 +292,7 @@ class Attempts:
             is_reserved = await self.budget_gate.move(job, decoded, route, used)
         finally:
             if not is_reserved:
-                await self.breakers.unknown(permit, clock())
+                self.breakers.unknown(permit, clock())
         return permit if is_reserved else None
 
     async def _call(
@@ -304,16 +304,16 @@ class Attempts:
         try:
             answer = await self._answer(job, permit.route, request, timeout_s=timeout_s, parts=parts)
         except ProviderError as error:
-            self._publish_change(job, await self.breakers.failed(permit, error, clock(), timeout_s=timeout_s))
+            self._publish_change(job, self.breakers.failed(permit, error, clock(), timeout_s=timeout_s))
             raise
         except BaseException:  # cancelled, or an internal error
             if (parts is None or not parts.flow) and clock() >= until_s - DEADLINE_TOLERANCE_S:
-                change = await self.breakers.failed(permit, DEADLINE_PASSED, clock(), timeout_s=clock() - began_s)
+                change = self.breakers.failed(permit, DEADLINE_PASSED, clock(), timeout_s=clock() - began_s)
                 self._publish_change(job, change)
             else:
-                await self.breakers.unknown(permit, clock())
+                self.breakers.unknown(permit, clock())
             raise
-        self._publish_change(job, await self.breakers.answered(permit, clock()))
+        self._publish_change(job, self.breakers.answered(permit, clock()))
         self._note_stop(job, permit.route, answer)
         return answer
 

@@ -346,7 +346,7 @@ SEVERAL = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
+class _WaitingPart:
     of: "Parts"
     kind: str
     seq: int
@@ -360,7 +360,7 @@ class Outbox:
         self._replies = replies
         self._address = address
         self._on_empty = on_empty
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingPart] = []
         self._bytes = 0
         self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._publishing: asyncio.Task[None] | None = None
@@ -371,7 +371,7 @@ class Outbox:
     async def room(self) -> None:
         await asyncio.shield(self._next)
 
-    def add(self, part: _Waiting) -> "asyncio.Future[None]":
+    def add(self, part: _WaitingPart) -> "asyncio.Future[None]":
         """The future is done when the part has been confirmed, or is lost."""
         self._waiting.append(part)
         self._bytes += len(part.body) + PART_OVERHEAD
@@ -394,7 +394,7 @@ class Outbox:
                 if not each.done():
                     each.set_result(None)
 
-    async def _send(self, parts: Sequence[_Waiting]) -> None:
+    async def _send(self, parts: Sequence[_WaitingPart]) -> None:
         groups = [[part] for part in parts if not part.of.reads_several]
         if several := [part for part in parts if part.of.reads_several]:
             groups.append(several)
@@ -419,7 +419,7 @@ class Outbox:
                 part.of.lose(why)
 
 
-def _single(part: _Waiting) -> Message:
+def _single(part: _WaitingPart) -> Message:
     job = part.of.job
     headers: dict[str, Any] = {
         n.REQUEST_ID: job.id, n.ATTEMPT: job.attempts, n.PART: part.kind, n.SEQ: part.seq,
@@ -435,7 +435,7 @@ def _single(part: _Waiting) -> Message:
     )
 
 
-def _several(parts: Sequence[_Waiting]) -> Message:
+def _several(parts: Sequence[_WaitingPart]) -> Message:
     """One line of JSON for each part."""
     lines = [
         b'["%b","%b",%d,%b]'
@@ -536,7 +536,7 @@ class Parts:
         self._raise_problem()
         while not (outbox := self._replies.outbox(address)).has_room(len(body)):
             await outbox.room()  # it may be another outbox afterwards
-        self._sent = outbox.add(_Waiting(self, part, self._seq, body))
+        self._sent = outbox.add(_WaitingPart(self, part, self._seq, body))
         if len(body) > WAITING_BYTES:
             await asyncio.shield(self._sent)
             self._raise_problem()

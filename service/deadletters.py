@@ -153,7 +153,7 @@ def whole(letter: DeadLetter, *, jaeger_url: str | None) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Group:
+class DeadLetterGroup:
     """Dead letters with one cause."""
 
     cause: str
@@ -195,7 +195,7 @@ class Overview:
         self._wanted = wanted
         self._limit = limit
         self._after = after
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, DeadLetterGroup] = {}
         self._page: list[tuple[int, int, int, DeadLetter]] = []
         self._left_out = 0
         self._numbers = count()
@@ -226,13 +226,13 @@ class Overview:
             "next": f"{page[-1][0]}.{page[-1][1]}" if self._left_out and page else None,
         }
 
-    def _group_of(self, letter: DeadLetter) -> Group:
+    def _group_of(self, letter: DeadLetter) -> DeadLetterGroup:
         cause = letter.cause
         if (found := self._groups.get(cause)) is None:
             if len(self._groups) < GROUPS:
-                found = self._groups[cause] = Group(cause, letter.code, normalised(letter.detail))
+                found = self._groups[cause] = DeadLetterGroup(cause, letter.code, normalised(letter.detail))
             else:
-                found = self._groups.setdefault(OTHERS, Group(OTHERS, "", ""))
+                found = self._groups.setdefault(OTHERS, DeadLetterGroup(OTHERS, "", ""))
         return found
 
 

@@ -14,7 +14,7 @@ from consumers.failures import OverloadedError, ProviderError, RateLimitedError,
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Kind, RateHeaders, Reservation
 from consumers.limits.estimates import Estimates, UsageClass
 from consumers.outcomes import Retried
-from consumers.providers.breakers import Breaker, Failure, State
+from consumers.providers.breakers import Breaker, BreakerState, FailedCall
 from service.simulated.buckets import Limits
 from service.simulated.faults import Refusal
 from topology.lanes import DEFAULT_LANES
@@ -131,7 +131,7 @@ class Caller:
         if (wait_s := self._breaker.wait_s(now_s)) > 0:
             self._gate.after(0.0, lambda: self._goes_back(ask, reservation, wait_s))
             return
-        is_probe = self._breaker.state is not State.CLOSED
+        is_probe = self._breaker.state is not BreakerState.CLOSED
         if is_probe:
             self._breaker.probe(now_s)
         ask.attempts += 1
@@ -177,7 +177,7 @@ class Caller:
             error = RateLimitedError("429", retry_after_s=answer.retry_after_s)
         else:
             is_overload = answer.status == 529
-            failure = Failure(at_s=began_s, request=ask.id, is_unreached=False, is_overload=is_overload)
+            failure = FailedCall(at_s=began_s, request=ask.id, is_unreached=False, is_overload=is_overload)
             self._breaker.failed(failure, probe=is_probe)
             ask.overloaded += is_overload
             error = OverloadedError("529") if is_overload else TransientError("500", status=answer.status)

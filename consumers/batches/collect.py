@@ -27,7 +27,16 @@ from typing import Final, assert_never
 
 import structlog
 
-from consumers.batches.ticket import Item, Ticket, TicketStage, UnreadTicket, items_in, pack, ticket_message, unpack
+from consumers.batches.ticket import (
+    Ticket,
+    TicketItem,
+    TicketStage,
+    UnreadTicket,
+    items_in,
+    pack,
+    ticket_message,
+    unpack,
+)
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
@@ -93,7 +102,7 @@ class _Visit:
     """For how long its lease stays when the visit ends; None: as long as it was taken for."""
 
 
-Returning = tuple[Item, bytes | None]
+Returning = tuple[TicketItem, bytes | None]
 """A request that goes back to its lane, with its line of the results; None: to be run live."""
 
 
@@ -431,7 +440,7 @@ class Collector:
     async def _collect(self, ticket: Ticket) -> _Next | None:
         if (batches := self.batches(ticket.provider)) is None:  # its settings have changed: nobody can ask
             return await self._all_live(ticket)
-        returned: list[Item] = []
+        returned: list[TicketItem] = []
         try:
             if not (await batches.retrieve(ticket.batch_id)).is_ended:
                 return self._later(ticket)
@@ -448,13 +457,13 @@ class Collector:
         self._tell(ticket, "ended")
         return await self._finish(ticket)
 
-    async def _without(self, ticket: Ticket, returned: Sequence[Item]) -> Ticket:
+    async def _without(self, ticket: Ticket, returned: Sequence[TicketItem]) -> Ticket:
         await self.store.clear(ticket.id, [item.identity for item in returned])
         gone = dict.fromkeys(item.number for item in returned)
         left = tuple(item for item in ticket.items if item.number not in gone)
         return replace(ticket, items=left, returned=(*ticket.returned, *gone))
 
-    async def _results(self, ticket: Ticket, batches: Batches, returned: list[Item]) -> None:
+    async def _results(self, ticket: Ticket, batches: Batches, returned: list[TicketItem]) -> None:
         """`returned`: gets what went back, also if reading the rest fails."""
         missing, size = {ticket.custom_id(item): item for item in ticket.items}, 0
         known = {f"{ticket.id}-{number}" for number in ticket.returned}
@@ -528,7 +537,7 @@ class Collector:
         # if nothing is left, the ticket waits for what the batch has answered already: it is paid for
         return replace(found, ticket=replace(ticket, items=left))
 
-    async def _ended(self, items: Sequence[Item]) -> dict[int, bool]:
+    async def _ended(self, items: Sequence[TicketItem]) -> dict[int, bool]:
         """Which of them have ended, or their pipelines, by their numbers; and whether each was cancelled by that."""
         pipelines = {
             item.number: Identity(item.identity.tenant, id) for item in items if (id := item_of(item.message.headers))
@@ -566,7 +575,7 @@ class Collector:
                 for item, line in returning[at : at + BACK_AT_ONCE]:
                     publishing.create_task(self._publish(ticket, item, line), name=f"back {item.identity.id}")
 
-    async def _publish(self, ticket: Ticket, item: Item, line: bytes | None) -> None:
+    async def _publish(self, ticket: Ticket, item: TicketItem, line: bytes | None) -> None:
         names, before, result = self.settler.names, item.message.headers, line or b""
         batch = replace(
             read_batch(before) or BatchHop(),

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from consumers.batches.ticket import Item, Ticket, pack, parts, ticket_message
+from consumers.batches.ticket import Ticket, TicketItem, pack, parts, ticket_message
 from consumers.brake import Brake
 from consumers.job import Route
 from consumers.settle import FAULTS_AT_MOST, Settler
@@ -312,7 +312,7 @@ class Gatherer:
             return
         names = self.settler.names
         items = [
-            Item(
+            TicketItem(
                 number=number,
                 message=request.message(request.batch, names),
                 routing_key=request.routing_key,

@@ -38,7 +38,7 @@ class TicketStage(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class TicketItem:
     """One request of a ticket."""
 
     number: int
@@ -79,10 +79,10 @@ class Ticket:
     polls: int = 0
     returned: tuple[int, ...] = ()
     """The numbers of those that went back to their lanes with their results, before reading the others failed."""
-    items: tuple[Item, ...] = ()
+    items: tuple[TicketItem, ...] = ()
     """None: all have left, and it is only counted what the batch has cost."""
 
-    def custom_id(self, item: Item) -> str:
+    def custom_id(self, item: TicketItem) -> str:
         return f"{self.id}-{item.number}"
 
 
@@ -98,7 +98,7 @@ class Packing:
     def size(self) -> int:
         return max(len(self._packed) + self._unflushed + 64, self._added // _TIMES)
 
-    def add(self, item: Item) -> None:
+    def add(self, item: TicketItem) -> None:
         record = _record(item)
         self._packed += self._compressor.compress(record)
         self._added += len(record)
@@ -171,9 +171,9 @@ def unpack(packed: bytes) -> Ticket:
         raise UnreadTicket(f"not a ticket that this version reads: {type(error).__name__}") from error
 
 
-def parts(items: Iterable[Item], *, at_most_bytes: int = AT_MOST_BYTES) -> Iterator[tuple[Item, ...]]:
+def parts(items: Iterable[TicketItem], *, at_most_bytes: int = AT_MOST_BYTES) -> Iterator[tuple[TicketItem, ...]]:
     """Divide items so that each part fits into a ticket."""
-    packing, part = Packing(), list[Item]()
+    packing, part = Packing(), list[TicketItem]()
     for item in items:
         packing.add(item)
         if part and packing.size > at_most_bytes:
@@ -192,7 +192,7 @@ _HEAD: Final = (
 _SINCE_0_5: Final = frozenset({"headers", "returned"})
 
 
-def _record(item: Item) -> bytes:
+def _record(item: TicketItem) -> bytes:
     message, headers = item.message, item.message.headers
     facts = json.dumps(
         [item.number, item.routing_key, item.identity.tenant, item.identity.id, item.deadline_ms, item.tokens]
@@ -212,7 +212,7 @@ _PROPERTIES: Final = (
 )  # fmt: skip
 
 
-def _items(raw: bytes) -> Iterator[Item]:
+def _items(raw: bytes) -> Iterator[TicketItem]:
     at = 0
     while at < len(raw):
         pieces = []
@@ -225,7 +225,7 @@ def _items(raw: bytes) -> Iterator[Item]:
             pieces.append(raw[begin:at])
         facts, properties, body, params = pieces
         number, routing_key, tenant, id, deadline_ms, tokens = json.loads(facts)
-        yield Item(
+        yield TicketItem(
             number=number,
             message=message_from(properties, body, exchange="", routing_key=routing_key),
             routing_key=routing_key,

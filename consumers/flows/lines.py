@@ -57,12 +57,12 @@ class PostPlace:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _WaitingPost:
     line: Line
     turn: "asyncio.Future[PostPlace | float | None]"
 
 
-def _has_come(waiter: _Waiter) -> bool:
+def _has_come(waiter: _WaitingPost) -> bool:
     return waiter.turn.done() and not waiter.turn.cancelled()
 
 
@@ -99,7 +99,7 @@ class PostLines:
     _slow_places: _Shared = field(default_factory=lambda: _Shared(SLOW_PLACES), init=False)
     _memory: _Shared = field(default_factory=lambda: _Shared(WAITING), init=False)
     _memory_bytes: _Shared = field(default_factory=lambda: _Shared(WAITING_BYTES), init=False)
-    _waiting: list[_Waiter] = field(default_factory=list, init=False)
+    _waiting: list[_WaitingPost] = field(default_factory=list, init=False)
     _quick: LRUCache[Line, bool] = field(default_factory=lambda: LRUCache(KNOWN), init=False)
     _not_before_s: LRUCache[Line, float] = field(default_factory=lambda: LRUCache(KNOWN), init=False)
     _took_s: LRUCache[Line | str, float] = field(default_factory=lambda: LRUCache(KNOWN), init=False)
@@ -119,7 +119,7 @@ class PostLines:
         has_memory = self._memory.has_room(tenant) and self._memory_bytes.has_room(tenant, size)
         if not has_memory or self._waiting_in(line) >= WAITING_IN_LINE or self._is_held(line):
             return self._turn_s(line)
-        waiter = _Waiter(line, asyncio.get_running_loop().create_future())
+        waiter = _WaitingPost(line, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._memory.take(tenant)
         self._memory_bytes.take(tenant, size)

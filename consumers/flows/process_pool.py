@@ -96,7 +96,7 @@ class PoolProcess:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingCall:
     rank: int
     tenant: str
     turn: "asyncio.Future[None]"
@@ -119,7 +119,7 @@ class ProcessPool:
         self._limits = str(memory_bytes), str(cpu_s)
         self._idle: list[PoolProcess] = []
         self._all: set[PoolProcess] = set()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingCall] = []
         self._running_urgent = 0
         self._running: Counter[str] = Counter()
         self._took_s: dict[str, float] = {}
@@ -178,7 +178,7 @@ class ProcessPool:
     @asynccontextmanager
     async def _turn(self, rank: int, tenant: str) -> AsyncIterator[None]:
         clock = asyncio.get_running_loop().time
-        waiting = _Waiting(rank, tenant, asyncio.get_running_loop().create_future())
+        waiting = _WaitingCall(rank, tenant, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._took_s.setdefault(tenant, self._floor_s)
         self._serve()
@@ -214,7 +214,7 @@ class ProcessPool:
         is_urgent = rank == self._urgent_rank
         return running <= self._size and (is_urgent or running - self._running_urgent < self._size)
 
-    def _end(self, ended: _Waiting, *, took_s: float) -> None:
+    def _end(self, ended: _WaitingCall, *, took_s: float) -> None:
         self._running[ended.tenant] -= 1
         self._running_urgent -= ended.rank == self._urgent_rank
         self._took_s[ended.tenant] += took_s

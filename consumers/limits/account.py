@@ -142,7 +142,7 @@ class Account:
         self.learned = Learned(raised_s=now_s)
         self.buckets = tuple(Bucket(60, 1, shares=self.shares, now_s=now_s) for _ in REASONS)
         self.resize(fills=True)
-        self.lines = BudgetQueue(len(self.lanes))
+        self.lines = WaitingLines(len(self.lanes))
         self.calls = RunningCalls(caps.concurrency, self.shares)
         self.is_pressed = False
         """A request has waited for a bucket since the limits were raised."""
@@ -449,7 +449,7 @@ class RunningCalls:
 _arrival = attrgetter("arrived_s")
 
 
-class BudgetQueue:
+class WaitingLines:
     """The requests that wait for the budget of one account: one line for each lane, in the order of arrival. A request
     that was deferred and comes back gets its old place."""
 

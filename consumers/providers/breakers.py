@@ -10,9 +10,8 @@ are enough to open the breaker, because no request can cause them by what it con
 request (most of those with HTTP 4xx, such as 429) does not count as a failure, because the provider works. A timeout
 counts only if the call had enough time, so that requesters with short deadlines do not block a provider for others.
 
-A process holds a lease in the store while its breaker is open. Another process that counts a few failures sees the
-lease, and opens its own breaker too. Only the owner of the lease makes the trial call (the probe). While the store is
-unavailable, the breakers of the processes are independent.
+While a breaker is open, one call after the other is let through as a trial (the probe), at most every few seconds. Each
+process has its own breakers.
 
     called ──AccountError, confirmed──> paused ──a probe succeeds──> called
 
@@ -27,13 +26,11 @@ A model or provider that an operator has paused (`consumers/brake.py`) is not ca
 
 import asyncio
 import random
-import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
-from functools import partial
 from logging import INFO, WARNING
 from math import inf
 from typing import Any, NamedTuple, assert_never
@@ -46,7 +43,6 @@ from consumers.failures import AccountError, ProviderError, TransientError, Trip
 from consumers.job import Route
 from consumers.limits.base import Kind
 from consumers.providers.routes import OTHER
-from consumers.state.base import Leases, StoreUnavailable
 from lanekeeper.contract.problems import ProviderFailure
 from lanekeeper.telemetry import signals
 
@@ -56,7 +52,6 @@ REQUESTS = 3
 """The failures in a row must come from at least this many requests; otherwise one request that the provider cannot
 handle, with its retries, would block all others."""
 UNREACHED = 3
-DOUBTED_FROM = 3
 OVERLOADED_S = 3.0
 """Overloads (529) open a circuit breaker only if there was no answer for at least this many seconds. If 60 % of many
 calls are answered 529, ten in a row are frequent, and most retries succeed nevertheless."""
@@ -69,7 +64,6 @@ PROBE_WITHIN_S = 30.0
 LOOK_S = 1.0
 FAIR_S = 5.0
 """A call that timed out counts as a failure of the provider only if its timeout was at least this many seconds."""
-STORE_WITHIN_S = 1.0
 REMEMBERED = 1000
 """There is a limit of circuit breakers, because requests can name any number of models."""
 FIRST_PROBE_S = 1.0
@@ -103,7 +97,7 @@ class Permit:
     change: ProviderChange | None = None
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """CLOSED lets all calls pass, OPEN none, PROBING one."""
 
     CLOSED = "closed"
@@ -111,7 +105,7 @@ class State(StrEnum):
     PROBING = "probing"
 
 
-class Failure(NamedTuple):
+class FailedCall(NamedTuple):
     """A failed call."""
 
     at_s: float
@@ -125,8 +119,8 @@ class Breaker:
     created at the first failure, and removed at the next answer."""
 
     def __init__(self, rng: random.Random) -> None:
-        self.state = State.CLOSED
-        self._failed: deque[Failure] = deque(maxlen=FAILURES)
+        self.state = BreakerState.CLOSED
+        self._failed: deque[FailedCall] = deque(maxlen=FAILURES)
         self._failing_since_s = inf
         self._step_s = OPEN_S
         self._until_s = self.down_since_s = inf
@@ -135,27 +129,22 @@ class Breaker:
         """What the provider answered to the last call that failed, without its body, which is another request's."""
 
     def wait_s(self, now_s: float) -> float:
-        if self.state is State.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return 0.0
-        if self.state is State.PROBING and now_s < self._until_s:
+        if self.state is BreakerState.PROBING and now_s < self._until_s:
             return min(LOOK_S, self._until_s - now_s)
         return max(0.0, self._until_s - now_s)
 
     def is_idle(self, now_s: float) -> bool:
         return now_s - self._until_s > WINDOW_S
 
-    @property
-    def is_doubted(self) -> bool:
-        return self.state is State.CLOSED and len(self._failed) >= DOUBTED_FROM
-
-    def probe(self, now_s: float) -> float:
-        """Let the next call be the probe. Returns the seconds after which another call may be the probe."""
-        self.state = State.PROBING
+    def probe(self, now_s: float) -> None:
+        """Let the next call be the probe."""
+        self.state = BreakerState.PROBING
         self._until_s = now_s + PROBE_WITHIN_S
-        return PROBE_WITHIN_S
 
-    def failed(self, failure: Failure, *, probe: bool) -> None:
-        if self.state is State.CLOSED:
+    def failed(self, failure: FailedCall, *, probe: bool) -> None:
+        if self.state is BreakerState.CLOSED:
             while self._failed and failure.at_s - self._failed[0].at_s > WINDOW_S:
                 self._failed.popleft()
             if not self._failed:
@@ -163,18 +152,18 @@ class Breaker:
             self._failed.append(failure)
             if self._is_too_many():
                 self.open(failure.at_s)
-        elif probe and self.state is State.PROBING:
+        elif probe and self.state is BreakerState.PROBING:
             self.open(failure.at_s)
 
     def unknown(self, now_s: float, *, probe: bool) -> None:
-        if probe and self.state is State.PROBING:
-            self.state = State.OPEN
+        if probe and self.state is BreakerState.PROBING:
+            self.state = BreakerState.OPEN
             self._until_s = now_s
 
     def open(self, now_s: float) -> None:
         step_s = self._step_s
         self._step_s = min(OPEN_MOST_S, 2 * step_s)
-        self.state = State.OPEN
+        self.state = BreakerState.OPEN
         self.down_since_s = min(self.down_since_s, now_s)
         self._until_s = now_s + self._rng.uniform(step_s / 2, step_s)
 
@@ -356,7 +345,6 @@ class Breakers:
     """Says which providers may be called: the circuit breakers of this process, and its paused providers. A change is
     logged, and returned to the caller, who publishes it."""
 
-    leases: Leases | None = None
     _: KW_ONLY
     pauses: Pauses = field(default_factory=Pauses)
     brake: Brake = field(default_factory=Brake)
@@ -365,8 +353,6 @@ class Breakers:
     """Those that `states` names; all others are `other` there. None: it names all."""
 
     def __post_init__(self) -> None:
-        self._owner = uuid.uuid4().hex
-        self._background = Background()
         self._all: dict[tuple[str, str], Breaker] = {}
         self._closed = Breaker(self.rng)
         """The breaker of all other providers and models, which never changes."""
@@ -405,56 +391,44 @@ class Breakers:
     def last_failure(self, routes: Sequence[Route]) -> ProviderFailure | None:
         """Of the first of these routes whose breaker is open."""
         found = (self._known(route) for route in routes)
-        return next((breaker.last for breaker in found if breaker.state is not State.CLOSED and breaker.last), None)
+        return next(
+            (breaker.last for breaker in found if breaker.state is not BreakerState.CLOSED and breaker.last), None
+        )
 
-    async def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
+    def enter(self, route: Route, now_s: float, *, request: str) -> Permit | None:
         if self.pauses.wait_s(route, now_s) > 0 or (self.brake.pauses and self.brake.of_route(route) is not None):
             return None
         breaker = self._known(route)
-        if breaker.state is State.CLOSED:
+        if breaker.state is BreakerState.CLOSED:
             return Permit(route, request)
         if breaker.wait_s(now_s) > 0:
             return None
-        leasing = self._background.begin(self._lease(route, for_s=breaker.probe(now_s)), name="breaker")
-        try:
-            is_ours = await asyncio.shield(leasing)
-        except BaseException:
-            breaker.unknown(now_s, probe=True)
-            leasing.add_done_callback(partial(self._give_back, route))
-            raise
-        if not is_ours:  # the breaker of another process is open, or probes
-            breaker.open(now_s)
-            return None
+        breaker.probe(now_s)
         return Permit(route, request, is_probe=True, change=_changed(route, breaker, now_s))
 
-    async def answered(self, permit: Permit, now_s: float) -> ProviderChange | None:
+    def answered(self, permit: Permit, now_s: float) -> ProviderChange | None:
         self.pauses.well[permit.route.provider] = permit.route
-        return await self._works(permit, now_s)
+        return self._works(permit, now_s)
 
-    async def _works(self, permit: Permit, now_s: float) -> ProviderChange | None:
+    def _works(self, permit: Permit, now_s: float) -> ProviderChange | None:
         breaker = self._all.pop(_key(permit.route), self._closed)
-        change = None
-        if was_open := breaker.state is not State.CLOSED:
-            breaker.state = State.CLOSED
-            change = _changed(permit.route, breaker, now_s)
-        if was_open or permit.is_probe:
-            await self._surely(self._let_go(permit.route))
-        return change
+        if breaker.state is BreakerState.CLOSED:
+            return None
+        breaker.state = BreakerState.CLOSED
+        return _changed(permit.route, breaker, now_s)
 
-    async def failed(
-        self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float
-    ) -> ProviderChange | None:
+    def failed(self, permit: Permit, error: ProviderError, now_s: float, *, timeout_s: float) -> ProviderChange | None:
         match error.means.trips:
             case Trips.NO:
-                return await self._works(permit, now_s)
+                return self._works(permit, now_s)
             case Trips.ACCOUNT:
-                await self.unknown(permit, now_s)
+                self.unknown(permit, now_s)
                 return self.pauses.pause(permit.route, error) if isinstance(error, AccountError) else None
             case Trips.IN_TIME if timeout_s < FAIR_S:
-                await self.unknown(permit, now_s)
+                self.unknown(permit, now_s)
                 return None
             case Trips.YES | Trips.IN_TIME | Trips.UNREACHED as trips:
-                failure = Failure(
+                failure = FailedCall(
                     now_s,
                     permit.request,
                     is_unreached=trips is Trips.UNREACHED,
@@ -467,26 +441,17 @@ class Breakers:
         was = breaker.state
         breaker.last = None if error.failure is None else replace(error.failure, error="", request_id=None)
         breaker.failed(failure, probe=permit.is_probe)
-        if breaker.state is not was:
-            change = _changed(route, breaker, now_s, error)
-            await self._surely(self._lease(route, for_s=breaker.wait_s(now_s)))
-            return change
-        if breaker.is_doubted and not await self._lease(route, for_s=0) and breaker.state is State.CLOSED:
-            breaker.open(now_s)
-            return _changed(route, breaker, now_s, error)
-        return None
+        return None if breaker.state is was else _changed(route, breaker, now_s, error)
 
-    async def unknown(self, permit: Permit, now_s: float) -> None:
+    def unknown(self, permit: Permit, now_s: float) -> None:
         self._known(permit.route).unknown(now_s, probe=permit.is_probe)
-        if permit.is_probe:
-            await self._surely(self._let_go(permit.route))
 
     def states(self, now_s: float) -> Mapping[str, Mapping[str, str | float]]:
         """Those that are not closed. Whether a provider that nobody has called for `WINDOW_S` still fails is not known:
         the next call is a probe, but its breaker is not told as open any more."""
         found: dict[str, Mapping[str, str | float]] = {}
         for (provider, model), breaker in self._all.items():
-            if breaker.state is not State.CLOSED and not breaker.is_idle(now_s):
+            if breaker.state is not BreakerState.CLOSED and not breaker.is_idle(now_s):
                 shown = model if self.models is None or model in self.models else OTHER
                 retry_in_s = round(breaker.wait_s(now_s), 1)
                 found[f"{provider} {shown}"] = {"state": breaker.state.value, "retry_in_s": retry_in_s}
@@ -498,33 +463,10 @@ class Breakers:
     def _of(self, route: Route) -> Breaker:
         if (found := self._all.get(_key(route))) is None:
             if len(self._all) >= REMEMBERED:
-                closed = (key for key, breaker in self._all.items() if breaker.state is State.CLOSED)
+                closed = (key for key, breaker in self._all.items() if breaker.state is BreakerState.CLOSED)
                 del self._all[next(closed, next(iter(self._all)))]
             found = self._all[_key(route)] = Breaker(self.rng)
         return found
-
-    def _give_back(self, route: Route, leasing: "asyncio.Task[bool]") -> None:
-        if not leasing.cancelled():
-            self._background.detached(self._let_go(route), name="breaker")
-
-    async def _surely(self, changing: Coroutine[Any, Any, object]) -> None:
-        await asyncio.shield(self._background.begin(changing, name="breaker"))
-
-    async def _lease(self, route: Route, *, for_s: float) -> bool:
-        """Take or renew the lease. Returns False if another process has it; True if the store is unavailable."""
-        if self.leases is None:
-            return True
-        try:
-            async with asyncio.timeout(STORE_WITHIN_S):
-                return await self.leases.hold(_name(route), self._owner, for_s=for_s)
-        except (StoreUnavailable, TimeoutError):
-            return True
-
-    async def _let_go(self, route: Route) -> None:
-        if self.leases is not None:
-            with suppress(StoreUnavailable, TimeoutError):
-                async with asyncio.timeout(STORE_WITHIN_S):
-                    await self.leases.let_go(_name(route), self._owner)
 
 
 def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError | None = None) -> ProviderChange:
@@ -535,13 +477,9 @@ def _changed(route: Route, breaker: Breaker, now_s: float, error: ProviderError 
         "error": None if error is None else error.brief,
         "retry_in_s": None if error is None else round(breaker.wait_s(now_s), 1),
     }
-    log.log(WARNING if breaker.state is State.OPEN else INFO, signals.BREAKER_CHANGED, **fields)
+    log.log(WARNING if breaker.state is BreakerState.OPEN else INFO, signals.BREAKER_CHANGED, **fields)
     return ProviderChange("breaker", {name: value for name, value in fields.items() if value is not None})
 
 
 def _key(route: Route) -> tuple[str, str]:
     return (route.provider, route.model)
-
-
-def _name(route: Route) -> str:
-    return f"breaker {route.provider} {route.model}"

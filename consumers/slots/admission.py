@@ -75,7 +75,7 @@ class Admission(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _WaitingRequest:
     tenant: str
     rank: int
     movable: bool
@@ -160,7 +160,7 @@ class QueueSlots:
         """The pass (a term of stride scheduling) of each tenant that has running or waiting requests: each slot that
         the tenant is granted adds 1/weight to it."""
         self._floor = 0.0
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingRequest] = []
         self.running = 0
         self.begun = 0
         self.sets_surplus_aside = False
@@ -222,7 +222,7 @@ class QueueSlots:
         if movable and not is_aside and self._belongs_aside(tenant):
             return Admission.ASIDE
         admission: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(tenant=tenant, rank=rank, movable=movable and not is_aside, admission=admission)
+        waiting = _WaitingRequest(tenant=tenant, rank=rank, movable=movable and not is_aside, admission=admission)
         self._waiting.append(waiting)
         self._passes.setdefault(tenant, self._floor)
         try:
@@ -261,7 +261,7 @@ class QueueSlots:
             self._grant(chosen.tenant)
             self._admit(chosen, Admission.BEGIN)
 
-    def _still_waiting(self) -> list[_Waiting]:
+    def _still_waiting(self) -> list[_WaitingRequest]:
         """Without those whose wait was cancelled or has timed out, but whose task has not run since: nobody would give
         back a slot that such a request is given."""
         return [waiting for waiting in self._waiting if not waiting.admission.done()]
@@ -277,7 +277,7 @@ class QueueSlots:
         self._passes[tenant] = self._floor + 1 / self.lane.share_of(tenant).weight
         self.lane.figures(tenant).begun += 1
 
-    def _admit(self, waiting: _Waiting, admission: Admission) -> None:
+    def _admit(self, waiting: _WaitingRequest, admission: Admission) -> None:
         self._waiting.remove(waiting)
         waiting.admission.set_result(admission)
         self._forget(waiting.tenant)
@@ -299,7 +299,7 @@ class QueueSlots:
         return max(1.0, self.size * weight / sum(self.lane.share_of(other).weight for other in {*self._passes, tenant}))
 
 
-def _is_admitted(waiting: _Waiting) -> bool:
+def _is_admitted(waiting: _WaitingRequest) -> bool:
     return waiting.admission.done() and not waiting.admission.cancelled()
 
 

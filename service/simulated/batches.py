@@ -91,7 +91,7 @@ class SimulatedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCall:
+class BatchesCall:
     """The record of one call to an endpoint of the batches."""
 
     endpoint: str
@@ -113,7 +113,7 @@ class SimulatedBatches:
         self._outcomes: Counter[str] = Counter()
         self._archived_bytes = 0
         self._created = 0
-        self.calls: deque[BatchCall] = deque(maxlen=_CALLS_KEPT)
+        self.calls: deque[BatchesCall] = deque(maxlen=_CALLS_KEPT)
 
     def configure(self, options: BatchOptions, *, item_faults: Faults, output_tokens: int | None, seed: int) -> None:
         """Use other options from now on. The batches stay."""
@@ -148,7 +148,7 @@ class SimulatedBatches:
         finally:
             kept = body if len(body) <= _BODY_KEPT_BYTES else b""
             self.calls.append(
-                BatchCall(
+                BatchesCall(
                     endpoint=endpoint,
                     method=request.method,
                     path=request.path_qs,

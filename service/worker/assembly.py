@@ -324,7 +324,7 @@ def open_budgeting(
     registry = Registry(*providers, tracing=tracing, prices=prices, learn=budgets.learn)
     pauses = Pauses(registry.probe)
     stack.push_async_callback(pauses.aclose)
-    breakers = Breakers(store, pauses=pauses, brake=brake, models=prices.models)
+    breakers = Breakers(pauses=pauses, brake=brake, models=prices.models)
     spending = Spending(store, settings.caps.spec())
     stack.push_async_callback(spending.finish, within_s=FINISH_WITHIN_S)
     budget_gate = BudgetGate(

@@ -175,7 +175,7 @@ class Shut(Down):
     """Breakers that allow no call."""
 
     @override
-    async def enter(self, *_: Any, **__: Any) -> None: ...
+    def enter(self, *_: Any, **__: Any) -> None: ...
 
 
 async def test_an_attempt_that_sent_parts_counts_so_that_the_next_sends_a_restart(bench: Bench) -> None:

@@ -15,7 +15,6 @@ from consumers.job import (
     STORE_WITHIN_S,
 )
 from consumers.limits.base import BudgetSpec
-from consumers.providers import breakers
 from consumers.slots import admission
 from consumers.state.base import StoreUnavailable
 from tests.support.jobs import NOW_MS, Bench, read
@@ -34,7 +33,6 @@ WAITS_S = {
     "caps gate": gates.TAKE_WITHIN_S,
     "budget gate": BudgetSpec().hold_s,
     "attempt: the end of a pause, and one or two calls": ATTEMPT_WITHIN_S,
-    "attempt: reporting its end to the circuit breaker": breakers.STORE_WITHIN_S,
     "attempt: the confirms of its parts": replies.PART_TIMEOUT_S,
     "claim gate: releasing the claim": claiming.RELEASE_AWAITED_S,
     "settle: making the answer sendable, storing and publishing it": SETTLE_WITHIN_S,

@@ -28,7 +28,7 @@ from consumers.limits.estimates import Estimates
 from consumers.pool import Pool
 from consumers.prices import Prices, Usage
 from consumers.providers import breakers as breaking
-from consumers.providers.breakers import FAILURES, Breakers, State
+from consumers.providers.breakers import FAILURES, Breakers, BreakerState
 from consumers.providers.registry import Registry
 from consumers.slots import admission
 from consumers.slots.activity import LaneActivity
@@ -311,58 +311,32 @@ class _SlowAllowances(MemoryAllowances):
         await turns(1)
 
 
-class _Leases:
-    """Leases that all processes see; each call takes some turns of the loop."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, tuple[str, float]] = {}
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        await turns(1)
-        now_s = asyncio.get_running_loop().time()
-        holder, until_s = self._held.get(name, ("", 0.0))
-        granted = holder == owner or until_s <= now_s
-        if granted:
-            self._held[name] = owner, now_s + for_s
-        await turns(1)
-        return granted
-
-    async def let_go(self, name: str, owner: str) -> None:
-        await turns(1)
-        if self._held.get(name, ("", 0.0))[0] == owner:
-            del self._held[name]
-        await turns(1)
-
-
 class Probes(Counted):
-    """The probe of an open circuit breaker, of which all processes together make one at a time."""
+    """The probe of an open circuit breaker, of which a process makes one at a time."""
 
     limits: ClassVar = {name: (breaking, getattr(breaking, name)) for name in ("OPEN_S", "OPEN_MOST_S")}
 
     def __init__(self, *, is_real: bool) -> None:
         super().__init__(is_real=is_real)
-        leases = _Leases()
-        self._breakers = [Breakers(leases, rng=random.Random(each)) for each in range(2)]
+        self._breakers = Breakers(rng=random.Random(1))
         (self._route,) = routes_of("anthropic").of("critical", "", MODEL).routes
-        now_s = asyncio.get_running_loop().time()
-        for breakers in self._breakers:
-            breakers._of(self._route).open(now_s - breaking.OPEN_MOST_S)
+        self._breakers._of(self._route).open(asyncio.get_running_loop().time() - breaking.OPEN_MOST_S)
 
     @override
     async def use(self, tenant: str, way: int, hold: Holding) -> None:
-        breakers, clock = self._breakers[way % 2], asyncio.get_running_loop().time
-        permit = await breakers.enter(self._route, clock(), request=tenant)
+        clock = asyncio.get_running_loop().time
+        permit = self._breakers.enter(self._route, clock(), request=tenant)
         if permit is None:
             return
         try:
             await hold()
         except BaseException:
-            await breakers.unknown(permit, clock())
+            self._breakers.unknown(permit, clock())
             raise
         if way % 3:
-            await breakers.failed(permit, TransientError("down"), clock(), timeout_s=60)
+            self._breakers.failed(permit, TransientError("down"), clock(), timeout_s=60)
         else:
-            await breakers.unknown(permit, clock())
+            self._breakers.unknown(permit, clock())
 
     @override
     async def rest(self) -> None:
@@ -370,17 +344,14 @@ class Probes(Counted):
 
     @override
     def left(self) -> Mapping[str, object]:
-        every = [each for breakers in self._breakers for each in breakers._all.values()]
-        return {"probing": [each for each in every if each.state is State.PROBING]}
+        return {"probing": [each for each in self._breakers._all.values() if each.state is BreakerState.PROBING]}
 
     @override
     async def later(self) -> None:
         clock = asyncio.get_running_loop().time
-        for breakers in self._breakers:
-            permit = await breakers.enter(self._route, clock(), request="later")
-            assert permit is not None, "another process cannot probe"
-            await breakers.unknown(permit, clock())
-            await turns(4)
+        permit = self._breakers.enter(self._route, clock(), request="later")
+        assert permit is not None, "no call can probe"
+        self._breakers.unknown(permit, clock())
 
 
 class _SlowStore(MemoryStore):
@@ -516,7 +487,7 @@ class Ground:
             "caps": len(self.caps._held),
             "background": [*self.spending._background._tasks, *self.bench.claiming._background._tasks],
             "waiting for": [job for job in jobs if job.waiting],
-            "probing": [each for each in self.breakers._all.values() if each.state is State.PROBING],
+            "probing": [each for each in self.breakers._all.values() if each.state is BreakerState.PROBING],
         }
         return {what: value for what, value in found.items() if value}
 
@@ -537,9 +508,9 @@ class Ground:
         clock = asyncio.get_running_loop().time
         (route,) = routes_of("anthropic").of("critical", "", MODEL).routes
         for each in range(FAILURES):
-            entered = await self.breakers.enter(route, clock(), request=str(each))
+            entered = self.breakers.enter(route, clock(), request=str(each))
             assert entered
-            await self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
+            self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
         wait_s = self.breakers.wait_s(route, clock())
         assert wait_s > 0
         await asyncio.sleep(wait_s)

@@ -66,7 +66,7 @@ Operation = Callable[[Tables, Times], T]
 _Done = tuple["asyncio.Future[Any]", Any, Exception | None]
 
 
-class _Waiting(NamedTuple):
+class _WaitingOperation(NamedTuple):
     operation: Operation[Any]
     done: "asyncio.Future[Any]"
     durable: bool
@@ -86,9 +86,9 @@ class Writer:
     def __post_init__(self) -> None:
         self._waiting = 0
         self._is_closed = False
-        self._gathered: list[_Waiting] = []
+        self._gathered: list[_WaitingOperation] = []
         self._is_busy = False
-        self._groups: queue.SimpleQueue[list[_Waiting] | None] = queue.SimpleQueue()
+        self._groups: queue.SimpleQueue[list[_WaitingOperation] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._tables: Tables | None = None
         self._file = self._log = inode(self.path)
@@ -119,7 +119,7 @@ class Writer:
             raise StoreUnavailable(f"{self.path} is too slow: {self._waiting} operations wait for it")
         done: asyncio.Future[T] = self._loop.create_future()
         self._waiting += 1
-        self._gathered.append(_Waiting(operation, done, durable))
+        self._gathered.append(_WaitingOperation(operation, done, durable))
         if not self._is_busy:
             self._is_busy = True
             self._loop.call_soon(self._hand_over)
@@ -155,7 +155,7 @@ class Writer:
                 self._loop.call_soon_threadsafe(self._hand_back, done)
         self._shut()
 
-    def _do_all(self, group: list[_Waiting]) -> list[_Done]:
+    def _do_all(self, group: list[_WaitingOperation]) -> list[_Done]:
         try:
             done = self._transact(group)
         except (sqlite3.Error, OSError, StoreUnavailable) as error:
@@ -169,7 +169,7 @@ class Writer:
         self.trouble = None
         return done
 
-    def _transact(self, group: list[_Waiting]) -> list[_Done]:
+    def _transact(self, group: list[_WaitingOperation]) -> list[_Done]:
         tables = self._usable()
         if (must_sync := self._must_sync(group)) != self._syncs:
             sync_commits(tables.connection, must_sync)
@@ -187,7 +187,7 @@ class Writer:
             raise
         return done
 
-    def _must_sync(self, group: Sequence[_Waiting]) -> bool:
+    def _must_sync(self, group: Sequence[_WaitingOperation]) -> bool:
         """True if the commit of these operations must wait for the disk: not if all are claims and renewals.
 
         A committed claim is visible to all processes, even after this process was killed. Only a power cut can lose it.
@@ -222,7 +222,7 @@ class Writer:
             self._tables = None
 
 
-def _done(tables: Tables, at: Times, waiting: _Waiting) -> _Done:
+def _done(tables: Tables, at: Times, waiting: _WaitingOperation) -> _Done:
     if waiting.done.cancelled():
         return waiting.done, None, None
     try:

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from typing_extensions import override
 
 from consumers.batches.collect import TOO_LARGE, Collector
-from consumers.batches.ticket import Item, Ticket, TicketStage, pack, unpack
+from consumers.batches.ticket import Ticket, TicketItem, TicketStage, pack, unpack
 from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Route, Source
@@ -158,7 +158,7 @@ class Collecting:
     async def count_late(self, lane: str, _route: Route, line: bytes) -> None:
         self.late.append((lane, line))
 
-    async def gathered(self, *items: Item, id: str = "a" * 24, **fields: Any) -> Ticket:
+    async def gathered(self, *items: TicketItem, id: str = "a" * 24, **fields: Any) -> Ticket:
         """A ticket as the gatherer publishes it."""
         await self.bench.store.gather(id, [item.identity for item in items], until_ms=NOW_MS + KEPT_MS)
         given: dict[str, Any] = {
@@ -194,11 +194,11 @@ def collecting() -> Collecting:
     return Collecting()
 
 
-def items(count: int, *, deadline_ms: int = NOW_MS + 24 * HOUR_MS, tokens: int = 10) -> list[Item]:
+def items(count: int, *, deadline_ms: int = NOW_MS + 24 * HOUR_MS, tokens: int = 10) -> list[TicketItem]:
     batch = BatchHop(provider="anthropic", account="anthropic/small", model="claude-haiku-5-5", held=(1.0, 20.0, 0.5))
     headers = {"mine": "kept", n.TRACEPARENT: f"00-{'1' * 32}-{'2' * 16}-01"}
     return [
-        Item(
+        TicketItem(
             number=number,
             message=Message(
                 body=b"body %d" % number,
@@ -859,7 +859,7 @@ async def cancel(collecting: Collecting, *numbers: int) -> None:
         assert await collecting.bench.store.cancel(identity, gone) is Cancelling.RECORDED
 
 
-def of_pipeline(*numbers: int) -> list[Item]:
+def of_pipeline(*numbers: int) -> list[TicketItem]:
     """Three items, of which these are of the fan-out of the pipeline `id-9`."""
     flow = FlowHop(step="each", deadline_ms=NOW_MS + 24 * HOUR_MS, item_of="id-9")
     return [

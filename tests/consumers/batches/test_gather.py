@@ -9,7 +9,7 @@ import pytest
 
 from consumers.batches import gather as gather_module
 from consumers.batches.gather import Gatherer, _Request, prefetch_of
-from consumers.batches.ticket import Item, Ticket, unpack
+from consumers.batches.ticket import Ticket, TicketItem, unpack
 from consumers.brake import Brake
 from consumers.settle import gathered
 from consumers.state.base import Identity, StoreUnavailable
@@ -300,7 +300,7 @@ async def test_if_the_broker_takes_no_message_of_that_size_the_requests_run_live
 
 
 async def test_a_batch_that_does_not_fit_into_one_ticket_is_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_by_one(items: list[Item]) -> Any:
+    def one_by_one(items: list[TicketItem]) -> Any:
         return ((item,) for item in items)
 
     monkeypatch.setattr("consumers.batches.gather.parts", one_by_one)

@@ -10,8 +10,8 @@ import pytest
 
 from consumers.batches.ticket import (
     AT_MOST_BYTES,
-    Item,
     Ticket,
+    TicketItem,
     TicketStage,
     UnreadTicket,
     pack,
@@ -25,7 +25,7 @@ from lanekeeper.contract.names import Names
 from topology.codec.headers import carried
 
 
-def ticket(*items: Item, **fields: Any) -> Ticket:
+def ticket(*items: TicketItem, **fields: Any) -> Ticket:
     given: dict[str, Any] = {
         "lane": "batch",
         "account": "anthropic",
@@ -36,8 +36,8 @@ def ticket(*items: Item, **fields: Any) -> Ticket:
     return Ticket(id="0" * 32, items=items, **given | fields)
 
 
-def item(number: int = 0, *, body: bytes = b'{"prompt":"hi"}', params: bytes = b"", **fields: Any) -> Item:
-    return Item(
+def item(number: int = 0, *, body: bytes = b'{"prompt":"hi"}', params: bytes = b"", **fields: Any) -> TicketItem:
+    return TicketItem(
         number=number,
         message=Message(body=body, message_id=f"id-{number}", **fields),
         routing_key="batch.shop.sum",

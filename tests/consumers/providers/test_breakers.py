@@ -20,15 +20,13 @@ from consumers.job import Route
 from consumers.providers.breakers import (
     Breaker,
     Breakers,
-    Failure,
+    BreakerState,
+    FailedCall,
     Pauses,
     Permit,
-    State,
 )
-from consumers.state.base import Leases, StoreUnavailable
 from tests.support.jobs import NOW_MS, HeldPauses, a_pause
 from tests.support.virtual_time import virtually
-from tests.support.waiting import until
 
 FAILURES, OPEN_S, PROBE_EVERY_S = 10, 1.0, 60.0
 
@@ -37,39 +35,41 @@ def breaker() -> Breaker:
     return Breaker(random.Random(3))
 
 
-def failed(some: Breaker, count: int, *, at_s: float = 0.0, requests: int = 3, is_unreached: bool = False) -> State:
+def failed(
+    some: Breaker, count: int, *, at_s: float = 0.0, requests: int = 3, is_unreached: bool = False
+) -> BreakerState:
     for each in range(count):
-        some.failed(Failure(at_s, f"r-{each % requests}", is_unreached), probe=False)
+        some.failed(FailedCall(at_s, f"r-{each % requests}", is_unreached), probe=False)
     return some.state
 
 
-@pytest.mark.parametrize(("at_s", "state"), [(102.9, State.CLOSED), (103.0, State.OPEN)])
-def test_overloads_open_it_only_after_three_seconds_without_an_answer(at_s: float, state: State) -> None:
+@pytest.mark.parametrize(("at_s", "state"), [(102.9, BreakerState.CLOSED), (103.0, BreakerState.OPEN)])
+def test_overloads_open_it_only_after_three_seconds_without_an_answer(at_s: float, state: BreakerState) -> None:
     some = breaker()
     for number in range(100):
-        some.failed(Failure(100.0, f"r-{number}", is_unreached=False, is_overload=True), probe=False)
-    some.failed(Failure(at_s, "r", is_unreached=False, is_overload=True), probe=False)
+        some.failed(FailedCall(100.0, f"r-{number}", is_unreached=False, is_overload=True), probe=False)
+    some.failed(FailedCall(at_s, "r", is_unreached=False, is_overload=True), probe=False)
 
     assert some.state is state
 
 
-@pytest.mark.parametrize(("requests", "state"), [(2, State.CLOSED), (3, State.OPEN)])
-def test_failures_of_two_requests_alone_do_not_open_it(requests: int, state: State) -> None:
+@pytest.mark.parametrize(("requests", "state"), [(2, BreakerState.CLOSED), (3, BreakerState.OPEN)])
+def test_failures_of_two_requests_alone_do_not_open_it(requests: int, state: BreakerState) -> None:
     assert failed(breaker(), 30, requests=requests) is state
 
 
 def test_three_failures_to_connect_in_a_row_open_it_even_those_of_one_request() -> None:
-    assert failed(breaker(), 2, requests=1, is_unreached=True) is State.CLOSED
-    assert failed(breaker(), 3, requests=1, is_unreached=True) is State.OPEN
+    assert failed(breaker(), 2, requests=1, is_unreached=True) is BreakerState.CLOSED
+    assert failed(breaker(), 3, requests=1, is_unreached=True) is BreakerState.OPEN
     mixed = breaker()
     failed(mixed, 2, is_unreached=True)
     failed(mixed, 1)
-    assert failed(mixed, 2, is_unreached=True) is State.CLOSED
-    assert failed(mixed, 1, is_unreached=True) is State.OPEN
+    assert failed(mixed, 2, is_unreached=True) is BreakerState.CLOSED
+    assert failed(mixed, 1, is_unreached=True) is BreakerState.OPEN
 
 
-@pytest.mark.parametrize(("later_s", "state"), [(120.0, State.OPEN), (120.1, State.CLOSED)])
-def test_failures_of_more_than_two_minutes_ago_do_not_count(later_s: float, state: State) -> None:
+@pytest.mark.parametrize(("later_s", "state"), [(120.0, BreakerState.OPEN), (120.1, BreakerState.CLOSED)])
+def test_failures_of_more_than_two_minutes_ago_do_not_count(later_s: float, state: BreakerState) -> None:
     some = breaker()
     failed(some, 5, at_s=50.0)
     assert failed(some, 5, at_s=50.0 + later_s) is state
@@ -92,7 +92,7 @@ def test_each_time_it_opens_for_twice_as_long_up_to_five_seconds() -> None:
 def test_while_one_call_probes_the_others_look_again_within_a_second() -> None:
     some = breaker()
     some.open(100.0)
-    assert some.probe(110.0) == 30.0
+    some.probe(110.0)
     assert [some.wait_s(each) for each in (110.0, 139.0, 139.75, 140.0, 150.0)] == [1.0, 1.0, 0.25, 0.0, 0.0]
 
 
@@ -100,10 +100,10 @@ def test_only_a_failure_of_the_probe_opens_it_again() -> None:
     some = breaker()
     some.open(100.0)
     some.probe(110.0)
-    some.failed(Failure(111.0, "other", True), probe=False)
+    some.failed(FailedCall(111.0, "other", True), probe=False)
     after_another = some.state
-    some.failed(Failure(112.0, "probe", False), probe=True)
-    assert (after_another, some.state) == (State.PROBING, State.OPEN)
+    some.failed(FailedCall(112.0, "probe", False), probe=True)
+    assert (after_another, some.state) == (BreakerState.PROBING, BreakerState.OPEN)
     assert some.wait_s(112.0) >= 1.0
 
 
@@ -111,7 +111,7 @@ def test_a_late_failure_does_not_lengthen_an_open_breaker() -> None:
     some = breaker()
     some.open(100.0)
     before = some.wait_s(100.0)
-    some.failed(Failure(100.5, "late", True), probe=True)
+    some.failed(FailedCall(100.5, "late", True), probe=True)
     assert some.wait_s(100.0) == before
 
 
@@ -120,9 +120,9 @@ def test_after_a_probe_without_a_result_the_next_call_is_the_probe_at_once() -> 
     some.open(100.0)
     some.probe(110.0)
     some.unknown(111.0, probe=False)
-    assert some.state is State.PROBING
+    assert some.state is BreakerState.PROBING
     some.unknown(111.0, probe=True)
-    assert (some.state, some.wait_s(111.0)) == (State.OPEN, 0.0)
+    assert (some.state, some.wait_s(111.0)) == (BreakerState.OPEN, 0.0)
 
 
 HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
@@ -131,49 +131,47 @@ DOWN = TransientError("500", status=500)
 SLOW = TransientError("not in time", type="timeout")
 
 
-def breakers(leases: Leases | None = None) -> Breakers:
-    return Breakers(leases, rng=random.Random(1))
+def breakers() -> Breakers:
+    return Breakers(rng=random.Random(1))
 
 
-async def enter(these: Breakers, at_s: float, route: Route = HERE, *, request: str = "r") -> Permit | None:
-    return await these.enter(route, at_s, request=request)
+def enter(these: Breakers, at_s: float, route: Route = HERE, *, request: str = "r") -> Permit | None:
+    return these.enter(route, at_s, request=request)
 
 
-async def fail(
-    these: Breakers, at_s: float, *, error: ProviderError = DOWN, times: int = 1, timeout_s: float = 60
-) -> None:
+def fail(these: Breakers, at_s: float, *, error: ProviderError = DOWN, times: int = 1, timeout_s: float = 60) -> None:
     for each in range(times):
-        permit = await enter(these, at_s, request=str(each))
+        permit = enter(these, at_s, request=str(each))
         assert permit is not None
-        await these.failed(permit, error, at_s, timeout_s=timeout_s)
+        these.failed(permit, error, at_s, timeout_s=timeout_s)
 
 
-async def opened(leases: Leases | None = None) -> Breakers:
-    these = breakers(leases)
-    await fail(these, 0, times=FAILURES)
+def opened() -> Breakers:
+    these = breakers()
+    fail(these, 0, times=FAILURES)
     assert these.wait_s(HERE, 0) > 0
     return these
 
 
-async def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() -> None:
+def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() -> None:
     these = breakers()
 
-    await fail(these, 0, times=FAILURES - 1)
-    assert await enter(these, 0)
-    await fail(these, 0)
+    fail(these, 0, times=FAILURES - 1)
+    assert enter(these, 0)
+    fail(these, 0)
 
-    assert await enter(these, 0) is None
+    assert enter(these, 0) is None
     assert OPEN_S / 2 <= these.wait_s(HERE, 0) <= OPEN_S
-    assert await enter(these, 0, ELSEWHERE)
+    assert enter(these, 0, ELSEWHERE)
     assert these.states(0)["anthropic m"]["state"] == "open"
 
 
-async def test_a_breaker_that_opens_is_told_with_its_error_and_the_tenths_of_a_second_until_its_probe() -> None:
+def test_a_breaker_that_opens_is_told_with_its_error_and_the_tenths_of_a_second_until_its_probe() -> None:
     these = breakers()
-    await fail(these, 0, times=FAILURES - 1)
-    permit = await enter(these, 0)
+    fail(these, 0, times=FAILURES - 1)
+    permit = enter(these, 0)
     assert permit is not None
-    change = await these.failed(permit, DOWN, 0, timeout_s=60)
+    change = these.failed(permit, DOWN, 0, timeout_s=60)
 
     assert change is not None
     left_s = these.wait_s(HERE, 0)
@@ -184,85 +182,27 @@ async def test_a_breaker_that_opens_is_told_with_its_error_and_the_tenths_of_a_s
     assert these.states(0) == {"anthropic m": {"state": "open", "retry_in_s": round(left_s, 1)}}
 
 
-async def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> None:
-    these = await opened()
+def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> None:
+    these = opened()
 
     assert these.states(120)
     assert these.states(122) == {}
 
-    permit = await enter(these, 122)
+    permit = enter(these, 122)
     assert permit is not None
     assert permit.is_probe
 
 
-class Held:
-    """A store in which another process holds the leases of all open breakers, or none."""
-
-    def __init__(self, *, by_another: bool) -> None:
-        self.by_another = by_another
-        self.asked: list[tuple[str, float]] = []
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        self.asked.append((name, for_s))
-        return not self.by_another
-
-    async def let_go(self, name: str, owner: str) -> None:
-        self.asked.append((name, -1))
-
-
 @pytest.mark.parametrize("is_probe", [False, True])
-async def test_the_lease_is_given_back_after_an_answer_to_any_call_while_it_is_open_and_after_that_to_the_probe(
-    is_probe: bool,
-) -> None:
-    store = Held(by_another=False)
-    these = breakers(store)
-    late = await enter(these, 0)
-    await fail(these, 0, times=FAILURES)
-    probe = await enter(these, OPEN_S)
-    assert late is not None
-    assert probe is not None
-    for permit in (late, probe) if is_probe else (late,):
-        store.asked.clear()
-        await these.answered(permit, OPEN_S)
-        assert store.asked == [("breaker anthropic m", -1)]
-
-
-@pytest.mark.parametrize("is_probe", [False, True])
-async def test_a_probe_that_ended_without_a_result_lets_the_next_call_probe(is_probe: bool) -> None:
-    store = Held(by_another=False)
-    these = breakers(store)
-    late = await enter(these, 0)
-    await fail(these, 0, times=FAILURES)
-    probe = await enter(these, OPEN_S)
+def test_a_probe_that_ended_without_a_result_lets_the_next_call_probe(is_probe: bool) -> None:
+    these = breakers()
+    late = enter(these, 0)
+    fail(these, 0, times=FAILURES)
+    probe = enter(these, OPEN_S)
     permit = probe if is_probe else late
     assert permit is not None
-    store.asked.clear()
-    await these.unknown(permit, OPEN_S)
-    assert store.asked == [("breaker anthropic m", -1)] * is_probe
-    assert (await enter(these, OPEN_S) is not None) == is_probe
-
-
-@pytest.mark.parametrize("is_granted", [False, True])
-async def test_a_probe_that_is_cancelled_while_the_store_is_asked_gives_its_lease_back(is_granted: bool) -> None:
-    store, may_answer = Held(by_another=False), asyncio.Event()
-    these = await opened(store)
-    store.by_another = not is_granted
-    hold = store.hold
-
-    async def late(name: str, owner: str, *, for_s: float) -> bool:
-        await may_answer.wait()
-        return await hold(name, owner, for_s=for_s)
-
-    store.hold = late  # type: ignore[method-assign]
-    store.asked.clear()
-    entering = asyncio.create_task(enter(these, OPEN_S))
-    await asyncio.sleep(0)
-    assert these.wait_s(HERE, OPEN_S) > 0, "it probes"
-    entering.cancel()
-    await asyncio.wait({entering})
-    assert these.wait_s(HERE, OPEN_S) == 0, "the next call probes"
-    may_answer.set()
-    await until(lambda: store.asked == [("breaker anthropic m", 30), ("breaker anthropic m", -1)])
+    these.unknown(permit, OPEN_S)
+    assert (enter(these, OPEN_S) is not None) == is_probe
 
 
 @pytest.mark.parametrize(("kind", "name"), [("provider", "anthropic"), ("model", "m")])
@@ -272,103 +212,61 @@ async def test_what_an_operator_has_paused_is_not_called_and_all_else_is(kind: s
     these = Breakers(brake=brake)
     other = Route(provider="eu", model="other", name="other", account="eu/other")
     assert (these.wait_s(HERE, 0), these.wait_s(other, 0)) == (1, 0)
-    assert (await enter(these, 0), await enter(these, 0, other) is not None) == (None, True)
+    assert (enter(these, 0), enter(these, 0, other) is not None) == (None, True)
 
 
-async def test_while_another_process_probes_no_call_is_made() -> None:
-    store = Held(by_another=False)
-    these = await opened(store)
-    store.by_another = True
-    assert await enter(these, OPEN_S) is None
-    assert these.states(OPEN_S)["anthropic m"]["state"] == "open"
-    assert these.wait_s(HERE, OPEN_S) > 0
-
-
-async def test_an_answer_resets_the_count_of_failures() -> None:
+def test_an_answer_resets_the_count_of_failures() -> None:
     these = breakers()
-    await fail(these, 0, times=FAILURES - 1)
-    permit = await enter(these, 0)
+    fail(these, 0, times=FAILURES - 1)
+    permit = enter(these, 0)
     assert permit is not None
-    await these.answered(permit, 0)
+    these.answered(permit, 0)
 
-    await fail(these, 0, times=FAILURES - 1)
+    fail(these, 0, times=FAILURES - 1)
 
     assert these.wait_s(HERE, 0) == 0
 
 
-async def test_failures_caused_by_the_request_or_the_budget_do_not_open_a_breaker() -> None:
+def test_failures_caused_by_the_request_or_the_budget_do_not_open_a_breaker() -> None:
     these = breakers()
 
     for error in (RejectedError("400", status=400), RateLimitedError("429"), RejectedError("403", status=403)):
-        await fail(these, 0, error=error, times=3 * FAILURES)
-    await fail(these, 0, error=SLOW, times=3 * FAILURES, timeout_s=0.2)
+        fail(these, 0, error=error, times=3 * FAILURES)
+    fail(these, 0, error=SLOW, times=3 * FAILURES, timeout_s=0.2)
 
     assert these.wait_s(HERE, 0) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("timeout_s", "counts"), [(4.9, False), (5.0, True)])
-async def test_a_timeout_counts_if_the_call_was_given_five_seconds(timeout_s: float, counts: bool) -> None:
+def test_a_timeout_counts_if_the_call_was_given_five_seconds(timeout_s: float, counts: bool) -> None:
     these = breakers()
 
-    await fail(these, 0, error=SLOW, times=FAILURES, timeout_s=timeout_s)
+    fail(these, 0, error=SLOW, times=FAILURES, timeout_s=timeout_s)
 
     assert (these.wait_s(HERE, 0) > 0) == counts
 
 
-async def test_one_call_probes_the_provider_and_its_answer_closes_the_breaker() -> None:
-    these = await opened()
+def test_one_call_probes_the_provider_and_its_answer_closes_the_breaker() -> None:
+    these = opened()
 
-    probe = await enter(these, OPEN_S)
+    probe = enter(these, OPEN_S)
 
     assert probe is not None
     assert probe.is_probe
-    assert await enter(these, OPEN_S) is None, "the others wait for it"
-    await these.answered(probe, OPEN_S + 1)
+    assert enter(these, OPEN_S) is None, "the others wait for it"
+    these.answered(probe, OPEN_S + 1)
     assert these.wait_s(HERE, OPEN_S + 1) == 0
     assert these.states(OPEN_S + 1) == {}
 
 
-class Away:
-    """A store whose leases fail; while `hangs` is set, they do not return."""
-
-    def __init__(self, *, hangs: bool) -> None:
-        self.hangs = hangs
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        if self.hangs:
-            await asyncio.sleep(3600)
-        raise StoreUnavailable("away")
-
-    async def let_go(self, name: str, owner: str) -> None:
-        await self.hold(name, owner, for_s=0)
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_without_the_store_each_process_probes_by_itself(hangs: bool) -> None:
-    async def story() -> None:
-        clock = asyncio.get_running_loop().time
-        these = await opened(Away(hangs=hangs))
-
-        began_s = clock()
-        probe = await enter(these, OPEN_S)
-        assert probe is not None
-        assert clock() - began_s == hangs, "it waits for the store for a second"
-        await these.answered(probe, OPEN_S)
-        assert clock() - began_s == 2 * hangs
-
-        assert these.wait_s(HERE, OPEN_S) == 0
-
-    virtually(story())
-
-
-async def test_beyond_the_limit_the_breakers_that_are_open_longest_are_kept() -> None:
-    these = await opened()
+def test_beyond_the_limit_the_breakers_that_are_open_longest_are_kept() -> None:
+    these = opened()
     for each in range(2000):
         route = Route(provider="anthropic", model=f"made up {each}", name="", account="")
-        permit = await enter(these, 0, route)
+        permit = enter(these, 0, route)
         assert permit is not None
-        await these.failed(permit, DOWN, 0, timeout_s=60)
+        these.failed(permit, DOWN, 0, timeout_s=60)
 
     assert len(these._all) == 1000
     assert these.wait_s(HERE, 0) > 0
@@ -378,7 +276,7 @@ async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     these = Breakers(rng=random.Random(1))
     assert list(these.usable((HERE, ELSEWHERE))) == [HERE, ELSEWHERE]
     now_s = asyncio.get_running_loop().time()
-    await fail(these, now_s, times=FAILURES)
+    fail(these, now_s, times=FAILURES)
     assert list(these.usable((HERE, ELSEWHERE))) == [ELSEWHERE]
     assert these.least_wait_s((HERE, ELSEWHERE)) == 0
     assert these.least_wait_s((HERE,)) > 0
@@ -386,18 +284,18 @@ async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     assert list(these.usable((HERE,))) == [HERE]
 
 
-async def test_how_long_a_provider_has_been_down_counts_from_when_its_breaker_first_opened() -> None:
-    these = await opened()
+def test_how_long_a_provider_has_been_down_counts_from_when_its_breaker_first_opened() -> None:
+    these = opened()
 
     assert (these.down_s(HERE, 0), these.down_s(HERE, 7), these.down_s(ELSEWHERE, 7)) == (0, 7, 0)
-    permit = await enter(these, 7)
+    permit = enter(these, 7)
     assert permit is not None
     assert permit.is_probe
-    await these.failed(permit, DOWN, 7, timeout_s=60)
+    these.failed(permit, DOWN, 7, timeout_s=60)
     assert these.down_s(HERE, 9) == 9
-    answered = await enter(these, 30)
+    answered = enter(these, 30)
     assert answered is not None
-    await these.answered(answered, 30)
+    these.answered(answered, 30)
     assert these.down_s(HERE, 31) == 0
 
 
@@ -431,9 +329,9 @@ class World:
     async def fail(self, error: AccountError = KEY) -> bool:
         """Make one call that fails so. Returns whether it was allowed."""
         clock = asyncio.get_running_loop().time
-        permit = await self.breakers.enter(ONE, clock(), request="r")
+        permit = self.breakers.enter(ONE, clock(), request="r")
         if permit is not None:
-            await self.breakers.failed(permit, error, clock(), timeout_s=60)
+            self.breakers.failed(permit, error, clock(), timeout_s=60)
         return permit is not None
 
 
@@ -609,9 +507,9 @@ def test_an_error_that_a_call_of_our_own_meets_too_is_the_accounts(error: Except
 
 def test_a_check_calls_a_model_that_has_answered_before() -> None:
     async def story(world: World) -> None:
-        permit = await world.breakers.enter(OTHER, 1000.0, request="r")
+        permit = world.breakers.enter(OTHER, 1000.0, request="r")
         assert permit is not None
-        await world.breakers.answered(permit, 1000.0)
+        world.breakers.answered(permit, 1000.0)
         await world.pauses.judge(ONE, of_the_request())
 
     assert [model for _, model, _ in run(story).probes] == ["other"]
