@@ -4,8 +4,10 @@ keys of several tenants, each tenant may use at most half of that limit."""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from consumers.failures import TIMEOUT, AccountError, ProviderError
 from consumers.providers.anthropic import Lookups
@@ -91,3 +93,14 @@ def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
     found.setdefault("request-id", uuid.uuid4().hex)
     found["cache-control"] = "no-store"  # it depends on the key
     return found
+
+
+def listed(body: bytes) -> list[dict[str, Any]]:
+    """What a provider's list has, each with its id."""
+    try:
+        data = json.loads(body)["data"]
+        if all(isinstance(each["id"], str) for each in data):
+            return list(data)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise ApiError(502, "the provider's list cannot be read")

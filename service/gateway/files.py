@@ -28,7 +28,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import lane_of, only_value
-from service.gateway.accounts import Accounts, not_called, passed_headers
+from service.gateway.accounts import Accounts, listed, not_called, passed_headers
 from service.gateway.answers import Writing
 from service.gateway.calls import LEAST_BYTES_PER_S, limit_of, provider_headers_of, send_100
 from service.gateway.problems import TYPES, ApiError
@@ -191,7 +191,7 @@ class FilePaths:
                     body = await passed.body()
                 if passed.status != 200:
                     raise ApiError(passed.status, "", headers=passed_headers(passed.headers), whole=body)
-                found |= {each["id"]: each for each in _data_in(body) if each["id"] in some}
+                found |= {each["id"]: each for each in listed(body) if each["id"] in some}
         return found
 
     async def _retrieve(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
@@ -384,16 +384,6 @@ def _file_in(body: bytes, *, tenant: str, provider: str) -> StoredFile:
         size=size if type(size) is int and size >= 0 else 0,
         until_ms=until_ms,
     )
-
-
-def _data_in(body: bytes) -> list[dict[str, Any]]:
-    try:
-        data = json.loads(body)["data"]
-        if all(isinstance(each["id"], str) for each in data):
-            return list(data)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ApiError(502, "the provider's list of files cannot be read")
 
 
 def _response(passed: Passed, body: bytes) -> web.Response:

@@ -31,7 +31,7 @@ from lanekeeper.contract.problems import LanekeeperError, ReplyLost
 from lanekeeper.replies import Part
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import require_allowed_model
-from service.gateway.accounts import Accounts, not_called, passed_headers
+from service.gateway.accounts import Accounts, listed, not_called, passed_headers
 from service.gateway.answers import StoredAnswers, event_stream, send_pieces
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, provider_headers_of, request_id_of
 from service.gateway.files import FilePaths
@@ -372,7 +372,7 @@ def _response(found: LookedUp, *, body: bytes | None = None) -> web.Response:
 
 def page_of(body: bytes, allowed: Collection[str], query: Mapping[str, str], limit: int) -> bytes:
     """One page of the whole list in `body`, of what is `allowed`, as Anthropic pages it. Raises ApiError."""
-    models = [model for model in _models(body) if model["id"] in allowed]
+    models = [model for model in listed(body) if model["id"] in allowed]
     ids, after, before = [model["id"] for model in models], query.get("after_id"), query.get("before_id")
     start = ids.index(after) + 1 if after in ids else 0
     page = models[start : ids.index(before) if before in ids else None]
@@ -380,13 +380,3 @@ def page_of(body: bytes, allowed: Collection[str], query: Mapping[str, str], lim
     page = page[-limit:] if before is not None and after is None else page[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return json.dumps({"data": page, "has_more": has_more, "first_id": first, "last_id": last}).encode()
-
-
-def _models(body: bytes) -> list[dict[str, Any]]:
-    try:
-        models = json.loads(body)["data"]
-        if all(isinstance(model["id"], str) for model in models):
-            return list(models)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise ApiError(502, "the provider's list of models cannot be read")

@@ -15,7 +15,6 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from aiohttp import web
 from service.simulated import messages
 from service.simulated.faults import Fault, Faults, Refusal, invalid
 from service.simulated.ledger import Ledger
-from service.simulated.sending import json_answer, read_body
+from service.simulated.sending import json_answer, read_body, time_text
 
 BATCHES_PATH: Final = "/v1/messages/batches"
 KINDS: Final = ("succeeded", "errored", "canceled", "expired")
@@ -382,16 +381,12 @@ def _described(batch: SimulatedBatch, url: str) -> dict[str, Any]:
         "type": "message_batch",
         "processing_status": "ended" if has_ended else "in_progress" if batch.cancelled_s is None else "canceling",
         "request_counts": {kind: counts[kind] for kind in ("processing", *KINDS)},
-        "created_at": _time(batch.created_s),
-        "expires_at": _time(batch.created_s + batch.expires_s),
-        "ended_at": _time(batch.ended_s),
-        "cancel_initiated_at": _time(
+        "created_at": time_text(batch.created_s),
+        "expires_at": time_text(batch.created_s + batch.expires_s),
+        "ended_at": time_text(batch.ended_s),
+        "cancel_initiated_at": time_text(
             None if batch.cancelled_s is None else batch.created_s + batch.cancelled_s - batch.began_s
         ),
-        "archived_at": _time(batch.ended_s if batch.is_archived else None),
+        "archived_at": time_text(batch.ended_s if batch.is_archived else None),
         "results_url": f"{url}/{batch.id}/results" if has_ended and not batch.is_archived else None,
     }
-
-
-def _time(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()

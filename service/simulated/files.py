@@ -7,14 +7,13 @@ import secrets
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from aiohttp import BodyPartReader, web
 
 from service.simulated.faults import Refusal, invalid
-from service.simulated.sending import json_answer
+from service.simulated.sending import json_answer, time_text
 from topology.codec.file_ids import MAY_NAME, named_in
 
 FILES_PATH: Final = "/v1/files"
@@ -47,9 +46,9 @@ class SimulatedFile:
             "filename": self.name,
             "mime_type": self.media_type,
             "size_bytes": self.size,
-            "created_at": _time(self.created_s),
+            "created_at": time_text(self.created_s),
             "downloadable": self.content is not None,
-            "expires_at": None if self.expires_s is None else _time(self.expires_s),
+            "expires_at": time_text(self.expires_s),
         }
 
 
@@ -154,7 +153,3 @@ async def _size(part: BodyPartReader) -> int:
         if size > MOST_BYTES:
             raise Refusal(413, "Request exceeds the maximum size", outcome="too_large")
     return size
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
@@ -40,3 +41,8 @@ async def send_stream(
         await response.write(event)
     await response.write_eof()
     return response
+
+
+def time_text(seconds: float | None) -> str | None:
+    """A time (s since 1970) as the API writes it."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
