@@ -329,9 +329,7 @@ async def _unread(connection: Connection, differences: Sequence[Difference], *, 
 
 async def _store(settings: Settings) -> Finding:
     try:
-        async with open_store(
-            settings.store, namespace=settings.namespace, spec=settings.store_spec(), former=settings.former_store
-        ) as store:
+        async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:
             await store.probe()
     except StoreUnavailable as error:
         return Finding("store", False, str(error))

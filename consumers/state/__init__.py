@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 SQLITE = "sqlite:///"
 
 
-def open_store(url: str, *, namespace: str, spec: "StoreSpec", former: Path | None = None) -> "GroupedStore":
+def open_store(url: str, *, namespace: str, spec: "StoreSpec") -> "GroupedStore":
     """Returns the store at this URL; the caller opens it with `async with`. The settings have checked the URL before,
-    so a ValueError is a bug. `former`: the file that becomes the store's if it exists, and the store's does not.
+    so a ValueError is a bug.
 
     sqlite:///state/lane.sqlite            relative to the working folder
     sqlite:////var/lib/lane.sqlite         absolute
@@ -23,7 +23,7 @@ def open_store(url: str, *, namespace: str, spec: "StoreSpec", former: Path | No
     if url.startswith(SQLITE):
         from consumers.state.sqlite.store import SqliteStore
 
-        return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec, former=former)
+        return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
     if url.startswith(("redis://", "rediss://")):
         from consumers.state.redis.store import RedisStore  # its client library takes 4 MiB of memory
 

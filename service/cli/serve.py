@@ -203,9 +203,7 @@ async def _gateway(
         checks.warn_of_plain_text(settings)
         client = await stack.enter_async_context(client_for(settings, Tracing(traces)))
         store = await stack.enter_async_context(
-            open_store(
-                settings.store, namespace=settings.namespace, spec=settings.store_spec(), former=settings.former_store
-            )
+            open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec())
         )
         routes = Gateway(settings, client, store, new_keys=new_keys)
         spec = settings.gateway

@@ -1088,11 +1088,6 @@ class Settings(BaseSettings):
         return f"sqlite:///{quote(str(file))}"
 
     @property
-    def former_store(self) -> Path | None:
-        """The file that was the default store before its name had the broker's identity; None if `store_url` is set."""
-        return state_folder() / f"{self.namespace}.sqlite" if self.store_url is None else None
-
-    @property
     def shown_store(self) -> str:
         """The store's URL without its password, for messages and logs."""
         return self.store if self.store.startswith("sqlite:") else types.mask_url(self.store)

@@ -594,9 +594,7 @@ async def assemble(
         broker = await open_broker(settings, publishing, consuming, declares=declares, tracing=tracing, stack=stack)
         names = broker.names
         store = await stack.enter_async_context(
-            open_store(
-                settings.store, namespace=names.namespace, spec=settings.store_spec(), former=settings.former_store
-            )
+            open_store(settings.store, namespace=names.namespace, spec=settings.store_spec())
         )
         brake = Brake(store)
         with suppress(StoreUnavailable):  # then the worker takes no requests until `brake.run` has read it

@@ -164,14 +164,12 @@ def test_by_default_the_store_is_a_file_in_the_users_state_folder(monkeypatch: p
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     default, hashed = load(namespace="staging").store, re.compile("[0-9a-f]{8}")
     assert hashed.sub("#", default) == "sqlite:////state/lanekeeper/staging-localhost-#.sqlite"
-    assert load(namespace="staging").former_store == Path("/state/lanekeeper/staging.sqlite")
 
     monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", "/home/someone")
     assert load().store.startswith("sqlite:////home/someone/.local/state/lanekeeper/lane-localhost-")
 
-    given = load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"})
-    assert (given.store, given.former_store) == ("sqlite:///here.sqlite", None)
+    assert load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"}).store == "sqlite:///here.sqlite"
 
 
 @pytest.mark.slow

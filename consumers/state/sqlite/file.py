@@ -9,7 +9,7 @@ import fcntl
 import os
 import sqlite3
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -251,26 +251,6 @@ def open_file(path: Path, *, namespace: str, clock: Clock) -> sqlite3.Connection
         connection.close()
         raise
     return connection
-
-
-def adopt(former: Path, path: Path) -> None:
-    """Rename the file `former`, with what its write-ahead log has, to `path`, if there is none at `path`. Raises
-    StoreUnavailable if another process has it open, because its content would be missed, or be in two places."""
-    if path.exists() or not former.exists():
-        return
-    with closing(connect(former)) as connection:
-        try:
-            connection.execute("PRAGMA journal_mode=DELETE")  # fails unless this is the only connection
-            connection.execute("BEGIN EXCLUSIVE")
-        except sqlite3.OperationalError as error:
-            if not is_locked(error):
-                raise
-            raise StoreUnavailable(
-                f"{former}, whose name should be {path.name} now, is in use: end the processes of the earlier version "
-                "(`fuser` names them), or set LANEKEEPER_STORE_URL"
-            ) from None
-        if former.exists() and not path.exists():  # another process may have been quicker
-            former.rename(path)
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -30,7 +30,6 @@ from consumers.state.shedding import Surplus, next_step
 from consumers.state.sqlite.file import (
     ROOM_BYTES,
     Clock,
-    adopt,
     connect,
     drop_log,
     explain,
@@ -81,7 +80,6 @@ class Writer:
     namespace: str
     spec: StoreSpec
     clock: Clock
-    former: Path | None = None
 
     def __post_init__(self) -> None:
         self._waiting = 0
@@ -207,8 +205,6 @@ class Writer:
             if time.monotonic() < self._reopen_at_s and self.trouble is not None:
                 raise StoreUnavailable(self.trouble)
             self._reopen_at_s = time.monotonic() + REOPEN_S
-            if self.former is not None:
-                adopt(self.former, self.path)
             connection = open_file(self.path, namespace=self.namespace, clock=self.clock)
             self._syncs = None
             self._file, self._log = inode(self.path), inode(log_of(self.path))
@@ -312,7 +308,6 @@ class SqliteStore(Groups, SmallRows):
         namespace: str,
         spec: StoreSpec = base.DEFAULT,
         clock: Clock | None = None,
-        former: Path | None = None,
     ) -> None:
         self._path = path
         self._no_room: str | None = None
@@ -320,7 +315,7 @@ class SqliteStore(Groups, SmallRows):
         self.spec = spec
         self._surplus: deque[Surplus] = deque()
         self._looking: set[sqlite3.Connection] = set()
-        self._writer = Writer(path, namespace=namespace, spec=spec, clock=self._clock, former=former)
+        self._writer = Writer(path, namespace=namespace, spec=spec, clock=self._clock)
         self.times = self._writer.times
         self._reader = StoreReader(path, spec)
 

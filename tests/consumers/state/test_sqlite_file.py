@@ -247,31 +247,6 @@ async def test_a_file_of_a_version_before_that_is_refused(path: Path) -> None:
         assert "let 0.4.0 open it once" in await trouble_with(store)
 
 
-async def test_the_file_of_an_earlier_name_is_taken_over_with_its_log(path: Path, tmp_path: Path) -> None:
-    former = tmp_path / "lane.sqlite"
-    async with a_store(former) as store:
-        await store.complete(ME, fingerprint(), answered(), token=None)
-        for each in tmp_path.glob("lane.sqlite*"):  # as a process leaves it that is killed
-            shutil.copy(each, tmp_path / f"killed{each.name}")
-    former = tmp_path / "killedlane.sqlite"
-    path = tmp_path / "lane-localhost.sqlite"
-    for _ in range(2):  # the second time there is nothing to take over
-        async with SqliteStore(path, namespace="lane", former=former) as store:
-            assert isinstance(await store.claim(ME, fingerprint()), Ended)
-    assert not list(tmp_path.glob("killed*"))
-    async with SqliteStore(tmp_path / "new.sqlite", namespace="lane", former=former) as store:
-        assert store.trouble is None, "without an earlier file there is nothing to take over"
-        async with SqliteStore(path, namespace="lane", former=tmp_path / "new.sqlite") as other:
-            assert isinstance(await other.claim(ME, fingerprint()), Ended), "it has a file already"
-
-
-async def test_the_file_of_an_earlier_name_is_not_taken_over_while_another_process_has_it_open(tmp_path: Path) -> None:
-    async with a_store(former := tmp_path / "lane.sqlite"):
-        async with SqliteStore(tmp_path / "new.sqlite", namespace="lane", former=former) as store:
-            assert "whose name should be new.sqlite now, is in use: end the processes" in (store.trouble or "")
-        assert former.exists()
-
-
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_of_a_replaced_file_its_own_log_is_dropped_and_no_other(tmp_path: Path, is_ours: bool) -> None:
     path, log, shared = (tmp_path / f"lane.sqlite{end}" for end in ("", "-wal", "-shm"))
