@@ -559,6 +559,16 @@ class StoredPauses(Protocol):
         """Remove a pause, and return it; None if there is none with this id."""
 
 
+class StoredHistory(Protocol):
+    """Keeps what each worker notes once a minute, for an hour."""
+
+    async def note_history(self, minute: int, worker: str, row: str) -> None:
+        """`minute`: since 1970."""
+
+    async def history(self, now_minute: int) -> Mapping[int, Mapping[str, str]]:
+        """The notes of the hour before a minute, by minute and worker."""
+
+
 class Firing(NamedTuple):
     """The last time at which a schedule fired, or was seen first, and the id of the request that it published last;
     empty: none."""
@@ -646,7 +656,7 @@ class Batching(Protocol):
     async def dequeue(self, ticket: str, account: str) -> None: ...
 
 
-class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Batching, Protocol):
+class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, StoredHistory, Batching, Protocol):
     """Claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__` never raises an error: if the
     SQLite file or the Redis server cannot be used, every later call tries it again."""
 

@@ -45,6 +45,9 @@ DecideRows = Callable[[Rows, Times], RowsChange[T]]
 NO_ROWS = Rows({})
 PAUSES = Place("pauses")
 SCHEDULES = Place("schedules")
+HISTORY_MINUTES = 60
+HISTORY_WORKERS = 100
+"""Of more workers than this, the history has only some."""
 
 
 # ---- leases ----------------------------------------------------------------------------------------------------------
@@ -88,6 +91,15 @@ def fired(rows: Rows, _: Times, schedule: str, firing: Firing, instead_of_ms: in
     if last is not None and firing.at_ms <= _moment_and_id(last).at_ms != instead_of_ms:
         return RowsChange(None)
     return RowsChange(None, {schedule: f"{firing.at_ms} {firing.id}"})
+
+
+# ---- history ---------------------------------------------------------------------------------------------------------
+
+
+def note_minute(rows: Rows, _: Times, worker: str, row: str, until_ms: int) -> RowsChange[None]:
+    if worker not in rows.values and len(rows.values) >= HISTORY_WORKERS:
+        return RowsChange(None)
+    return RowsChange(None, {worker: row}, until_ms=until_ms)
 
 
 # ---- updates and batches ---------------------------------------------------------------------------------------------
@@ -184,6 +196,15 @@ class SmallRows(ABC):
         decide = partial(fired, schedule=schedule, firing=firing, instead_of_ms=instead_of_ms)
         await self._change("fired", SCHEDULES, decide)
 
+    async def note_history(self, minute: int, worker: str, row: str) -> None:
+        decide = partial(note_minute, worker=worker, row=row, until_ms=(minute + HISTORY_MINUTES + 2) * 60_000)
+        await self._change("note_history", _minute(minute), decide)
+
+    async def history(self, now_minute: int) -> Mapping[int, Mapping[str, str]]:
+        """What workers noted in the last hour, by minute and worker."""
+        minutes = range(now_minute - HISTORY_MINUTES, now_minute + 1)
+        return {each: (await self.read_rows("history", _minute(each)))[0].values for each in minutes}
+
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
         decide = partial(debounce, id=identity.id, published_ms=published_ms, until_ms=until_ms)
         return await self._change("debounce", Place("debounce", identity.tenant, key), decide)
@@ -243,6 +264,10 @@ def _moment_and_id(row: str) -> Firing:
 
 def _lease(name: str) -> Place:
     return Place(f"lease:{name}")
+
+
+def _minute(minute: int) -> Place:
+    return Place(f"history:{minute}")
 
 
 def _batched(identity: Identity) -> Place:

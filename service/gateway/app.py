@@ -133,7 +133,7 @@ class Gateway:
         )
         connection = None if client.amqp is None else client.amqp.connection
         self._operators = OperatorPaths(settings, store, bodies, connection=connection)
-        self._live = Live(self._operators.status, self._poller, jaeger_url=settings.traces_page)
+        self._live = Live(self._operators.status, self._poller, store, jaeger_url=settings.traces_page)
 
     def reasons(self) -> Mapping[str, str | None]:
         return {

@@ -1,8 +1,8 @@
-"""Serves the page's files, and what it shows: a snapshot every two seconds, by Server-Sent Events, to all that look."""
+"""Serves the page's files, and what it shows, by Server-Sent Events, to all that look: a snapshot every two seconds,
+and the history of the last hour, which the workers keep in the store, every minute."""
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,7 +12,9 @@ from typing import Any, Final
 from aiohttp import web
 
 from consumers.clock import now_ms
+from consumers.state.base import StoredHistory, StoreUnavailable
 from lanekeeper.contract.problems import LanekeeperError
+from service import history
 from service.config.settings import GatewayKey
 from service.gateway.access import require_operator
 from service.gateway.problems import ApiError
@@ -37,10 +39,7 @@ HEADERS: Final = {
     "cache-control": "no-cache",
 }
 EVERY_S: Final = 2.0
-UNSEEN_EVERY_S: Final = 15.0
-UNSEEN_S: Final = 3600.0
-POINT_EVERY_MS: Final = 15_000
-POINTS: Final = 240
+HISTORY_EVERY_S: Final = 60.0
 LOOK_WITHIN_S: Final = 5.0
 TAKEN_WITHIN_S: Final = 30.0
 """A page that takes nothing for so long is not followed any more; it connects again by itself."""
@@ -50,16 +49,17 @@ VIEWERS: Final = 64
 class Live:
     """The snapshots, and the calls that follow them, each of which takes a place of the `poller`."""
 
-    def __init__(self, look: Look, poller: Poller, *, jaeger_url: str | None) -> None:
+    def __init__(self, look: Look, poller: Poller, store: StoredHistory, *, jaeger_url: str | None) -> None:
         self._jaeger_url = jaeger_url
         self._look = look
         self._poller = poller
+        self._store = store
         self._viewers = 0
-        self._seen_s = -UNSEEN_S
         self._woken = asyncio.Event()
         self._latest = b""
         self._changed = asyncio.Event()
-        self._points: deque[Mapping[str, Any]] = deque(maxlen=POINTS)
+        self._history = -HISTORY_EVERY_S, b""
+        self._reading = asyncio.Lock()
         self._lanes: list[Any] = []
         self._is_closed = False
 
@@ -70,7 +70,7 @@ class Live:
 
     async def run(self) -> None:
         while True:
-            if not self._viewers and asyncio.get_running_loop().time() - self._seen_s >= UNSEEN_S:
+            if not self._viewers:
                 await self._woken.wait()
             try:
                 async with asyncio.timeout(LOOK_WITHIN_S):
@@ -82,7 +82,7 @@ class Live:
             self._publish({"at_ms": now_ms(), "jaeger_url": self._jaeger_url, **found})
             self._woken.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(EVERY_S if self._viewers else UNSEEN_EVERY_S):
+                async with asyncio.timeout(EVERY_S):
                     await self._woken.wait()
 
     def close(self) -> None:
@@ -106,24 +106,31 @@ class Live:
             if self._viewers == 1:
                 self._woken.set()
             await response.prepare(request)
-            await response.write(b"event: history\ndata: %s\n\n" % json.dumps(list(self._points)).encode())
-            sent = b""
+            sent = sent_history = b""
             while not self._is_closed:
                 if self._latest is sent:
                     await self._changed.wait()
                     continue
-                sent = self._latest
+                sent, events = self._latest, b""
+                if (hour := await self._read_history()) is not sent_history:
+                    sent_history, events = hour, b"event: history\ndata: %s\n\n" % hour
                 async with asyncio.timeout(TAKEN_WITHIN_S):
-                    await response.write(b"event: status\ndata: %s\n\n" % sent)
+                    await response.write(b"%bevent: status\ndata: %b\n\n" % (events, sent))
         finally:
             self._viewers -= 1
-            self._seen_s = asyncio.get_running_loop().time()
+
+    async def _read_history(self) -> bytes:
+        now_s = asyncio.get_running_loop().time()
+        async with self._reading:
+            if now_s - self._history[0] >= HISTORY_EVERY_S:
+                minute, found = now_ms() // history.MINUTE_MS, self._history[1]
+                with suppress(StoreUnavailable):
+                    found = json.dumps(history.read(await self._store.history(minute), now_minute=minute)).encode()
+                self._history = now_s, found
+        return self._history[1]
 
     def _publish(self, found: Mapping[str, Any]) -> None:
         self._latest = json.dumps(found, default=str).encode()
-        if not self._points or found["at_ms"] - self._points[-1]["at_ms"] >= POINT_EVERY_MS:
-            waits = {lane["lane"]: ((lane["wait_ms"] or {}).get("5m") or {}).get("p95") for lane in found["lanes"]}
-            self._points.append({"at_ms": found["at_ms"], "waits": waits})
         self._tell()
 
     def _tell(self) -> None:

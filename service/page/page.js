@@ -108,7 +108,7 @@ function state(name, words) {
 
 // ---- what is shown --------------------------------------------------------------------------------------------------
 
-let history = [];
+let history = { points: [], marks: [] };
 let latest = null;
 let deadShown = null;
 
@@ -225,35 +225,72 @@ function fill(made, lane, most, pause) {
 
 let plot = null;
 let plotted = "";
-const lastHour = () => {
-  const now = history.at(-1).at_ms / 1000; // uPlot's own limits of a single point are years apart
-  return [Math.max(now - 3600, Math.min(history[0].at_ms / 1000, now - 600)), now];
+/** What the chart can draw: of a minute's point, or of a lane as it is now, the number to draw. */
+const DRAWN = {
+  p50: { words: "half waited less than", point: (each, lane) => each.waits[lane]?.p50, live: (lane) => lane.wait_ms?.["5m"]?.p50 },
+  p95: { words: "95 of 100 waited less than", point: (each, lane) => each.waits[lane]?.p95, live: (lane) => lane.wait_ms?.["5m"]?.p95 },
+  p99: { words: "99 of 100 waited less than", point: (each, lane) => each.waits[lane]?.p99, live: (lane) => lane.wait_ms?.["5m"]?.p99 },
+  done: { words: "answered in each minute", point: (each, lane) => each.done[lane] },
+  failed: { words: "failed in each minute", point: (each, lane) => each.failed[lane] },
+  retried: { words: "retried in each minute", point: (each, lane) => each.retried[lane] },
 };
+const minutes = (at) => new Date(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+const lastHour = () => [latest.at_ms / 1000 - 3600, latest.at_ms / 1000];
+
+const OF_TIME = {
+  filter: (_, at) => at,
+  splits: (_, n, low, high) => [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000].filter((s) => s >= low && s <= high),
+  values: (_, at) => at.map((s) => ms(1000 * s)),
+};
+
+/** Bands for what stopped work, lines for restarts, behind the curves. */
+function drawMarks(u) {
+  const { left, top, width, height } = u.bbox;
+  u.ctx.save();
+  for (const mark of history.marks) {
+    const isMoment = mark.from_ms === mark.to_ms;
+    const from = Math.max(left, u.valToPos(mark.from_ms / 1000, "x", true));
+    const to = Math.min(left + width, Math.max(u.valToPos(mark.to_ms / 1000, "x", true), from + 2));
+    if (to <= left || from >= left + width) continue;
+    u.ctx.fillStyle = isMoment ? markColours.soft : markColours.bad;
+    u.ctx.globalAlpha = isMoment ? 0.8 : 0.14;
+    u.ctx.fillRect(from, top, to - from, height);
+  }
+  u.ctx.restore();
+}
+
+const markColours = {};
 function chart(found) {
-  const last = history.at(-1);
-  const waits = Object.fromEntries(found.lanes.map((lane) => [lane.lane, lane.wait_ms?.["5m"]?.p95 ?? null]));
-  if (!last || found.at_ms - last.at_ms >= 10000) history.push({ at_ms: found.at_ms, waits });
-  while (history.length && found.at_ms - history[0].at_ms > 3600e3) history.shift();
+  const chosen = DRAWN[$("drawn").value];
   const names = found.lanes.map((lane) => lane.lane);
+  const isTime = Boolean(chosen.live);
+  const points = history.points.filter((each) => found.at_ms - each.at_ms < 3600e3);
+  const rows = points.map((each) => [each.at_ms, names.map((name) => chosen.point(each, name))]);
+  if (chosen.live) rows.push([found.at_ms, found.lanes.map(chosen.live)]);
+  const scaled = (value) => (value == null ? null : isTime ? Math.max(1, value) / 1000 : value);
+  const data = [rows.map(([at]) => at / 1000), ...names.map((_, n) => rows.map(([, values]) => scaled(values[n])))];
   const width = $("plot").clientWidth;
   const look = getComputedStyle(document.documentElement);
   const shade = document.createElement("i");
   document.body.append(shade);
   const colour = (name) => { shade.style.color = `var(${name})`; return getComputedStyle(shade).color; };
-  const kind = [names.join(), width, colour("--paper")].join();
-  const data = [history.map((each) => each.at_ms / 1000), ...names.map((name) => history.map((each) => (each.waits[name] == null ? null : Math.max(1, each.waits[name]) / 1000)))];
+  const kind = [names.join(), width, colour("--paper"), chosen.words].join();
   if (kind !== plotted && width) {
     plotted = kind;
     plot?.destroy();
+    Object.assign(markColours, { bad: colour("--bad"), soft: colour("--soft") });
     const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: `12px ${look.fontFamily}` };
+    const y = isTime ? { distr: 3, range: (_, low, high) => [Math.min(0.001, low ?? 0.001), Math.max(10, (high ?? 10) * 1.5)] } : { range: (_, low, high) => [0, Math.max(5, (high ?? 5) * 1.1)] };
     plot = new uPlot({
-      width, height: 210, cursor: { y: false }, scales: { x: { range: lastHour }, y: { distr: 3, range: (_, low, high) => [Math.min(0.001, low ?? 0.001), Math.max(10, (high ?? 10) * 2)] } },
-      axes: [{ ...axis, space: 80, incrs: [60, 120, 300, 600, 900], values: (_, at) => at.map((s) => new Date(1000 * s).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })) }, { ...axis, size: 60, filter: (_, at) => at, splits: (_, n, low, high) => [0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 360000].filter((s) => s >= low && s <= high), values: (_, at) => at.map((s) => ms(1000 * s)) }],
-      series: [{}, ...names.map((name, n) => ({ label: name, stroke: colour(`--lane${n % 6}`), width: 2, dash: DASHES[n % DASHES.length], spanGaps: true, points: { show: false } }))],
+      width, height: 210, cursor: { y: false }, scales: { x: { range: lastHour }, y }, hooks: { drawClear: [drawMarks] },
+      axes: [{ ...axis, space: 80, incrs: [60, 120, 300, 600, 900], values: (_, at) => at.map((s) => minutes(1000 * s)) },
+        { ...axis, size: 60, ...(isTime ? OF_TIME : {}) }],
+      series: [{}, ...names.map((name, n) => ({ label: name, stroke: colour(`--lane${n % 6}`), width: 2, dash: DASHES[n % DASHES.length], spanGaps: false, points: { show: data[0].length < 3 } }))],
     }, data, $("plot"));
-    $("legend").replaceChildren("95 of 100 waited less than: ", ...names.map((name, n) => { const b = el("b", {}, `${["━", "╌", "┈", "╍"][n % 4]} ${name}`); b.style.color = `var(--lane${n % 6})`; return b; }));
+    $("legend").replaceChildren(`${chosen.words}: `, ...names.map((name, n) => { const b = el("b", {}, `${["━", "╌", "┈", "╍"][n % 4]} ${name}`); b.style.color = `var(--lane${n % 6})`; return b; }));
   } else plot?.setData(data);
   shade.remove();
+  draw($("marks"), history.marks, (all) => all.slice(-8).reverse().map((mark) => el("li", {}, mark.from_ms === mark.to_ms ? minutes(mark.from_ms) : `${minutes(mark.from_ms)} to ${minutes(mark.to_ms)}`, ` ${mark.what}`)));
 }
 
 function accounts(found) {
@@ -517,6 +554,7 @@ document.addEventListener("keydown", (event) => {
   const step = { "/": () => $("find").elements.id.focus(), b: () => brake(), d: () => $("dead").querySelector("button")?.focus() }[event.key];
   if (step) { event.preventDefault(); step(); }
 });
+$("drawn").addEventListener("change", () => latest && chart(latest));
 text($("zone"), `(times: ${Intl.DateTimeFormat().resolvedOptions().timeZone})`);
 if (localStorage.getItem("lanekeeper-theme")) document.documentElement.dataset.theme = localStorage.getItem("lanekeeper-theme");
 follow();

@@ -2,6 +2,7 @@
 (`sources`)."""
 
 import asyncio
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +24,8 @@ from topology.lanes import LaneSpec
 
 CALL: Final = "chat"
 TROUBLES: Final = 3
+STOPS: Final = 10
+STOP_CHARACTERS: Final = 200
 
 
 def status(worker: Worker, worker_name: str) -> Mapping[str, Any]:
@@ -70,6 +73,44 @@ def status(worker: Worker, worker_name: str) -> Mapping[str, Any]:
         "batches": {"waiting": _in_batches(worker), "tickets": worker.collector.tickets_waiting, **_batches(worker)},
         "caps": _caps_used_up(worker),
     }
+
+
+class MinuteNotes:
+    """What a worker notes once a minute for the page's history: its lanes, and what stops work."""
+
+    def __init__(self, worker: Worker, *, began_ms: int) -> None:
+        self._worker = worker
+        self._began_ms = began_ms
+        self._counts = self._counted()
+
+    def next(self) -> str:
+        counts = self._counted()
+        before, self._counts = self._counts, counts
+        lanes = {
+            activity.lane: {
+                "waits": packed_sketch(activity.recent.over(WINDOWS["5m"])[0]),
+                **{name: counts[activity.lane][name] - before[activity.lane][name] for name in counts[activity.lane]},
+            }
+            for activity in self._worker.activities
+        }
+        return json.dumps({"began_ms": self._began_ms, "lanes": lanes, "stops": _stops(self._worker)})
+
+    def _counted(self) -> dict[str, dict[str, int]]:
+        return {
+            each.lane: {"done": each.answered, "failed": each.failed, "retried": each.retried}
+            for each in self._worker.activities
+        }
+
+
+def _stops(worker: Worker) -> list[str]:
+    breakers = worker.budgeting.breakers
+    found = [
+        *(f"{pause.kind} {pause.name} paused by {pause.who}" for pause in worker.brake.pauses.values()),
+        *(f"provider {name} paused: {reason}" for name, reason in breakers.pauses.reasons().items()),
+        *(f"circuit breaker of {name} open" for name in breakers.states(asyncio.get_running_loop().time())),
+        *_troubles(worker),
+    ]
+    return [each[:STOP_CHARACTERS] for each in found[:STOPS]]
 
 
 def sources(worker: Worker, *, tenants: Collection[str], store_url: str) -> list[Source]:

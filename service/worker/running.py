@@ -5,7 +5,10 @@ import asyncio
 import gc
 import os
 import platform
+import random
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -13,17 +16,20 @@ from typing import Final
 import structlog
 
 from consumers.background import Background, background_task, end
+from consumers.clock import now_ms
 from consumers.control import MESSAGE_BYTES, object_in
 from consumers.housekeeping import probing, sweeping
 from consumers.slots.activity import WINDOWS, note_ends
 from consumers.spending import CapsSpec, Spending
+from consumers.state.base import StoreUnavailable
+from consumers.state.rows import HISTORY_MINUTES
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import ASKED_OF_ALL, PROBE_KEY, STATUS_KEY
 from lanekeeper.contract.problems import BrokerError, RequestProblem, SettingsError, invalid_request
 from lanekeeper.telemetry import signals
 from service.status import quantiles
 from service.worker.assembly import Worker
-from service.worker.figures import status
+from service.worker.figures import MinuteNotes, status
 from service.worker.memory import memory_kills
 from topology.broker.consume import Inbox
 
@@ -31,6 +37,7 @@ SUMMARY_EVERY_S = 60
 READY_CHECK_EVERY_S = 0.02
 BIND_EVERY_S = 30
 CAPS_EVERY_S = 2.0
+NOTED_WITHIN_S = 10.0
 PROBED_WITHIN_S = 45.0
 """Two calls, each of at most ten seconds, and two more if a probe runs already."""
 log = structlog.get_logger()
@@ -55,6 +62,7 @@ async def run(
         supporting = {
             "questions": _answer_questions(worker),
             "summary": _summarise(worker),
+            "history": _note_history(worker),
             "lengths": worker.lengths.run(),
             "claims": worker.settler.claiming.run(),
             "brake": worker.brake.run(),
@@ -112,7 +120,7 @@ async def _announce(worker: Worker, on_ready: Callable[[], None]) -> None:
 
 async def _answer_questions(worker: Worker) -> None:
     """Answer what is asked of all workers; other messages are answered from the control queue."""
-    worker_name, probing = f"{platform.node()}:{os.getpid()}", Background()
+    name, probing = worker_name(), Background()
     bindings = tuple((worker.broker.names.control, key) for key in ASKED_OF_ALL)
     try:
         while True:
@@ -123,15 +131,15 @@ async def _answer_questions(worker: Worker) -> None:
                 ):
                     async for question in inbox:
                         if question.type == STATUS_KEY:
-                            await worker.control.answers.send(question, status(worker, worker_name), control="accepted")
+                            await worker.control.answers.send(question, status(worker, name), control="accepted")
                         elif question.type == PROBE_KEY:
-                            await _probe(worker, question, worker_name, probing)
+                            await _probe(worker, question, name, probing)
             await asyncio.sleep(1)  # a lost connection opens again by itself, with its own back-off
     finally:
         await probing.finish(within_s=0)
 
 
-async def _probe(worker: Worker, question: Message, worker_name: str, probing: Background) -> None:
+async def _probe(worker: Worker, question: Message, own_name: str, probing: Background) -> None:
     """Answer at once how the provider stands here and, if it is paused, again when the probe has ended."""
     answers, pauses = worker.control.answers, worker.budgeting.breakers.pauses
     try:
@@ -144,7 +152,7 @@ async def _probe(worker: Worker, question: Message, worker_name: str, probing: B
         return
 
     async def tell(state: str, **more: str) -> None:
-        told = {"worker": worker_name, "provider": name, "state": state, **more}
+        told = {"worker": own_name, "provider": name, "state": state, **more}
         await answers.send(question, told, control="accepted")
 
     async def probe() -> None:
@@ -195,6 +203,24 @@ def summarise_once(worker: Worker) -> None:
             wait_p95_ms=wait_ms["p95"],
             per_min=figures["throughput_per_min"],
         )
+
+
+async def _note_history(worker: Worker) -> None:
+    """Note each minute in the store, in the first seconds of the next one; later if the store is away."""
+    notes, unstored = MinuteNotes(worker, began_ms=now_ms()), deque[tuple[int, str]](maxlen=HISTORY_MINUTES)
+    while True:
+        # workers write at different moments, because they change the same rows
+        await asyncio.sleep(60 - time.time() % 60 + random.uniform(0, NOTED_WITHIN_S))
+        unstored.append((now_ms() // 60_000 - 1, notes.next()))
+        with suppress(StoreUnavailable):
+            while unstored:
+                await worker.store.note_history(unstored[0][0], worker_name(), unstored[0][1])
+                unstored.popleft()
+
+
+def worker_name() -> str:
+    """As status and history name this process."""
+    return f"{platform.node()}:{os.getpid()}"
 
 
 THRESHOLD: Final = 10_000

@@ -70,7 +70,10 @@ def parts(*pools: FakePool, watchdog: object = None) -> Worker:
     settler = SimpleNamespace(claiming=Claiming(MemoryStore()), bodies=SimpleNamespace(own=None))
     fakes: dict[str, Any] = {
         name: FakePool(name)
-        for name in ("lengths", "control", "dead_letters", "scaling", "watchdog", "posting", "gatherer", "collector")
+        for name in (
+            *("lengths", "control", "dead_letters", "scaling", "watchdog", "posting", "gatherer", "collector"),
+            "group_ends",
+        )
     }
     fakes["schedules"] = SimpleNamespace(specs=())
     if watchdog is not None:
