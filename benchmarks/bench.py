@@ -38,11 +38,7 @@ TRACED = "traces at 10 %"
 STORELESS = "no store"
 UNMEASURED = "no metrics"
 DEPTHS = (1000, 2000, 10_000, 100_000)
-ABOUT = (
-    " The frameworks take turns in one run, and every handler calls the same provider through the same SDK;"
-    " Lanekeeper's worker uses it to build the first call, and sends later calls itself with that call's URL and"
-    " headers."
-)
+ABOUT = " The frameworks take turns in one run, and every handler calls the same provider through the same SDK."
 
 
 @dataclass(frozen=True, kw_only=True)
