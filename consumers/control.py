@@ -14,7 +14,7 @@ its tenant's limit must take very little time.
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, Literal
 import structlog
 
 from consumers.background import background_task
+from consumers.batches.groups import GroupCancelling
 from consumers.brake import Brake, read_pause, too_many
 from consumers.claiming import Claiming
 from consumers.clock import NowMs, moment_text, now_ms
@@ -40,6 +41,7 @@ from consumers.state.base import (
     StoredPauses,
     StoreUnavailable,
 )
+from consumers.state.groups import GroupedStore, progress, unknown
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, TENANT, is_request_id, is_tenant
 from lanekeeper.contract.messages import Message
@@ -55,7 +57,7 @@ from lanekeeper.telemetry import signals
 from topology.broker.consume import ChannelLost, Deliveries, Delivery, Session, supervised
 from topology.broker.notices import Notices
 
-MESSAGE_BYTES = 4096
+MESSAGE_BYTES = 16 * 1024
 KNOWN = (*n.CONTROL_KEYS, *n.BRAKE_KEYS, *n.WEBHOOK_COMMANDS, *n.ASKED_OF_ALL)
 SHOWN = 80
 BEHIND = "cancellations are waiting to be recorded"
@@ -71,6 +73,9 @@ ROOM_WITHIN_S = 5.0
 AT_ONCE_S = 5
 """A tenant may send at once as many control messages as its limit allows in this many seconds."""
 REFUSED_AT_A_TIME = 32
+RESULTS_BYTES = 512 * 1024
+"""So much of the results that one message asks for is sent at a time, but at least one: a client that has not read them
+yet would lose more."""
 Ready = Callable[[list[str]], Awaitable[Mapping[str, int]]]
 log = structlog.get_logger()
 
@@ -81,6 +86,11 @@ class Command:
 
     kind: str
     identity: Identity
+    """`results`: of none."""
+    ids: Sequence[str] = ()
+    """`results`: of these requests."""
+    after: int = 0
+    """`group`: which of its requests are listed."""
 
 
 def read_command(message: Message, *, speakers: Collection[str], needs_user_id: bool) -> Command | None:
@@ -98,11 +108,20 @@ def read_command(message: Message, *, speakers: Collection[str], needs_user_id: 
         raise invalid_request(f"type {kind}: changing a request is not available in this version")
     body = object_in(message)
     id = body.get(kind)
+    if kind == n.RESULTS_KEY:
+        if not isinstance(id, list) or not id or not all(isinstance(each, str) and is_request_id(each) for each in id):
+            raise invalid_request(
+                f'body: allowed is {{"{kind}": ["<message_id>", …]}}, with "tenant" where they have one'
+            )
+        return Command(kind, Identity(_tenant(message, body.get("tenant"), speakers), ""), ids=id)
     if not isinstance(id, str):
         raise invalid_request(f'body: allowed is {{"{kind}": "<message_id>"}}, with "tenant" where it has one')
     if not is_request_id(id):
         raise invalid_request(f"{kind}: {id[:SHOWN]!r} can be no request's id: {REQUEST_ID}")
-    return Command(kind, Identity(_tenant(message, body.get("tenant"), speakers), id))
+    after = body.get("after", 0)
+    if type(after) is not int or not 0 <= after < 2**53:
+        raise invalid_request("after: allowed is the `next` of the answer before")
+    return Command(kind, Identity(_tenant(message, body.get("tenant"), speakers), id), after=after)
 
 
 def _id_of(message: Message) -> str | None:
@@ -319,6 +338,8 @@ class Control:
     Still more are only counted and logged, which takes a tenth of a millisecond: all tenants' messages are in one
     queue, behind those of a tenant that sends too many."""
     brake: BrakeCommands
+    store: GroupedStore
+    cancelling: GroupCancelling
     speakers: Collection[str] = ()
     needs_user_id: bool = False
     now_ms: NowMs = now_ms
@@ -443,7 +464,12 @@ class Control:
                 answer = await self.settler.webhooks.carry_out(kind, body)
                 await self.answers.send(message, answer, control="accepted")
             elif (command := self._read_command(message)) is not None:
-                await self._carry_out(delivery, command)
+                if command.kind == n.RESULTS_KEY:
+                    await self._send_results(delivery, command)
+                elif command.kind in (n.GROUP_KEY, n.CANCEL_GROUP_KEY):
+                    await self.answers.send(message, await self._about_group(command), control="accepted")
+                else:
+                    await self._carry_out(delivery, command)
         except RequestProblem as problem:
             await self.answers.refuse(message, problem)
         except StoreUnavailable as away:
@@ -470,19 +496,49 @@ class Control:
             answer = await self._cancel(identity, attempts=0 if known is None else known.attempts)
             await self.answers.send(message, answer, control="accepted")
             return
-        try:
-            async with asyncio.timeout(ROOM_WITHIN_S):  # longer it would hold up others' messages
-                await delivery.room(size)
-        except TimeoutError:
-            raise RequestProblem(
-                "too_many_control_messages", "this process sends as many large results as it can; send it again later"
-            ) from None
+        await _room(delivery, size)
+        if (state := await self._replay(message, identity)) is not None:
+            await self.answers.send(message, state, control="pending")
+
+    async def _send_results(self, delivery: Delivery, command: Command) -> None:
+        """Send the results that there are, up to a size, and at last how the other requests stand."""
+        identities = [Identity(command.identity.tenant, id) for id in dict.fromkeys(command.ids)]
+        sizes: dict[Identity, int] = {}
+        states: list[Mapping[str, Any]] = []
+        for identity, ending in zip(identities, await self.claiming.endings(identities), strict=True):
+            if ending is None or ending.status is None:
+                states.append(_state(identity.id, await self.claiming.find(identity)))
+            elif sizes and sum(sizes.values()) + ending.size > RESULTS_BYTES:
+                states.append({"id": identity.id, "status": "ended"})
+            else:
+                sizes[identity] = ending.size
+        await _room(delivery, sum(sizes.values()))
+        for identity in sizes:
+            if (state := await self._replay(delivery.message, identity)) is not None:  # a dead letter, replayed
+                states.append(state)
+        await self.answers.send(delivery.message, {"results": states}, control="pending")
+
+    async def _replay(self, message: Message, identity: Identity) -> Mapping[str, Any] | None:
+        """Send a request's result; how it stands, if it has none."""
         found = await self.claiming.find(identity)
-        if found is not None and found.completion is not None:
-            webhook = await self.settler.webhooks.describe(identity)
-            await self.answers.replay(message, found.completion, id=identity.id, webhook=webhook)
-        else:
-            await self.answers.send(message, _state(identity.id, found), control="pending")
+        if found is None or found.completion is None:
+            return _state(identity.id, found)
+        webhook = await self.settler.webhooks.describe(identity)
+        await self.answers.replay(message, found.completion, id=identity.id, webhook=webhook)
+        return None
+
+    async def _about_group(self, command: Command) -> Mapping[str, Any]:
+        group = await self.store.group(command.identity)
+        if group is None or group.head.owner is not None:  # a Message Batch is its API key's alone
+            return {**unknown(command.identity.id), "requests": [], "next": command.after}
+        if command.kind == n.CANCEL_GROUP_KEY:
+            await self.cancelling.cancel(command.identity)
+            group = await self.store.group(command.identity) or group
+            return progress(group, now_ms=self.now_ms())
+        members = await self.store.members(command.identity, after=command.after, bodies=False)
+        listed = [{"id": each.id, "has_ended": each.completion is not None} for each in members]
+        following = members[-1].position if members else command.after
+        return {**progress(group, now_ms=self.now_ms()), "requests": listed, "next": following}
 
     async def _cancel(self, identity: Identity, *, attempts: int) -> dict[str, Any]:
         problem = RequestProblem("cancelled", "cancelled by its owner")
@@ -505,6 +561,16 @@ class Control:
         if result is Cancelling.UNSEEN:
             return {**answer, "kept_until": moment_text(self.now_ms() + round(self.kept_s * 1000))}
         return answer
+
+
+async def _room(delivery: Delivery, size: int) -> None:
+    try:
+        async with asyncio.timeout(ROOM_WITHIN_S):  # longer it would hold up others' messages
+            await delivery.room(size)
+    except TimeoutError:
+        raise RequestProblem(
+            "too_many_control_messages", "this process sends as many large results as it can; send it again later"
+        ) from None
 
 
 def _state(id: str, found: Found | None) -> dict[str, Any]:

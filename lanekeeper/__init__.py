@@ -26,6 +26,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
+from lanekeeper.groups import Group, GroupProgress
 from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotAMessage, NotEnded, Part, Problem
 from lanekeeper.requests import Options
 
@@ -37,9 +38,9 @@ __version__ = "0.4.0"
 __all__ = [
     "AccessRefused", "BodiesFull", "BodiesUnavailable", "BodyError", "BrokerBlocked", "BrokerError",
     "BrokerUnreachable", "Cancelled", "Client", "ClientMisused", "ConfirmUnknown", "ControlRefused", "Depth",
-    "Final", "InvalidArgument", "InvalidUrl", "LanekeeperError", "Names", "NoReply", "NotAMessage", "NotEnded",
-    "Options", "Part", "Problem", "PublishRefused", "Rejected", "ReplyLost", "TopologyMismatch", "Tracing",
-    "Unroutable",
+    "Final", "Group", "GroupProgress", "InvalidArgument", "InvalidUrl", "LanekeeperError", "Names", "NoReply",
+    "NotAMessage", "NotEnded", "Options", "Part", "Problem", "PublishRefused", "Rejected", "ReplyLost",
+    "TopologyMismatch", "Tracing", "Unroutable",
 ]  # fmt: skip
 
 

@@ -10,14 +10,18 @@ async with Client("amqp://guest:guest@localhost:5672/") as client:
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, BinaryIO, Self, Unpack, cast
 
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import GROUP_AT_MOST, REQUEST_ID, is_request_id
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, InvalidUrl
+from lanekeeper.groups import Found, Group
 from lanekeeper.replies import Cancelled, ControlRefused, Final, Part, no_answer
 from lanekeeper.requests import Json, Options, OutgoingRequest, bound_s, check_argument, request_message, time_in
 from lanekeeper.telemetry import logs, signals
@@ -34,6 +38,7 @@ store for large bodies, it is read in pieces, so that it is never in memory as a
 PUBLISH_WITHIN_S = 30.0
 FULL_WITHIN_S = 2.0
 CANCEL_WITHIN_S = 3.0
+PUBLISHED_AT_ONCE = 256
 
 
 class Client:
@@ -209,6 +214,54 @@ class Client:
         self._check_open()
         check_argument("wait_s", wait_s, int, float)
         return await self._transport.result(id, tenant=tenant or self._own, end=time_in(wait_s))
+
+    async def results(self, ids: Sequence[str], *, tenant: str | None = None) -> Mapping[str, Found]:
+        """Fetch many final replies by few messages: for each id its Final, its Problem, or a NotEnded that says how it
+        stands. Raises ControlRefused, NoReply, AccessRefused, TopologyMismatch, BrokerUnreachable."""
+        self._check_open()
+        for id in ids:
+            check_argument("ids", id, str)
+            if not is_request_id(id):
+                raise InvalidArgument(f"ids: {REQUEST_ID}")
+        return await self._transport.results(ids, tenant=tenant or self._own)
+
+    async def publish_many(
+        self,
+        bodies: Mapping[str, Body] | Sequence[Body],
+        *,
+        key: str,
+        group: str | None = None,
+        **options: Unpack[Options],
+    ) -> Group:
+        """Publish many requests as one group. `bodies`: by their names, or a list, whose names are 0, 1, …: a request's
+        id is `<group>.<name>`. `group`: the id of the group; without it, one is made. With `webhook`, its end is posted
+        there.
+
+        Raises the errors of `publish`. Then call it again with the same `group` and bodies: what was published already
+        is not run twice.
+        """
+        named = bodies if isinstance(bodies, Mapping) else {str(number): body for number, body in enumerate(bodies)}
+        if not 1 <= len(named) <= GROUP_AT_MOST:
+            raise InvalidArgument(f"bodies: found {len(named)}, allowed are 1 to {GROUP_AT_MOST}")
+        id = uuid.uuid4().hex if group is None else group
+        headers = {**options.get("headers", {}), n.GROUP: id, n.GROUP_SIZE: len(named)}
+        waiting = iter(named.items())
+        while some := list(islice(waiting, PUBLISHED_AT_ONCE)):
+            publishing: list[Awaitable[str]] = []
+            for name, body in some:
+                each = Options(**options)
+                each["headers"], each["message_id"] = headers, f"{id}.{name}"
+                publishing.append(self.publish(body, key=key, **each))
+            await asyncio.gather(*publishing)
+        return self.group(id, tenant=options.get("tenant"))
+
+    def group(self, id: str, *, tenant: str | None = None) -> Group:
+        """A group of requests, to follow or cancel it."""
+        self._check_open()
+        check_argument("id", id, str)
+        if not is_request_id(id):
+            raise InvalidArgument(f"group: {REQUEST_ID}")
+        return Group(id, self._transport, tenant or self._own)
 
     async def depth(self, lane: str) -> Depth | None:
         """How many requests wait in a lane's intake, and how many consumers it has; None if this cannot be read."""

@@ -36,6 +36,7 @@ from lanekeeper.contract.problems import (
     ReplyLost,
     TopologyMismatch,
 )  # fmt: skip
+from lanekeeper.groups import Found, Outcome
 from lanekeeper.replies import Cancelled, ControlRefused, Final, NotEnded, Part, Problem, final_of
 from lanekeeper.requests import PRIORITY, OutgoingRequest, time_in, until_ended
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from lanekeeper.telemetry.tracing import Tracing
 
 REQUESTS = "/v1/requests"
+GROUPS = "/v1/groups"
+FETCHED_AT_ONCE = 32
 WAIT_S = 20.0
 """Of one call; so short that proxies do not close the silent connection."""
 CONTROL_WITHIN_S = 5.0
@@ -51,6 +54,7 @@ IDEMPOTENCY_KEY = "idempotency-key"
 PREFIX = "x-lane-"
 CARRIED = n.TRACE_CONTEXT | {n.ANTHROPIC_BETA}
 _SPACE = re.compile(r"[ \t\r\n]*")
+_COUNTS = ("in_progress", "completed", "failed", "cancelled")
 _STATUS = {"queued": "waiting", "delayed": "waiting", "retrying": "waiting", "running": "running"}
 _FIELDS = {
     "lane": n.LANE_NAME, "model": n.MODEL, "provider": n.PROVIDER, "attempts": n.ATTEMPT, "wait_ms": n.WAIT_MS,
@@ -182,6 +186,58 @@ class OverHttp:
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         _refuse_tenant(tenant)
         return await until_ended(partial(self._fetch_result, id), end=end)
+
+    async def results(self, ids: Sequence[str], *, tenant: str | None) -> Mapping[str, Found]:
+        _refuse_tenant(tenant)
+        found: dict[str, Found] = {}
+        left = list(dict.fromkeys(ids))
+        while left:
+            some, left = left[:FETCHED_AT_ONCE], left[FETCHED_AT_ONCE:]
+            found |= zip(some, await asyncio.gather(*map(self._found, some)), strict=True)
+        return found
+
+    async def _found(self, id: str) -> Found:
+        try:
+            return await self._fetch_result(id, 0)
+        except (Problem, NotEnded) as error:
+            return error
+
+    async def group(self, id: str, *, tenant: str | None) -> Mapping[str, Any]:
+        return await self._about_group("GET", id, tenant)
+
+    async def cancel_group(self, id: str, *, tenant: str | None) -> Mapping[str, Any]:
+        return await self._about_group("DELETE", id, tenant)
+
+    async def _about_group(self, method: str, id: str, tenant: str | None) -> Mapping[str, Any]:
+        _refuse_tenant(tenant)
+        answer = await self._call(method, f"{GROUPS}/{quote(id, safe='')}", within_s=CONTROL_WITHIN_S)
+        document = answer.document
+        check_access(answer.status, document)
+        if answer.status == 404:
+            return {"id": id, "status": "unknown", "counts": dict.fromkeys(_COUNTS, 0)}
+        if answer.status >= 300:
+            raise ControlRefused(document or {"status": answer.status, "detail": f"answered {answer.status}"})
+        return document
+
+    async def group_results(
+        self, id: str, *, tenant: str | None, told: set[str]
+    ) -> AsyncGenerator[tuple[str, Outcome], None]:
+        held = bytearray()
+        async with self._streamed(f"{GROUPS}/{quote(id, safe='')}/results", {}) as response:
+            if response.status != 200:
+                status, body = response.status, await _read(response)
+                check_access(status, document_of(body))
+                raise ControlRefused(document_of(body) or {"status": status, "detail": f"answered {status}"})
+            async for chunk in response.content.iter_any():
+                held += chunk
+                *lines, rest = held.split(b"\n")
+                held = rest
+                if len(held) > LARGEST_BYTES:
+                    raise BrokerUnreachable(f"a line of more than {LARGEST_BYTES} bytes: no gateway sends that")
+                for line in lines:
+                    each = str(document_of(bytes(line)).get("id"))
+                    if each not in told:
+                        yield each, _outcome(each, bytes(line))
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
         _refuse_tenant(tenant)
@@ -475,6 +531,13 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
     raise NotEnded(
         id, _STATUS.get(named, named), attempts=attempts, due_at=document.get("due_at"), step=document.get("step")
     )
+
+
+def _outcome(id: str, line: bytes) -> Outcome:
+    try:
+        return final_of_status(id, 200, line)
+    except Problem as problem:
+        return problem
 
 
 def _member_bytes(body: bytes, name: str) -> bytes:

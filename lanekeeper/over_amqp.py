@@ -13,11 +13,12 @@ import asyncio
 import json
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, BinaryIO, Self, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from lanekeeper.amqp.connection import Connection, depths
@@ -40,7 +41,8 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
     Unroutable,
 )
-from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, final_of
+from lanekeeper.groups import Found, Outcome
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, Problem, final_of
 from lanekeeper.requests import OutgoingRequest, time_in, until_ended
 from lanekeeper.telemetry import logs, signals
 
@@ -49,8 +51,12 @@ if TYPE_CHECKING:
 
 WORKERS_COUNTED_AFTER_S = 0.5
 """If a cancellation has no answer after this time, the broker is asked whether any worker runs."""
+T = TypeVar("T")
 _START_ONE = "start one with `lanekeeper serve` or `lanekeeper consume`"
 ANSWERED_WITHIN_S = 5.0
+ASKED_AT_ONCE = 100
+"""So many ids of any length are in one control message."""
+PATIENT_FOR_S = 30.0
 DROP_WITHIN_S = 10.0
 FETCH_WITHIN_S = 60.0
 LARGEST_ANSWER_BYTES = 512 * MIB
@@ -156,6 +162,67 @@ class OverAmqp:
 
     async def result(self, id: str, *, tenant: str | None, end: float | None) -> Final:
         return await self._whole(await self._result(id, tenant=tenant, end=end), end=None)
+
+    async def results(self, ids: Sequence[str], *, tenant: str | None) -> Mapping[str, Found]:
+        found: dict[str, Found] = {}
+        left = list(dict.fromkeys(ids))
+        while left:
+            some, left = left[:ASKED_AT_ONCE], left[ASKED_AT_ONCE:]
+            came = await _patiently(partial(self._results, some, tenant=tenant))
+            found |= came
+            left = [id for id in some if id not in came] + left
+        return found
+
+    async def _results(self, ids: Sequence[str], *, tenant: str | None) -> Mapping[str, Found]:
+        """Some of them, if they are large together; at least one."""
+        message = _passing(_control_message(n.RESULTS_KEY, ids, tenant=tenant, user=self.user))
+        found: dict[str, Found] = {}
+        with self._answers.expecting(message) as arrived:
+            await self._send(message, within_s=ANSWERED_WITHIN_S)
+            self._answers.published(arrived)
+            while True:
+                try:
+                    reply = await arrived.next(end=asyncio.get_running_loop().time() + ANSWERED_WITHIN_S)
+                except TimeoutError:
+                    raise NoReply(f"no worker answered within {ANSWERED_WITHIN_S:g} s: {_START_ONE}") from None
+                _raise_if_refused(reply)
+                if n.STATUS not in reply.headers:
+                    break
+                id = str(reply.headers.get(n.REQUEST_ID))
+                try:
+                    found[id] = await self._whole(final_of(reply), end=None)
+                except Problem as problem:
+                    found[id] = problem
+        states = json.loads(reply.body)["results"]
+        return found | {str(each["id"]): _not_ended(each) for each in states if each["status"] != "ended"}
+
+    async def group(self, id: str, *, tenant: str | None, after: int = 0) -> Mapping[str, Any]:
+        message = _passing(_control_message(n.GROUP_KEY, id, tenant=tenant, user=self.user, after=after))
+        return await self._asked(message)
+
+    async def cancel_group(self, id: str, *, tenant: str | None) -> Mapping[str, Any]:
+        return await self._asked(_passing(_control_message(n.CANCEL_GROUP_KEY, id, tenant=tenant, user=self.user)))
+
+    async def group_results(
+        self, id: str, *, tenant: str | None, told: set[str]
+    ) -> AsyncGenerator[tuple[str, Outcome], None]:
+        after = 0
+        while (page := await self.group(id, tenant=tenant, after=after))["requests"]:
+            after = page["next"]
+            ended = [each["id"] for each in page["requests"] if each["has_ended"] and each["id"] not in told]
+            found = await self.results(ended, tenant=tenant)
+            for each in ended:
+                if not isinstance(outcome := found[each], NotEnded):
+                    yield each, outcome
+
+    async def _asked(self, message: Message) -> Mapping[str, Any]:
+        async def ask() -> Mapping[str, Any]:
+            reply = await self._ask(message)
+            _raise_if_refused(reply)
+            found: Mapping[str, Any] = json.loads(reply.body)
+            return found
+
+        return await _patiently(ask)
 
     async def cancel(self, id: str, *, tenant: str | None) -> Cancelled:
         return outcome_of(await self._ask(cancellation(id, tenant=tenant, user=self.user)))
@@ -269,6 +336,19 @@ class OverAmqp:
         return replace(final, body=body)
 
 
+async def _patiently(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask again while the tenant has sent too many control messages."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + PATIENT_FOR_S
+    while True:
+        try:
+            return await ask()
+        except ControlRefused as refused:
+            if not refused.is_passing or loop.time() > end_s:
+                raise
+        await asyncio.sleep(1)
+
+
 def _check_headers(message: Message) -> None:
     """The broker would close the connection (501 FRAME_ERROR), at every try."""
     try:
@@ -289,7 +369,10 @@ def cancellation(id: str, *, tenant: str | None, user: str) -> Message:
 
 def question(id: str, *, tenant: str | None, user: str) -> Message:
     """The broker drops it after `ANSWERED_WITHIN_S`, when nobody waits any more."""
-    message = _control_message(n.RESULT_KEY, id, tenant=tenant, user=user)
+    return _passing(_control_message(n.RESULT_KEY, id, tenant=tenant, user=user))
+
+
+def _passing(message: Message) -> Message:
     message.persistent = False
     message.expiration = str(round(ANSWERED_WITHIN_S * 1000))
     return message
@@ -307,16 +390,20 @@ def result_of(reply: Message) -> Final:
     _raise_if_refused(reply)
     if n.STATUS in reply.headers:
         return final_of(reply)
-    found = json.loads(reply.body)
+    raise _not_ended(json.loads(reply.body))
+
+
+def _not_ended(found: Mapping[str, Any]) -> NotEnded:
     attempts = int(found.get("attempts", 0))
-    raise NotEnded(
+    return NotEnded(
         str(found["id"]), str(found["status"]), attempts=attempts, due_at=found.get("due_at"), step=found.get("step")
     )
 
 
-def _control_message(key: str, id: str, *, tenant: str | None, user: str) -> Message:
+def _control_message(key: str, id: str | Sequence[str], *, tenant: str | None, user: str, after: int = 0) -> Message:
+    said = {key: id, **({} if tenant is None else {"tenant": tenant}), **({"after": after} if after else {})}
     return Message(
-        body=json.dumps({key: id} if tenant is None else {key: id, "tenant": tenant}).encode(),
+        body=json.dumps(said).encode(),
         content_type="application/json",
         type=key,
         message_id=uuid.uuid4().hex,

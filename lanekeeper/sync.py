@@ -15,16 +15,19 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
+from contextlib import aclosing
 from functools import partial
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NamedTuple, Self, TypeVar, Unpack
 
 from lanekeeper import client as asynchronous
+from lanekeeper import groups
 from lanekeeper.client import Body
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.problems import ClientMisused
+from lanekeeper.groups import Found, GroupProgress, Outcome
 from lanekeeper.replies import Cancelled, Final, Part
 from lanekeeper.requests import Options
 
@@ -133,22 +136,26 @@ class Client:
     def stream(
         self, body: Body, *, key: str, timeout_s: float | None = None, **options: Unpack[Options]
     ) -> Generator[Part | Final, None, None]:
-        parts: asyncio.Queue[Part | Final | Exception] = asyncio.Queue(READ_AHEAD)
+        return self._each(lambda client: client.stream(body, key=key, timeout_s=timeout_s, **options))
+
+    def _each(self, begin: Callable[[asynchronous.Client], AsyncGenerator[T, None]]) -> Generator[T, None]:
+        came: asyncio.Queue[T | _Over] = asyncio.Queue(READ_AHEAD)
 
         async def follow(client: asynchronous.Client) -> None:
             try:
-                async for part in client.stream(body, key=key, timeout_s=timeout_s, **options):
-                    await parts.put(part)
+                async with aclosing(begin(client)) as items:
+                    async for item in items:
+                        await came.put(item)
+                await came.put(_Over(None))
             except Exception as error:
-                await parts.put(error)
+                await came.put(_Over(error))
 
         process, following = self._begin(follow)
         try:
-            while not isinstance(part := process.wait(process.begin(parts.get())), Exception):
-                yield part
-                if isinstance(part, Final):
-                    return
-            raise part
+            while not isinstance(item := process.wait(process.begin(came.get())), _Over):
+                yield item
+            if item.error is not None:
+                raise item.error
         finally:
             following.cancel()
 
@@ -157,6 +164,23 @@ class Client:
 
     def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
         return self._run(lambda client: client.result(id, tenant=tenant, wait_s=wait_s))
+
+    def results(self, ids: Sequence[str], *, tenant: str | None = None) -> Mapping[str, Found]:
+        return self._run(lambda client: client.results(ids, tenant=tenant))
+
+    def publish_many(
+        self,
+        bodies: Mapping[str, Body] | Sequence[Body],
+        *,
+        key: str,
+        group: str | None = None,
+        **options: Unpack[Options],
+    ) -> "Group":
+        made = self._run(lambda client: client.publish_many(bodies, key=key, group=group, **options))
+        return self.group(made.id, tenant=options.get("tenant"))
+
+    def group(self, id: str, *, tenant: str | None = None) -> "Group":
+        return Group(self, id, tenant)
 
     def depth(self, lane: str) -> Depth | None:
         return self._run(lambda client: client.depth(lane))
@@ -180,6 +204,30 @@ class Client:
             return await use(await opened.client())
 
         return opened.process, opened.process.begin(work())
+
+
+class _Over(NamedTuple):
+    """The end of what a generator yields. `error`: None if it ended by itself."""
+
+    error: Exception | None
+
+
+class Group:
+    """The same as `lanekeeper.Group`."""
+
+    def __init__(self, client: Client, id: str, tenant: str | None) -> None:
+        self.id = id
+        self._client = client
+        self._of_client: Callable[[asynchronous.Client], groups.Group] = lambda opened: opened.group(id, tenant=tenant)
+
+    def progress(self) -> GroupProgress:
+        return self._client._run(lambda client: self._of_client(client).progress())
+
+    def cancel(self) -> GroupProgress:
+        return self._client._run(lambda client: self._of_client(client).cancel())
+
+    def results(self, *, in_order: bool = False) -> Generator[tuple[str, Outcome], None]:
+        return self._client._each(lambda client: self._of_client(client).results(in_order=in_order))
 
 
 async def _nothing(_: asynchronous.Client) -> None: ...

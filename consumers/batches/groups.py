@@ -1,6 +1,6 @@
 """The gate of groups (`state/groups.py`): a request of a group that was created as a whole runs when the group is
 sealed, and is dropped if the group's creator died before; no request of a group that was cancelled begins. And what
-tells the end of a group."""
+tells the end of a group, and cancels one."""
 
 import asyncio
 import json
@@ -10,13 +10,14 @@ from typing import Final
 
 import structlog
 
+from consumers.background import Background
 from consumers.clock import now_ms
 from consumers.flows.webhooks import Webhooks
 from consumers.job import Decoded, Job
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import Deferred, Outcome, Refused, Superseded, end_with
 from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailable
-from consumers.state.groups import Group, GroupedStore, State, progress
+from consumers.state.groups import Group, GroupedStore, State, all_members, progress
 from lanekeeper.contract.identity import GROUP_AT_MOST
 from lanekeeper.contract.problems import BrokerError, RequestProblem
 from lanekeeper.telemetry import signals
@@ -28,6 +29,9 @@ LATER_MS: Final = 3000
 KNOWN_FOR_S: Final = 1.0
 """How long a group counts as sealed and not cancelled, before the store is asked again."""
 KNOWN_AT_MOST: Final = 1000
+CANCELLED_AGAIN_S: Final = (0.0, 0.5, 2.0, 8.0, 30.0)
+SHOWN_WITHIN_S: Final = 2.0
+"""For so long a call waits for what it has begun, so that its answer tells what came of it."""
 ENDS_EVERY_S: Final = 1.0
 ENDS_LEASE: Final = "group ends"
 ENDS_LEASE_S: Final = 30.0
@@ -119,3 +123,41 @@ class GroupEnds:
                 await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
             self.lifecycle.publish_group(group.key, **told)
             await self.store.end_was_told(group.identity)
+
+
+@dataclass(slots=True, eq=False)
+class GroupCancelling:
+    """Cancels groups, for gateways and in answer to control messages."""
+
+    store: GroupedStore
+    _: KW_ONLY
+    _background: Background = field(default_factory=Background, init=False)
+
+    async def cancel(self, identity: Identity) -> None:
+        """Let no further request of a group begin, and end those that wait. Raises StoreUnavailable."""
+        await self.store.cancel_group(identity)
+        cancelling = self._background.begin(self._cancel_waiting(identity), name=f"cancel {identity.id}")
+        await asyncio.wait((cancelling,), timeout=SHOWN_WITHIN_S)
+
+    async def _cancel_waiting(self, identity: Identity) -> None:
+        """End what does not run; look again for what ran for a moment, because it was on its way into a provider's
+        batch. What this does not reach, because this process dies, ends when it would begin."""
+        try:
+            for pause_s in CANCELLED_AGAIN_S:
+                await asyncio.sleep(pause_s)
+                is_left = False
+                async for members in all_members(self.store, identity, bodies=False):
+                    waiting = [each.id for each in members if each.completion is None]
+                    await self.store.cancel_waiting([(Identity(identity.tenant, id), _cancelled(id)) for id in waiting])
+                    is_left |= bool(waiting)
+                if not is_left:
+                    return
+        except StoreUnavailable as error:
+            log.warning(signals.GROUP_UNCANCELLED, group=identity.id, error=str(error))
+
+
+def _cancelled(id: str) -> Completion:
+    problem = RequestProblem("cancelled", "its group was cancelled before it began")
+    return Completion(
+        status="error", code=problem.code, body=problem.document(request=id, attempts=0), ended_ms=now_ms()
+    )

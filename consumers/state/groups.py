@@ -12,7 +12,7 @@ How many requests a group has, how many of them have ended, and how, is counted 
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -233,6 +233,12 @@ def progress(group: Group, *, now_ms: int) -> dict[str, Any]:
     return found
 
 
+def unknown(id: str) -> dict[str, Any]:
+    """What is told of a group of which no request was seen yet, or whose results are kept no longer."""
+    counts = dict.fromkeys(("in_progress", "completed", "failed", "cancelled"), 0)
+    return {"id": id, "status": "unknown", "counts": counts}
+
+
 # ---- how its requests are counted ------------------------------------------------------------------------------------
 
 
@@ -369,3 +375,13 @@ class Groups(Requests, ABC):
     async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
         wanted = [(each, partial(decisions.cancel_waiting, completion=end, spec=self.spec)) for each, end in requests]
         await self.change_all("cancel", wanted, bodies=False)
+
+
+async def all_members(
+    store: GroupedStore, identity: Identity, *, bodies: bool = True
+) -> AsyncGenerator[Sequence[Member], None]:
+    """All of a group's requests, in pages. Raises StoreUnavailable."""
+    after = 0
+    while members := await store.members(identity, after=after, bodies=bodies):
+        yield members
+        after = members[-1].position

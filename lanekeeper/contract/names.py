@@ -231,7 +231,10 @@ DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 CANCEL_KEY = "cancel"
 RESULT_KEY = "result"
 CHANGE_KEY = "change"
-CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY)
+RESULTS_KEY = "results"
+GROUP_KEY = "group"
+CANCEL_GROUP_KEY = "cancel-group"
+CONTROL_KEYS = (CANCEL_KEY, RESULT_KEY, CHANGE_KEY, RESULTS_KEY, GROUP_KEY, CANCEL_GROUP_KEY)
 """One worker answers each. `change` is reserved: this version answers it with an error."""
 PAUSE_KEY = "pause"
 RESUME_KEY = "resume"

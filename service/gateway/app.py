@@ -16,6 +16,7 @@ import structlog
 from aiohttp import web
 
 from consumers.background import Background, background_task, restarted
+from consumers.batches.groups import GroupCancelling
 from consumers.clock import now_ms
 from consumers.state.base import QUEUED, FollowedStore, NewEntry, Submission
 from consumers.state.groups import GroupedStore
@@ -120,7 +121,7 @@ class Gateway:
         self._accounts = Accounts(settings, self._access)
         self._files = FilePaths(settings, self._accounts, store, self._shares)
         self._lookups = LookupPaths(settings, bodies, self._accounts, self._files)
-        self._groups = GroupPaths(store, answers)
+        self._groups = GroupPaths(store, answers, GroupCancelling(store))
         self._batches = BatchPaths(
             client,
             store,

@@ -20,6 +20,7 @@ import structlog
 from aiohttp import web
 
 from consumers.background import Background
+from consumers.batches.groups import SHOWN_WITHIN_S
 from consumers.clock import moment_text, now_ms
 from consumers.job import group_in
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
@@ -35,7 +36,7 @@ from service.config.settings import GatewayKey, GatewaySettings
 from service.gateway.access import only_value
 from service.gateway.batch_bodies import BatchBody, Item
 from service.gateway.calls import IDEMPOTENCY_KEY, BatchCall, Bodies, CallReader
-from service.gateway.groups import JSONL, SHOWN_WITHIN_S, GroupPaths, in_one_line
+from service.gateway.groups import JSONL, GroupPaths, in_one_line
 from service.gateway.problems import ApiError, answer, api_error_of, refused
 from service.gateway.requests import LargeStatus
 from service.gateway.shares import SharedLimit
@@ -227,7 +228,7 @@ class BatchPaths:
         group = await self._asked(request, caller)
         if group.has_ended:
             raise ApiError(400, f"Batch {group.identity.id} cannot be canceled: its processing has ended")
-        await self.groups.cancel(group.identity)
+        await self.groups.cancelling.cancel(group.identity)
         return self._answer(await self._asked(request, caller), request)
 
     async def _delete(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:

@@ -1,21 +1,18 @@
 """`/v1/groups`: how far a group of requests has come (`consumers/state/groups.py`), its results, and its cancellation.
 Message Batches, which are groups too, use the same (`batches.py`)."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import structlog
 from aiohttp import web
 
-from consumers.background import Background
+from consumers.batches.groups import GroupCancelling
 from consumers.clock import now_ms
-from consumers.state.base import Completion, Found, Identity, StoreUnavailable
-from consumers.state.groups import Group, GroupedStore, Member, progress
+from consumers.state.base import Completion, Found, Identity
+from consumers.state.groups import Group, GroupedStore, Member, all_members, progress
 from lanekeeper.contract.identity import is_request_id, is_tenant
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
-from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey
 from service.gateway.access import require_operator
 from service.gateway.answers import StoredAnswers, Writing
@@ -24,10 +21,6 @@ from service.gateway.requests import Known, LargeStatus, status_of
 
 GROUPS: Final = "/v1/groups"
 JSONL: Final = "application/x-jsonl"
-CANCELLED_AGAIN_S: Final = (0.0, 0.5, 2.0, 8.0, 30.0)
-SHOWN_WITHIN_S: Final = 2.0
-"""For so long a call waits for what it has begun, so that its answer tells what came of it."""
-log = structlog.get_logger()
 _Handler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 
 
@@ -47,8 +40,7 @@ class GroupPaths:
 
     store: GroupedStore
     answers: StoredAnswers
-    _: KW_ONLY
-    _background: Background = field(default_factory=Background, init=False)
+    cancelling: GroupCancelling
 
     def handlers(self) -> Mapping[tuple[str, str], _Handler]:
         return {
@@ -70,7 +62,7 @@ class GroupPaths:
         group = await self._asked(request, caller, acts=True)
         if group.has_ended:
             return answer(_described(group))
-        await self.cancel(group.identity)
+        await self.cancelling.cancel(group.identity)
         return answer(_described(await self._asked(request, caller, acts=True)), status=202)
 
     async def _asked(self, request: web.Request, caller: GatewayKey, *, acts: bool) -> Group:
@@ -87,35 +79,13 @@ class GroupPaths:
 
     # ---- what Message Batches use too --------------------------------------------------------------------------------
 
-    async def cancel(self, identity: Identity) -> None:
-        """Let no further request of a group begin, and end those that wait."""
-        await self.store.cancel_group(identity)
-        cancelling = self._background.begin(self._cancel_waiting(identity), name=f"cancel {identity.id}")
-        await asyncio.wait((cancelling,), timeout=SHOWN_WITHIN_S)
-
-    async def _cancel_waiting(self, identity: Identity) -> None:
-        """End what does not run; look again for what ran for a moment, because it was on its way into a provider's
-        batch. What this does not reach, because this process dies, ends when it would begin."""
-        try:
-            for pause_s in CANCELLED_AGAIN_S:
-                await asyncio.sleep(pause_s)
-                is_left = False
-                async for members in self.members(identity, bodies=False):
-                    waiting = [each.id for each in members if each.completion is None]
-                    await self.store.cancel_waiting([(Identity(identity.tenant, id), _cancelled(id)) for id in waiting])
-                    is_left |= bool(waiting)
-                if not is_left:
-                    return
-        except StoreUnavailable as error:
-            log.warning(signals.GROUP_UNCANCELLED, group=identity.id, error=str(error))
-
     async def stream(
         self, request: web.Request, group: Group, caller: GatewayKey, lines: Lines, *, headers: Mapping[str, str]
     ) -> web.StreamResponse:
         headers = {"cache-control": "no-store", **headers}
         writing = Writing(request, web.StreamResponse(headers=headers))
         try:
-            async for members in self.members(group.identity):
+            async for members in all_members(self.store, group.identity):
                 held: list[bytes] = []
                 for member in members:
                     line = lines.of(member)
@@ -147,12 +117,6 @@ class GroupPaths:
             if error.status != 410:
                 raise
             yield lines.of_lost(member, error)
-
-    async def members(self, identity: Identity, *, bodies: bool = True) -> AsyncGenerator[Sequence[Member], None]:
-        after = 0
-        while members := await self.store.members(identity, after=after, bodies=bodies):
-            yield members
-            after = members[-1].position
 
 
 class RequestLines:
@@ -190,10 +154,3 @@ def in_one_line(body: bytes) -> bytes:
 def _described(group: Group) -> dict[str, Any]:
     results_url = f"{GROUPS}/{group.identity.id}/results"
     return {**progress(group, now_ms=now_ms()), "results_url": results_url}
-
-
-def _cancelled(id: str) -> Completion:
-    problem = RequestProblem("cancelled", "its group was cancelled before it began")
-    return Completion(
-        status="error", code=problem.code, body=problem.document(request=id, attempts=0), ended_ms=now_ms()
-    )

@@ -16,7 +16,7 @@ from consumers.batches import ticket
 from consumers.batches.collect import SLOTS as TICKETS
 from consumers.batches.collect import Collector
 from consumers.batches.gather import Gatherer, prefetch_of
-from consumers.batches.groups import GroupEnds, GroupGate
+from consumers.batches.groups import GroupCancelling, GroupEnds, GroupGate
 from consumers.brake import Brake
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
@@ -745,7 +745,13 @@ def _settler(
 
 
 def _control(
-    settings: Settings, broker: BrokerParts, settler: Settler, *, store: Store, brake: Brake, providers: Collection[str]
+    settings: Settings,
+    broker: BrokerParts,
+    settler: Settler,
+    *,
+    store: GroupedStore,
+    brake: Brake,
+    providers: Collection[str],
 ) -> Control:
     return Control(
         broker.deliveries(broker.names.control, prefetch=CONTROL_PREFETCH, most_bytes=MESSAGE_BYTES),
@@ -761,6 +767,8 @@ def _control(
             operators=settings.operators,
             known={**settings.known_names(), "provider": providers},
         ),
+        store=store,
+        cancelling=GroupCancelling(store),
         speakers=settings.speakers,
         needs_user_id=settings.needs_user_id,
     )

@@ -1,11 +1,16 @@
 """Groups: requests that belong together, over AMQP and HTTP."""
 
+import asyncio
 import json
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
+import pytest
 
-from lanekeeper import Client
+from lanekeeper import Client, Final, Group, NotEnded, Problem
+from lanekeeper.groups import Outcome
+from lanekeeper.sync import Client as SyncClient
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
 from tests.support.endpoint import endpoint
@@ -129,6 +134,83 @@ async def test_its_end_is_told_by_one_event_and_one_webhook_after_the_last_reque
         assert first.json["counts"] == {"in_progress": 0, "completed": 2, "failed": 0, "cancelled": 0}
         assert second.id == made["id"]
         assert app.events_of("g").count("group") == 1
+
+
+@pytest.mark.parametrize("transport", ["amqp", "http"])
+async def test_the_client_publishes_many_and_follows_them_as_one(vhost: Vhost, transport: str) -> None:
+    async with (
+        serving(vhost) as worker,
+        gate(worker) as url,
+        Client(url if transport == "http" else vhost.amqp_url) as client,
+    ):
+        bodies = {"a": {"prompt": "one"}, "b": {"prompt": "two [[held]]"}, "c": {"prompt": "[[fault: invalid]]"}}
+        group = await client.publish_many(bodies, key="normal.docs.night", group="night-1")
+        again = await client.publish_many(bodies, key="normal.docs.night", group="night-1")
+        assert again.id == group.id == "night-1"
+
+        came: dict[str, Outcome] = {}
+        async with aclosing(group.results()) as results:
+            async for id, outcome in results:
+                came[id] = outcome
+                if len(came) == 2:  # those that have ended do not wait for the one that runs
+                    progress = await client.group("night-1").progress()
+                    assert (progress.size, progress.in_progress, progress.completed, progress.failed) == (
+                        3,
+                        1,
+                        1,
+                        1,
+                    )
+                    worker.api.release()
+        in_order = [id async for id, _ in group.results(in_order=True)]
+        found = await client.results(["night-1.a", "night-1.c", "nobody"])
+
+        assert isinstance(came["night-1.b"], Final)
+        assert "two" in came["night-1.b"].text
+        assert isinstance(problem := came["night-1.c"], Problem)
+        assert problem.code == "provider_rejected"
+        assert sorted(in_order) == sorted(came) == ["night-1.a", "night-1.b", "night-1.c"]
+        assert isinstance(found["night-1.a"], Final)
+        assert isinstance(found["night-1.c"], Problem)
+        assert isinstance(found["nobody"], NotEnded)
+        assert (await group.progress()).status == "ended"
+        assert len(worker.api.calls) == 3
+
+        later = await client.publish_many([{"prompt": "x"}] * 3, key="normal.docs.night", delay_s=600)
+
+        await until(lambda: _are_delayed(client, later))
+        assert (await later.cancel()).cancelled == 3
+        assert [type(each) async for _, each in later.results()] == [Problem] * 3
+        assert (await client.group("nobody").progress()).status == "unknown"
+
+
+async def _are_delayed(client: Client, group: Group) -> bool:
+    states = await client.results([f"{group.id}.{number}" for number in range(3)])
+    return all(isinstance(each, NotEnded) and each.due_at is not None for each in states.values())
+
+
+async def test_many_large_results_come_by_few_messages(vhost: Vhost) -> None:
+    async with serving(vhost) as worker, Client(vhost.amqp_url) as client:
+        group = await client.publish_many([{"prompt": "x" * 100_000}] * 40, key="normal.docs.night")
+        ids = [f"{group.id}.{number}" for number in range(40)]
+        outcomes = {id: outcome async for id, outcome in group.results()}
+        found = await client.results([*ids, *(f"nobody-{number}" for number in range(200))])
+
+        assert sorted(outcomes) == sorted(ids)
+        assert sum(isinstance(each, Final) for each in found.values()) == 40
+        assert sum(isinstance(each, NotEnded) for each in found.values()) == 200
+        assert len(worker.api.calls) == 40
+
+
+async def test_a_program_without_an_event_loop_follows_a_group(vhost: Vhost) -> None:
+    def followed() -> list[str]:
+        with SyncClient(vhost.amqp_url) as client:
+            group = client.publish_many([{"prompt": "x"}] * 5, key="normal.docs.night", group="g")
+            ids = [id for id, _ in group.results()]
+            assert group.progress().completed == len(client.results(ids)) == 5
+            return ids
+
+    async with serving(vhost):
+        assert sorted(await asyncio.to_thread(followed)) == [f"g.{number}" for number in range(5)]
 
 
 async def test_a_size_needs_its_group(vhost: Vhost) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from consumers.attempt import Attempts
+from consumers.batches.groups import GroupCancelling
 from consumers.brake import Brake
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
@@ -423,6 +424,8 @@ def control(bench: Bench, session: FakeSession, **given: Any) -> Control:
         FakeDeliveries(session),
         claiming=bench.claiming,
         settler=bench.settler,
+        store=bench.store,
+        cancelling=GroupCancelling(bench.store),
         now_ms=lambda: NOW_MS,
         speakers=("gateway",),
         **given,
