@@ -208,6 +208,11 @@ class Claiming:
         sent_ms = job.published.ms
         return await _answered(lambda: self._store.debounce(job.identity, key, published_ms=sent_ms, until_ms=until_ms))
 
+    async def is_known(self, job: Job) -> bool:
+        """Whether another message of the request runs or waits. Raises StoreUnavailable."""
+        found = await self.find(job.identity)
+        return found is not None and found.completion is None
+
     async def has_ended(self, job: Job) -> bool:
         found = await self.find(job.identity)
         completion = None if found is None else found.completion

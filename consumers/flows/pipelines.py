@@ -179,7 +179,7 @@ class Pipelines:
         if limit is WaitingLimit.WITHIN or await self.claiming.has_ended(job):
             return None
         detail = f"{WHICH_LIMIT[limit]}: wait until some of its pipelines or delayed requests have ended"
-        return Refused(RequestProblem("too_many_waiting", detail), is_repeat=limit is WaitingLimit.REPEATED)
+        return Refused(RequestProblem("too_many_waiting", detail), is_repeat=await self.claiming.is_known(job))
 
     def _refused(self, job: Job, spec: PipelineSpec, lane: LaneSpec) -> Outcome | None:
         user, tenant = job.hop.user_id, job.identity.tenant

@@ -318,15 +318,12 @@ class WaitingLimit(StrEnum):
     WITHIN = "kept"
     TENANT = "tenant"
     TOTAL = "all"
-    REPEATED = "repeated"
-    """A limit is reached, but this same message is counted already: it was published twice."""
 
 
 UNIT_BYTES = 16 * 1024
 WHICH_LIMIT = {
     WaitingLimit.TENANT: "its tenant has as many requests waiting as one may (each 16 KiB of a body count as one)",
     WaitingLimit.TOTAL: "as many requests wait as may in all",
-    WaitingLimit.REPEATED: "as many requests wait as may, this one among them",
 }
 
 
@@ -765,8 +762,8 @@ class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, Stored
     ) -> WaitingLimit:
         """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
         requests allow it. It counts until then even if the request ends earlier, because the broker still holds the
-        message. A message that is redelivered is counted only once, but each further message of the same request is
-        counted as well."""
+        message. A message that is redelivered was counted before; each further message of the same request counts as
+        well."""
 
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
         """Record that a request updates its tenant's `key`. Returns whether no later update is recorded; of two that

@@ -9,8 +9,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
+from consumers.clock import now_ms
 from consumers.state import base
-from consumers.state.base import Firing, Identity, Pause
+from consumers.state.base import Fingerprint, Firing, Identity, Pause, StoreSpec
 from consumers.state.decisions import Times
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ SCHEDULES = Place("schedules")
 HISTORY_MINUTES = 60
 HISTORY_WORKERS = 100
 """Of more workers than this, the history has only some."""
+WAITING_PERIOD_S = 90 * base.DAY_S
+"""Messages that still wait when such a period ends count no longer."""
 
 
 # ---- leases ----------------------------------------------------------------------------------------------------------
@@ -161,9 +164,27 @@ def enqueue(
 class SmallRows(ABC):
     """The part of the store that is the same for every engine."""
 
+    spec: StoreSpec
+
     @abstractmethod
     async def change_rows(self, name: str, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> Sequence[T]:
         """Decide about the rows of each of these places, and swap them, in this order. `name`: of the operation."""
+
+    @abstractmethod
+    async def take(
+        self,
+        name: str,
+        amount: float,
+        *,
+        limit: float,
+        period: base.Period,
+        reservation: base.AllowanceReservation | None = None,
+    ) -> base.AllowanceTaken: ...
+
+    @abstractmethod
+    async def settle(
+        self, name: str, used: float, *, period: base.Period, reservation: base.AllowanceReservation
+    ) -> None: ...
 
     @abstractmethod
     async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
@@ -204,6 +225,23 @@ class SmallRows(ABC):
         """What workers noted in the last hour, by minute and worker."""
         minutes = range(now_minute - HISTORY_MINUTES, now_minute + 1)
         return {each: (await self.read_rows("history", _minute(each)))[0].values for each in minutes}
+
+    async def reserve(
+        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
+    ) -> base.WaitingLimit:
+        if fingerprint.redelivered:  # it was counted at its first delivery
+            return base.WaitingLimit.WITHIN
+        period = base.period_of(WAITING_PERIOD_S, now_ms())
+        message = f"{identity.id} {fingerprint.mark.hex()}{fingerprint.nonce.hex()}"
+        of_tenant, own = f"waiting {identity.tenant}", base.AllowanceReservation(message, "", until_ms)
+        limit = self.spec.waiting_per_tenant
+        if not (await self.take(of_tenant, weight, limit=limit, period=period, reservation=own)).granted:
+            return base.WaitingLimit.TENANT
+        of_all, limit = own._replace(id=f"{identity.tenant} {message}"), self.spec.waiting_in_all
+        if not (await self.take("waiting", weight, limit=limit, period=period, reservation=of_all)).granted:
+            await self.settle(of_tenant, 0, period=period, reservation=own)
+            return base.WaitingLimit.TOTAL
+        return base.WaitingLimit.WITHIN
 
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
         decide = partial(debounce, id=identity.id, published_ms=published_ms, until_ms=until_ms)

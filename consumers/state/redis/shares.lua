@@ -1,4 +1,4 @@
--- The functions of the Redis store for limits of waiting requests, and allowances by period.
+-- The functions of the Redis store for allowances by period.
 
 -- The number of the period that counts, and the amount used in it. A later one than the caller's holds: another
 -- process, whose clock is ahead, is in it already.
@@ -20,27 +20,6 @@ local function freed(id, nonce, period)
   redis.call('HDEL', KEYS[2], id)
   redis.call('ZREM', KEYS[3], id)
   return tonumber(of) == tonumber(period) and tonumber(amount) or 0
-end
-
-function run.reserve(tenant, member, nonce, redelivered, weight, until_ms, per_tenant, in_all)
-  local mine, all = KEYS[1], KEYS[2]
-  local function used(key) return redis.call('ZCOUNT', key, '(' .. now, '+inf') end
-  local is_repeated = tonumber(redis.call('ZSCORE', mine, member .. ' 1') or 0) > now
-  if is_repeated then
-    if redelivered == '1' then return 'kept' end
-    member = member .. ' ' .. nonce
-  end
-  if used(mine) + weight > tonumber(per_tenant) then return is_repeated and 'repeated' or 'tenant' end
-  if used(all) + weight > tonumber(in_all) then return is_repeated and 'repeated' or 'all' end
-  for n = 1, tonumber(weight) do
-    redis.call('ZADD', mine, until_ms, member .. ' ' .. n)
-    redis.call('ZADD', all, until_ms, tenant .. ' ' .. member .. ' ' .. n)
-  end
-  for _, key in ipairs(KEYS) do
-    redis.call('ZREMRANGEBYSCORE', key, '-inf', now)  -- last: Redis checks its memory only at the first write
-    redis.call('PEXPIRE', key, math.max(redis.call('PTTL', key), until_ms - now, 1))
-  end
-  return 'kept'
 end
 
 function run.take(number, length_ms, amount, limit, id, nonce, until_ms)

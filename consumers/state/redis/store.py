@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 import structlog
 
 from consumers.state import base, groups
-from consumers.state.base import Fingerprint, Identity, StoreSpec, StoreUnavailable
+from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times
 from consumers.state.groups import MEMBER_BYTES, MEMBERS_AT_ONCE, Groups
 from consumers.state.redis.client import STORE, Argument, RedisClient
@@ -172,16 +172,6 @@ class RedisStore(Groups, SmallRows):
         values = (identity.id, keep_ms, self.spec.unseen_per_tenant, base.DISPLACED_AT_MOST)
         found = await self._run("count_unseen", [self._of_tenant("unseen", identity.tenant)], *values, name="cancel")
         return [id.decode() for id in found]
-
-    async def reserve(
-        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
-    ) -> base.WaitingLimit:
-        member = f"{identity.id} {fingerprint.mark.hex()}"
-        tenant, redelivered = quote(identity.tenant, safe=""), int(fingerprint.redelivered)
-        message = (tenant, member, fingerprint.nonce.hex(), redelivered, weight, until_ms)
-        keys = [self._of_tenant("waiting", identity.tenant), f"{self._namespace}:waiting"]
-        bounds = (self.spec.waiting_per_tenant, self.spec.waiting_in_all)
-        return base.WaitingLimit((await self._run("reserve", keys, *message, *bounds)).decode())
 
     # ---- small rows ----
 

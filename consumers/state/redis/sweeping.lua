@@ -30,7 +30,7 @@ function run.owned(cursor, begin, count)
   for _, key in ipairs(found[2]) do
     local name, whose, id = key:sub(#begin + 1):match('^(%a+):([^:]*):?(.*)$')
     local is_request = name == 'request'
-    if is_request or name == 'waiting' or name == 'debounce' or name == 'batched' or name == 'files' then
+    if is_request or name == 'debounce' or name == 'batched' or name == 'files' then
       local of = is_request and kind_of(key) or 'kept'
       local share = whose .. ' ' .. of
       if #ARGV < 4 or is_wanted[share] then

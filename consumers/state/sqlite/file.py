@@ -73,24 +73,6 @@ _UNSEEN = """
 CREATE INDEX unseen ON request (tenant, keep_ms)
     WHERE body_hash IS NULL AND noted = 0 AND due_ms IS NULL AND code = 'cancelled';
 """
-_SHARES = """
-CREATE TABLE share (
-    kind TEXT NOT NULL,
-    tenant TEXT NOT NULL,
-    member TEXT NOT NULL,
-    until_ms INTEGER NOT NULL,  -- since 1970: until when it counts
-    weight INTEGER NOT NULL,
-    PRIMARY KEY (kind, tenant, member)
-) STRICT, WITHOUT ROWID;
-CREATE INDEX share_by_end ON share (kind, until_ms);
-CREATE INDEX share_by_tenant ON share (kind, tenant, until_ms);
-CREATE TABLE share_sum (
-    kind TEXT NOT NULL,
-    tenant TEXT,  -- NULL: of all tenants
-    weight INTEGER NOT NULL,
-    UNIQUE (kind, tenant)
-) STRICT;
-"""
 _FOLLOWED = """
 CREATE TABLE followed (
     key INTEGER PRIMARY KEY,
@@ -179,7 +161,7 @@ CREATE INDEX request_listed ON request
     (seen_ms, tenant, id, lane, app, model, status, code, cause, cancelling, group_id);
 """
 """Lists read this index alone, which is a small part of the table."""
-SCHEMA = _REQUESTS + _UNSEEN + _SHARES + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS + _LISTED
+SCHEMA = _REQUESTS + _UNSEEN + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS + _LISTED
 FROM_VERSION_8 = (
     f"""
 ALTER TABLE request ADD COLUMN group_id TEXT;
@@ -204,6 +186,8 @@ DROP TABLE pause;
 DROP TABLE batched;
 DROP TABLE enqueued;
 DROP TABLE lease;
+DROP TABLE share;
+DROP TABLE share_sum;
 """
     + _HOLDS
     + _FILES

@@ -361,7 +361,6 @@ class SqliteStore(Groups, SmallRows):
     async def transact(self, name: str, operation: Operation[T], *, durable: bool = True) -> T:
         return await self._writer.do(name, operation, durable=durable)
 
-    reserve = _in_writer(Tables.reserve)
     submission = _in_writer(Tables.submission, durable=False)
     note_webhook = _in_writer(Tables.note_webhook, durable=False)
     take = _in_writer(Tables.take)

@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote
 
 from consumers.state import base, decisions, groups
 from consumers.state.base import (
-    Fingerprint,
     Identity,
     Labels,
     ListedRequest,
@@ -23,7 +22,6 @@ from consumers.state.base import (
     RequestState,
     StoredFile,
     Submission,
-    WaitingLimit,
 )
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
 from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
@@ -162,15 +160,6 @@ NEVER_MS: Final = 2**53
 _WEBHOOKS: Final = "FROM kept WHERE kind = 'webhook' AND until_ms > ?"
 _FILE: Final = ", ".join(field.name for field in fields(StoredFile))
 _EXISTS: Final = "(until_ms IS NULL OR until_ms > ?)"
-_IS_WAITING: Final = "SELECT 1 FROM share WHERE (kind, tenant, member) = ('waiting', ?, ?)"
-_ADD_WAITING: Final = "INSERT INTO share VALUES ('waiting', ?, ?, ?, ?) ON CONFLICT DO NOTHING"
-_WAITING: Final = "SELECT weight FROM share_sum WHERE kind = 'waiting' AND tenant IS ?"
-_COUNT_WAITING: Final = "UPDATE share_sum SET weight = weight + ? WHERE kind = 'waiting' AND tenant IS ?"
-_EXPIRED_WAITING: Final = (
-    "DELETE FROM share WHERE (kind, tenant, member) IN "
-    f"(SELECT kind, tenant, member FROM share WHERE kind = 'waiting' AND until_ms <= ? LIMIT {STEP_ROWS}) "
-    "RETURNING tenant, weight"
-)
 
 
 # Sizes that are assumed, in bytes: of a request's row with its entries in indexes, but without headers and body; of the
@@ -199,7 +188,6 @@ _KIND: Final = (
 )
 _USED: Final = (
     f"SELECT tenant, {_KIND} AS kind, sum({_SIZE}) FROM request NOT INDEXED GROUP BY tenant, kind UNION ALL"
-    f" SELECT tenant, '{RowKind.KEPT}', count(*) * {COUNTED_BYTES} FROM share GROUP BY tenant UNION ALL"
     f" SELECT tenant, '{RowKind.KEPT}', sum({COUNTED_BYTES} + coalesce(length(body), 0)) FROM kept GROUP BY tenant"
     f" UNION ALL SELECT tenant, '{RowKind.KEPT}', count(*) * {COUNTED_BYTES} FROM file GROUP BY tenant"
 )
@@ -451,41 +439,6 @@ class Tables:
         found = self._execute(_USED_IN, (name, period.length_s, period.number)).fetchone()
         return 0.0 if found is None else float(found[0])
 
-    def reserve(
-        self, at: Times, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
-    ) -> WaitingLimit:
-        while self._expire_waiting(at):
-            pass
-        tenant, member = identity.tenant, f"{identity.id} {fingerprint.mark.hex()}"
-        if is_repeated := self._execute(_IS_WAITING, (tenant, member)).fetchone() is not None:
-            if fingerprint.redelivered:
-                return WaitingLimit.WITHIN
-            member += f" {fingerprint.nonce.hex()}"
-        if self._waiting(tenant) + weight > self._spec.waiting_per_tenant:
-            return WaitingLimit.REPEATED if is_repeated else WaitingLimit.TENANT
-        if self._waiting(None) + weight > self._spec.waiting_in_all:
-            return WaitingLimit.REPEATED if is_repeated else WaitingLimit.TOTAL
-        if self._execute(_ADD_WAITING, (tenant, member, until_ms, weight)).rowcount:
-            self._count_waiting(tenant, weight)
-        return WaitingLimit.WITHIN
-
-    def _expire_waiting(self, at: Times) -> int:
-        ended = self._execute(_EXPIRED_WAITING, (at.today,)).fetchall()
-        for tenant, weight in ended:
-            self._count_waiting(tenant, -weight)
-        return len(ended)
-
-    def _waiting(self, tenant: str | None) -> int:
-        found = self._execute(_WAITING, (tenant,)).fetchone()
-        return 0 if found is None else int(found[0])
-
-    def _count_waiting(self, tenant: str, by: int) -> None:
-        for whose in (tenant, None):  # None: the sum of all tenants
-            if not self._execute(_COUNT_WAITING, (by, whose)).rowcount:
-                self._execute("INSERT INTO share_sum VALUES ('waiting', ?, ?)", (whose, by))
-        if by < 0:
-            self._execute("DELETE FROM share_sum WHERE kind = 'waiting' AND tenant = ? AND weight <= 0", (tenant,))
-
     def rows(self, today: int, place: Place) -> Rows:
         key = () if place.key is None else (place.key,)
         found = self._execute(
@@ -558,7 +511,7 @@ class Tables:
         ended = self._execute(_ENDED, (at.today,)).fetchall()
         self.connection.executemany(_FREE, ended)
         removed += len(ended)
-        return removed + self.remove(at, next_step(deque(map(Surplus._make, found)))) + self._expire_waiting(at)
+        return removed + self.remove(at, next_step(deque(map(Surplus._make, found))))
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
         self._known.clear()

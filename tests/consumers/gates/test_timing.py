@@ -97,9 +97,14 @@ class FakeClaiming(Claiming):
     """Notes what it is asked. `may_wait` False: the request has ended already."""
 
     def __init__(
-        self, limit: WaitingLimit = WaitingLimit.WITHIN, *, may_wait: bool = True, ended: Completion | None = None
+        self,
+        limit: WaitingLimit = WaitingLimit.WITHIN,
+        *,
+        may_wait: bool = True,
+        ended: Completion | None = None,
+        waits: bool = False,
     ) -> None:
-        self.limit, self.may_wait, self.ended = limit, may_wait, ended
+        self.limit, self.may_wait, self.ended, self.waits = limit, may_wait, ended, waits
         self.is_last = True
         self.noted: list[str] = []
         self.weights: list[int] = []
@@ -126,7 +131,7 @@ class FakeClaiming(Claiming):
 
     @override
     async def find(self, identity: Identity) -> Found | None:
-        return None if self.ended is None else Found(completion=self.ended, running=False)
+        return Found(completion=self.ended, running=False) if self.ended is not None or self.waits else None
 
 
 async def entered(
@@ -182,7 +187,7 @@ async def test_a_request_that_has_ended_does_not_wait() -> None:
     assert await entered(FakeClaiming(may_wait=False), 2 * MINUTE_MS) is None
 
 
-@pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL, WaitingLimit.REPEATED])
+@pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL])
 async def test_a_request_that_has_ended_is_not_refused_because_others_wait(limit: WaitingLimit) -> None:
     for ended in (answered(), failed("cancelled")):
         assert await entered(FakeClaiming(limit, ended=ended), 2 * MINUTE_MS) is None
@@ -191,15 +196,11 @@ async def test_a_request_that_has_ended_is_not_refused_because_others_wait(limit
         assert isinstance(found, Refused)
 
 
-@pytest.mark.parametrize(
-    ("limit", "is_repeat"), [(WaitingLimit.REPEATED, True), (WaitingLimit.TENANT, False), (WaitingLimit.TOTAL, False)]
-)
-async def test_only_a_message_that_was_published_twice_is_refused_in_silence(
-    limit: WaitingLimit, is_repeat: bool
-) -> None:
-    found = await entered(FakeClaiming(limit), 2 * MINUTE_MS)
+@pytest.mark.parametrize("waits", [False, True])
+async def test_only_a_message_whose_request_waits_already_is_refused_in_silence(waits: bool) -> None:
+    found = await entered(FakeClaiming(WaitingLimit.TENANT, waits=waits), 2 * MINUTE_MS)
     assert isinstance(found, Refused)
-    assert found.is_repeat is is_repeat
+    assert found.is_repeat is waits
 
 
 DEBOUNCED = {n.DEBOUNCE: "doc"}

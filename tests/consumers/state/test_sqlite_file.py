@@ -206,6 +206,7 @@ DROP TABLE hold; DROP TABLE file; DROP TABLE request_group; DROP INDEX request_b
 DROP INDEX request_listed; ALTER TABLE request DROP COLUMN group_id;
 {"".join(f"ALTER TABLE request DROP COLUMN {name};" for name in ("seen_ms", "lane", "app", "model", "cause"))}
 CREATE TABLE lease (name TEXT PRIMARY KEY, owner TEXT, token INTEGER, lease_ms INTEGER);
+CREATE TABLE share (kind TEXT); CREATE TABLE share_sum (kind TEXT);
 CREATE TABLE pause (id TEXT PRIMARY KEY, until_ms INTEGER, body TEXT NOT NULL);
 CREATE TABLE kept (kind TEXT, tenant TEXT, key TEXT, at_ms INTEGER, id TEXT, until_ms INTEGER, body BLOB);
 CREATE INDEX kept_by_end ON kept (until_ms);
