@@ -54,6 +54,9 @@ class LaneSpec:
     """Whether requests that are wrong, or that the provider refuses, are kept as dead letters."""
     max_length: int
     max_length_bytes: int = GIB
+    gather_embeddings: int = 1
+    """So many requests for embeddings become one call; 1: each is a call of its own."""
+    gather_window_s: float = 0.02
     batches: BatchSpec = BatchSpec()
     side_queues: int = 8
 

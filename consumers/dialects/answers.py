@@ -30,6 +30,8 @@ class Answer:
     files: tuple[str, ...] = ()
     """The ids of the files that the provider's tools have made for it."""
     rate: RateHeaders | None = None
+    requests: float = 1.0
+    """How much of a call it was: less than one, if requests were gathered."""
     is_counted: bool = True
     """Whether the provider has said what the call used."""
     counts_cached: bool = False
@@ -41,7 +43,7 @@ class Answer:
     def counted(self) -> Amounts:
         found = counted(self.usage)
         cached = self.usage.cache_read_input_tokens if self.counts_cached else 0
-        return found._replace(input_tokens=found.input_tokens + cached)
+        return found._replace(requests=self.requests, input_tokens=found.input_tokens + cached)
 
 
 def counted(usage: Usage) -> Amounts:

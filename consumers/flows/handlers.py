@@ -14,7 +14,6 @@ import structlog
 
 from consumers.background import Background, end_within
 from consumers.failures import HandlerDied, HandlerError, RejectedError
-from consumers.flows.batched_handlers import Gathering, Result
 from consumers.flows.pool_worker import (
     ANSWERED,
     REJECTED,
@@ -30,6 +29,7 @@ from consumers.flows.pool_worker import (
     unpacked,
 )
 from consumers.flows.process_pool import NotImported, PoolProcess, ProcessDied, ProcessPool
+from consumers.gathering import Gathering
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
@@ -55,6 +55,8 @@ class HandlerSpec:
     window_s: float = 0.02
 
 
+Result = tuple[bytes, bytes]
+"""Its kind (`pool_worker.ANSWERED`, …), and its text."""
 Call = Callable[[bytes, float], Awaitable[bytes]]
 """Calls a handler with a JSON body and a time limit in seconds, and returns the JSON of its result."""
 
@@ -93,7 +95,7 @@ class Handlers:
         self._tracing = tracing or Tracing()
         self._functions: dict[str, Callable[[Any], Any]] = {}
         self._background = Background()
-        self._gatherings: dict[tuple[str, str], Gathering] = {}
+        self._gatherings: dict[tuple[str, str], Gathering[bytes, Result]] = {}
         """By handler and lane: what is urgent waits for nothing that is not."""
 
     async def load(self) -> list[str]:
@@ -154,7 +156,7 @@ class Handlers:
             raise HandlerError(f"handler {spec.name}: no result within {timeout_s:g} s", type="timeout") from None
         return _result(spec.name, kind, text)
 
-    def _gathering(self, spec: HandlerSpec, caller: Caller) -> Gathering:
+    def _gathering(self, spec: HandlerSpec, caller: Caller) -> Gathering[bytes, Result]:
         if (found := self._gatherings.get((spec.name, caller.lane))) is None:
             count = min(spec.count, self._slots.get(caller.lane, spec.count))
             found = self._gatherings[spec.name, caller.lane] = Gathering(

@@ -6,21 +6,25 @@ llama.cpp, OpenRouter and many more). The bodies of requests and answers are pas
              `/openai/deployments/{deployment}/…?api-version=…`; the key as `api-key`, or an Entra token as bearer
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import quote
 
 import httpx2
 
+from consumers.background import Background
 from consumers.decoding import Parsing
 from consumers.dialects import DIALECTS
 from consumers.dialects.answers import Answer, OnEvent
 from consumers.dialects.base import Dialect
 from consumers.dialects.openai_chat import CHAT
-from consumers.failures import AccountError, ProviderError, RejectedError
+from consumers.dialects.openai_embeddings import Asked, inputs_of, join, separate
+from consumers.failures import TIMEOUT, AccountError, ProviderError, RejectedError, TransientError
+from consumers.gathering import Gathering
 from consumers.limits.base import CallInProgress
 from consumers.providers.batches import Batches
 from consumers.providers.calling import Calling
@@ -50,6 +54,14 @@ _MODELS: Final = "/models"
 Token = Callable[[], Awaitable[str]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """How much one call for embeddings may have."""
+
+    inputs: int = 2048
+    tokens: int = 300_000
+
+
 @dataclass(slots=True, eq=False, repr=False)  # it knows the key
 class OpenAIProvider:
     """Calls one server. `address`: the URL of a path for a model. `headers`: of each call, with the key. `token`: makes
@@ -64,11 +76,16 @@ class OpenAIProvider:
     headers: Mapping[str, str]
     token: Token | None = None
     sends_priority: bool = False
+    embeddings: CallLimits = field(default_factory=CallLimits)
     max_answer_bytes: int = bounds.ANSWER_BYTES
     max_values: int = bounds.VALUES
     parsing: Parsing = field(default_factory=Parsing)
     batches: Batches | None = field(default=None, init=False)
     _calling: Calling = field(init=False)
+    _background: Background = field(default_factory=Background, init=False)
+    _gatherings: "dict[tuple[str, str], Gathering[_Gathered, Answer | BaseException]]" = field(
+        default_factory=dict, init=False
+    )
 
     def __post_init__(self) -> None:
         self._calling = Calling(
@@ -133,6 +150,11 @@ class OpenAIProvider:
         in_progress: CallInProgress | None = None,
         traceparent: str | None = None,
     ) -> Answer:
+        if request.dialect == OPENAI_EMBEDDINGS and request.gather_count > 1:
+            asked = inputs_of(request.body)
+            most, count = self.embeddings, request.gather_count
+            if len(asked.inputs) <= most.inputs // count and asked.tokens <= most.tokens // count:
+                return await self._among_others(request, asked, timeout_s)
         dialect = DIALECTS[request.dialect]
         return await self._calling.call(
             request,
@@ -142,6 +164,40 @@ class OpenAIProvider:
             parts=parts,
             in_progress=in_progress,
         )
+
+    async def _among_others(self, request: Request, asked: Asked, timeout_s: float) -> Answer:
+        key = (request.lane, asked.others)
+        if (gathering := self._gatherings.get(key)) is None:
+            gathering = self._gatherings[key] = Gathering(
+                partial(self._together, key),
+                count=request.gather_count,
+                window_s=request.gather_window_s,
+                background=self._background,
+            )
+        try:
+            found = await gathering.call((request, asked), timeout_s)
+        except TimeoutError as error:
+            raise TransientError(f"no whole answer from the provider within {timeout_s:g} s", type=TIMEOUT) from error
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    async def _together(
+        self, key: tuple[str, str], gathered: "Sequence[_Gathered]", timeout_s: float, _: str
+    ) -> "Sequence[Answer | BaseException]":
+        """If the provider refuses the call, each request is called alone, because only one may be wrong."""
+        self._gatherings.pop(key, None)
+        several = [asked for _, asked in gathered]
+        first = replace(gathered[0][0], gather_count=1)
+        if len(gathered) == 1:
+            return [await self.stream(first, timeout_s=timeout_s, parts=None)]
+        try:
+            answer = await self.stream(replace(first, body=join(several)), timeout_s=timeout_s, parts=None)
+            return separate(answer, several)
+        except RejectedError:
+            alone = (replace(request, gather_count=1) for request, _ in gathered)
+            calls = (self.stream(each, timeout_s=timeout_s, parts=None) for each in alone)
+            return await asyncio.gather(*calls, return_exceptions=True)
 
     async def probe(self, model: str, *, by_call: bool) -> None:
         if not by_call:
@@ -162,6 +218,7 @@ class OpenAIProvider:
         await self.stream(request, timeout_s=PROBE_WITHIN_S, parts=None)
 
     async def aclose(self) -> None:
+        await self._background.finish(within_s=0)
         await self.http.aclose()
 
     async def _post(
@@ -201,6 +258,9 @@ class OpenAIProvider:
             with suppress(*NETWORK_ERRORS):
                 await response.aclose()
         raise from_response(response, dialect, secret=self.secret)
+
+
+_Gathered = tuple[Request, Asked]
 
 
 def _azure_address(base: str, api_version: str | None, path: str, model: str) -> str:

@@ -123,6 +123,11 @@ class LaneSettings(Section):
     confirm."""
     max_length_bytes: Number[int] = Field(ge=MIB, le=1024 * GIB)  # at least the largest request
     """The maximum size of all message bodies in the lane's intake together."""
+    gather_embeddings: Number[int] = Field(ge=1, le=1000)
+    """How many requests for embeddings with the same settings become one call of the provider at most. 1: none are
+    gathered. Each holds a slot of the lane: set `slots` to at least this. Example: 32"""
+    gather_window_s: Number[float] = Field(gt=0, le=5)
+    """For how long the first of them waits for the others."""
     side_queues: Number[int] = Field(ge=0, le=32)
     """The number of queues to which the backlog of a tenant is moved. 0: nothing is moved. After a change run
     `lanekeeper topology apply`."""
@@ -611,6 +616,12 @@ class ProviderSettings(LimitsSettings):
     dialects: Annotated[tuple[OpenAIDialect, ...] | None, BeforeValidator(words)] = None
     """For the kinds `openai` and `azure`: the dialects that the server speaks. None: all of OpenAI's. Example:
     openai.chat,openai.embeddings"""
+    embeddings_inputs: Number[int] = Field(default=2048, ge=1)
+    """For the kinds `openai` and `azure`: how many inputs a gathered call for embeddings may have. The default is
+    OpenAI's limit."""
+    embeddings_tokens: Number[int] = Field(default=300_000, ge=1)
+    """For the kinds `openai` and `azure`: how many tokens a gathered call for embeddings may have, as it is
+    estimated. The default is OpenAI's limit."""
     sends_priority: bool = False
     """For the kind `openai`: whether each call has the rank of its lane as `priority`, by which a vLLM server with
     `--scheduling-policy priority` orders its queue. Example: true"""

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import structlog
 from opentelemetry.trace import TracerProvider
@@ -46,6 +47,7 @@ from consumers.providers.anthropic import AnthropicProvider, Reading
 from consumers.providers.breakers import Breakers, Pauses
 from consumers.providers.cloud import KINDS
 from consumers.providers.extras import ExtraMissing
+from consumers.providers.openai import CallLimits
 from consumers.providers.registry import Provider, Registry
 from consumers.providers.routes import OTHER, Routes
 from consumers.rate_limit import Parking
@@ -235,9 +237,10 @@ def open_provider(settings: Settings, name: str, *, parsing: Parsing | None = No
         "api_version": section.api_version,
         "sends_priority": section.sends_priority or None,
     }
+    options: dict[str, Any] = {option: value for option, value in given.items() if value is not None}
     if section.kind in OPENAI_KINDS:  # the callers' headers `anthropic-*` are not for it
         del common["header_rules"]
-    options = {option: value for option, value in given.items() if value is not None}
+        options["embeddings"] = CallLimits(inputs=section.embeddings_inputs, tokens=section.embeddings_tokens)
     try:
         return KINDS[section.kind](name=name, **common, **options)
     except ExtraMissing as missing:

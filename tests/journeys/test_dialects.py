@@ -146,3 +146,34 @@ async def test_without_a_provider_of_the_dialect_the_request_is_refused(vhost: V
 
         assert reply.code == "forbidden_model"
         assert "speaks openai.chat" in reply.json["detail"]
+
+
+async def test_embeddings_are_gathered_and_each_asker_gets_its_own(vhost: Vhost) -> None:
+    """A wrong one among them takes nothing from the others."""
+    lanes = {"normal": {"slots": 32, "gather_embeddings": 32, "gather_window_s": 0.2}}
+    async with (
+        FaultyAPI() as api,
+        serving(vhost, lanes=lanes, providers={"oai": openai(api)}) as worker,
+        requester(vhost) as app,
+    ):
+        texts: list[Any] = [f"text number {nth} {'x' * nth}" for nth in range(20)]
+
+        async def embed(given: Any) -> Got:
+            body = {"model": "text-embedding-3-small", "input": given, "encoding_format": "base64"}
+            return await app.ask(body, headers=EMBEDDINGS, key="normal.tests.embed")
+
+        alone = [(await embed(text)).json["data"][0] for text in texts[:2]]
+        before = len(api.calls)
+        gathered = await asyncio.gather(*map(embed, texts))
+        calls = len(api.calls) - before
+
+        assert calls <= 4
+        assert [got.json["data"][0] for got in gathered[:2]] == alone
+        assert all(len(got.json["data"]) == 1 for got in gathered)
+        tokens = [got.json["usage"]["prompt_tokens"] for got in gathered]
+        assert tokens[0] < tokens[-1]
+
+        *well, wrong = await asyncio.gather(*map(embed, [*texts[:5], [{}]]))
+        assert [got.status for got in well] == ["ok"] * 5
+        assert wrong.code == "provider_rejected"
+        assert worker.parts.budgeting.registry.calls

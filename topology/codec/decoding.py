@@ -92,6 +92,9 @@ class Request:
     """Which of the tenant's users asks: a hash of the body's `metadata.user_id`."""
     files: tuple[str, ...] = ()
     """The ids of the files at a provider that the body names."""
+    gather_count: int = 1
+    """The lane's `gather_embeddings`."""
+    gather_window_s: float = 0.0
     is_fast: bool = False
     """It asks for fast mode (`speed: fast`), which has limits of its own."""
 
@@ -195,6 +198,8 @@ def decode(
         key=message.headers.get(KEY, ""),
         user=content.user,
         files=content.files,
+        gather_count=lane.gather_embeddings,
+        gather_window_s=lane.gather_window_s,
         is_fast=content.is_fast,
     )
 

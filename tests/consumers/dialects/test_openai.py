@@ -7,8 +7,10 @@ import httpx2
 import pytest
 
 from consumers.dialects import DIALECTS
+from consumers.dialects.answers import Answer
 from consumers.dialects.openai import read_rate
 from consumers.dialects.openai_chat import CHAT, ChatStream
+from consumers.dialects.openai_embeddings import inputs_of, join, separate
 from consumers.failures import (
     AccountError,
     AnswerTooLargeError,
@@ -216,3 +218,27 @@ def test_what_a_stream_keeps_in_memory_is_limited() -> None:
         taken(*[chunk({"content": "x" * 100}) for _ in range(20)], max_bytes=1000)
     with pytest.raises(AnswerTooLargeError, match="keys and values"):
         taken(*[chunk({"tool_calls": [{"index": at, "id": "a"}]}) for at in range(500)], max_values=1000)
+
+
+def test_requests_for_embeddings_become_one_call_whose_answer_is_separated() -> None:
+    """Texts, lists of texts and arrays of tokens; the vectors are copied as they came, in any order."""
+    bodies = [{"model": "m", "input": "aaaa"}, {"input": ["b", "cc"], "model": "m"}]
+    several = [inputs_of(json.dumps(body).encode()) for body in bodies]
+    assert several[0].others == several[1].others
+    assert several[0].others != inputs_of(b'{"model":"m","input":[1,2]}').others
+    assert inputs_of(b'{"model":"m","input":[1,2]}').inputs == [[1, 2]]
+    assert json.loads(join(several)) == {"model": "m", "input": ["aaaa", "b", "cc"]}
+
+    items = (
+        b'{"object":"embedding","index":2,"embedding":[0.10,3e-9]},'
+        b'{"index": 0, "embedding":"AAA="},{"index":1,"embedding":[]}'
+    )
+    whole = Answer(body=b'{"data":[%b]}' % items, model="m", provider="p", usage=Usage(input_tokens=9))
+    first, second = separate(whole, several)
+    assert json.loads(first.body)["data"] == [{"index": 0, "embedding": "AAA="}]
+    assert b'{"object":"embedding","index":1,"embedding":[0.10,3e-9]}' in second.body
+    assert [each.usage.input_tokens for each in (first, second)] == [4, 5]
+    assert [each.counted.requests for each in (first, second)] == [0.5, 0.5]
+
+    with pytest.raises(TransientError, match="2 embeddings for 3 inputs"):
+        separate(Answer(body=items[:-26], model="m", provider="p"), several)

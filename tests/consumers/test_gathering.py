@@ -10,8 +10,8 @@ import pytest
 
 from consumers.background import Background
 from consumers.failures import HandlerDied, HandlerError, RejectedError
-from consumers.flows.batched_handlers import Gathering, Result
-from consumers.flows.handlers import Caller, Handlers, HandlerSpec
+from consumers.flows.handlers import Caller, Handlers, HandlerSpec, Result
+from consumers.gathering import Gathering
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.waiting import until
 
@@ -143,7 +143,7 @@ async def test_if_the_function_s_call_is_cancelled_the_calls_are_out_of_time_and
         await asyncio.Event().wait()
         return ()
 
-    gathering = Gathering(run, count=1, window_s=60, background=Background())
+    gathering: Gathering[bytes, Result] = Gathering(run, count=1, window_s=60, background=Background())
     call = asyncio.create_task(gathering.call(b"a", 50))
     task = await began
     assert task is not None

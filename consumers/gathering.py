@@ -1,51 +1,53 @@
-"""Gathers the calls of a handler that takes many at once: those that wait in this process at the same time become one
-call of its function. A call that leaves (its request was cancelled, or its time is over) changes nothing for the
-others; when all have left, the function's call is cancelled."""
+"""Gathers calls that can be made together: those that wait in this process at the same time become one call of a
+function, which has a result for each. So are called handlers that take many at once, and embeddings. A call that leaves
+(its request was cancelled, or its time is over) changes nothing for the others; when all have left, the function's call
+is cancelled."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from consumers.background import Background
 
-Result = tuple[bytes, bytes]
-"""Its kind (`pool_worker.ANSWERED`, …), and its text."""
-Run = Callable[[Sequence[bytes], float, str], Awaitable[Sequence[Result]]]
-"""Calls the function with these bodies and a time limit in seconds. Returns a result for each, or raises for all. The
-third argument is the tenant whose calls they are, "" if they are of several."""
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Run = Callable[[Sequence[Given], float, str], Awaitable[Sequence[Result]]]
+"""Calls the function with what these calls are given, and a time limit in seconds. Returns a result for each, or raises
+for all. The third argument is the tenant whose calls they are, "" if they are of several."""
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
-    body: bytes
+class _Call(Generic[Given, Result]):
+    given: Given
     tenant: str
     until_s: float
     result: "asyncio.Future[Result]"
-    together: "_Together | None" = None
+    together: "_Together[Given, Result] | None" = None
 
 
 @dataclass(slots=True, eq=False)
-class _Together:
-    calls: Sequence[_Call]
+class _Together(Generic[Given, Result]):
+    calls: Sequence[_Call[Given, Result]]
     task: "asyncio.Task[None]" = field(init=False)
 
 
-class Gathering:
-    """Of one handler in one lane: at most `count` calls, or what came within `window_s` of the first one."""
+class Gathering(Generic[Given, Result]):
+    """Of one kind of calls: at most `count` of them, or what came within `window_s` of the first one."""
 
-    def __init__(self, run: Run, *, count: int, window_s: float, background: Background) -> None:
+    def __init__(self, run: Run[Given, Result], *, count: int, window_s: float, background: Background) -> None:
         self._run = run
         self._count = count
         self._window_s = window_s
         self._background = background
-        self._waiting: list[_Call] = []
+        self._waiting: list[_Call[Given, Result]] = []
         self._window: asyncio.TimerHandle | None = None
 
-    async def call(self, body: bytes, timeout_s: float, *, tenant: str = "") -> Result:
-        """The result of this body among others. Raises what the function's call raises for all of them; after
+    async def call(self, given: Given, timeout_s: float, *, tenant: str = "") -> Result:
+        """The result of this call among others. Raises what the function's call raises for all of them; after
         `timeout_s` TimeoutError."""
         loop = asyncio.get_running_loop()
-        call = _Call(body, tenant, loop.time() + timeout_s, loop.create_future())
+        call: _Call[Given, Result] = _Call(given, tenant, loop.time() + timeout_s, loop.create_future())
         self._waiting.append(call)
         if len(self._waiting) >= self._count:
             self._begin()
@@ -72,14 +74,15 @@ class Gathering:
         for call in together.calls:
             call.together = together
 
-    async def _work(self, together: _Together) -> None:
+    async def _work(self, together: _Together[Given, Result]) -> None:
         calls = [call for call in together.calls if not call.result.done()]
         if not calls:  # all have left
             return
         left_s = max(call.until_s for call in calls) - asyncio.get_running_loop().time()
         tenants = {call.tenant for call in calls}
+        tenant = tenants.pop() if len(tenants) == 1 else ""
         try:
-            results = await self._run([call.body for call in calls], left_s, tenants.pop() if len(tenants) == 1 else "")
+            results = await self._run([call.given for call in calls], left_s, tenant)
         except BaseException as error:
             for call in calls:
                 if not call.result.done():
