@@ -810,6 +810,10 @@ class Following(Protocol):
     async def unfollow(self, identity: Identity) -> None:
         """Remove the submission of a request that could not be published, unless a worker has seen it."""
 
+    async def forget(self, identity: Identity) -> None:
+        """Remove all that is kept of a request that has ended. A cancelled one stays: its message may not have arrived
+        yet."""
+
     async def submission(self, identity: Identity) -> Submission | None: ...
 
     async def append(self, parts: Sequence[NewEntries]) -> Sequence[AppendRefusal | None]:

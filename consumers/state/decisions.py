@@ -359,6 +359,10 @@ def forget_unseen(row: Row | None, _: Times) -> Change[None]:
     return Change(None, None if row is not None and row.is_unseen else KEEP)
 
 
+def forget(row: Row | None, _: Times) -> Change[None]:
+    return Change(None, None if row is not None and row.ended and row.code != CANCELLED else KEEP)
+
+
 def find(row: Row | None, at: Times) -> Change[Found | None]:
     if row is None:
         return Change(None)

@@ -147,6 +147,9 @@ class Requests(ABC):
     async def unfollow(self, identity: Identity) -> None:
         await self.change("unfollow", identity, decisions.unfollow)
 
+    async def forget(self, identity: Identity) -> None:
+        await self.change("forget", identity, decisions.forget)
+
     async def append(self, parts: Sequence[base.NewEntries]) -> Sequence[base.AppendRefusal | None]:
         wanted = [(each.held.identity, partial(decisions.append, part=each, spec=self.spec)) for each in parts]
         done = await self.change_all("append", wanted, durable=False, bodies=False)

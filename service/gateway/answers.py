@@ -135,13 +135,13 @@ class Writing:
         return self.response
 
 
-def event_stream(request: web.BaseRequest, request_id: str) -> Writing:
+def event_stream(request: web.BaseRequest, request_id: str, *, id_header: str = "request-id") -> Writing:
     """The response for a stream of Server-Sent Events."""
     headers = {
         "content-type": EVENT_STREAM,
         "cache-control": "no-store",
         "x-accel-buffering": "no",
-        "request-id": request_id,
+        id_header: request_id,
     }
     return Writing(request, web.StreamResponse(headers=headers))
 

@@ -26,6 +26,7 @@ from lanekeeper.replies import ControlRefused, NotEnded
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import Tracing
 from service.config.settings import GatewayKey, Settings
+from service.gateway import openai
 from service.gateway.access import Access, is_loopback
 from service.gateway.accounts import Accounts
 from service.gateway.answers import StoredAnswers
@@ -33,7 +34,7 @@ from service.gateway.batches import BatchPaths
 from service.gateway.calls import BODIES_BYTES, Bodies, CallReader
 from service.gateway.files import FilePaths
 from service.gateway.groups import GroupPaths
-from service.gateway.messages import LookupPaths, Messages
+from service.gateway.messages import FORMAT, AwaitedCalls, LookupPaths
 from service.gateway.operators import OperatorPaths
 from service.gateway.problems import ApiError, refused
 from service.gateway.requests import Poller, RequestPaths, SubmittedRequests, identity_of
@@ -115,7 +116,15 @@ class Gateway:
         self._poller = Poller(store, self._access, followers=spec.followers)
         requests = SubmittedRequests(client, store, self._poller)
         ping_s = spec.ping_every_s
-        self._messages = Messages(client, bodies, answers, ping_every_s=ping_s)
+        awaited = partial(AwaitedCalls, client, bodies, answers, ping_every_s=ping_s)
+        self._awaited = {
+            "/v1/messages": awaited(format=FORMAT),
+            openai.CHAT_PATH: awaited(format=openai.CHAT),
+            openai.EMBEDDINGS_PATH: awaited(format=openai.EMBEDDINGS),
+        }
+        self._responses = openai.ResponsePaths(
+            awaited(format=openai.RESPONSES), requests, bodies, answers, ping_every_s=ping_s
+        )
         self._paths = RequestPaths(requests, bodies, answers, ping_every_s=ping_s)
         self._sockets = Sockets(requests, call_reader, self._shares, answers, ping_every_s=ping_s)
         self._accounts = Accounts(settings, self._access)
@@ -155,9 +164,10 @@ class Gateway:
             ("GET", "/v1/ws"): self._sockets.get,
             **self._groups.handlers(),
             **self._batches.handlers(),
+            **self._responses.handlers(),
         }
         handlers: dict[tuple[str, str], _CallHandler] = {
-            ("POST", "/v1/messages"): partial(self._for_tenant, self._messages.answer),
+            **{("POST", path): partial(self._for_tenant, calls.answer) for path, calls in self._awaited.items()},
             **{at: partial(self._in_store, handle) for at, handle in in_store.items()},
             ("GET", "/v1/live"): self._live.follow,
             **self._lookups.handlers(),

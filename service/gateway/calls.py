@@ -1,6 +1,6 @@
-"""Receives HTTP calls (`POST /v1/messages`, `/v1/requests`), and turns them into requests for a lane, checked by the
-same rules as a worker's. A wrong body or header is refused here, so that the request neither waits in a lane's queue
-nor becomes a dead letter.
+"""Receives HTTP calls (`POST /v1/messages`, `/v1/chat/completions`, `/v1/requests`, …), and turns them into requests
+for a lane, checked by the same rules as a worker's. A wrong body or header is refused here, so that the request neither
+waits in a lane's queue nor becomes a dead letter.
 
 A large body is written to a temporary file while it arrives, and from there to the store of large bodies, so that many
 can arrive at the same time with only a piece of each in memory. The HTTP server unpacks nothing by itself: a packed
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 import tempfile
 import time
@@ -20,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import jiter
 from aiohttp import web
@@ -44,18 +45,19 @@ from topology.codec.headers import UNSUPPORTED, read_provider_headers, unknown_h
 from topology.lanes import LaneSpec
 
 MESSAGES = "messages"
+SUBMITTED = "requests"
 TIMEOUTS = ("x-stainless-timeout", "x-stainless-read-timeout")
-"""Where Anthropic's SDKs send the timeout of a call, in seconds. The first is that of TypeScript's SDK, and of Python's
-if the call itself sets a timeout; the second is Python's timeout of the call or else of the client."""
+"""Where the vendors' SDKs send the timeout of a call, in seconds. The first is that of TypeScript's, and of Python's if
+the call itself sets a timeout; the second is Python's timeout of the call or else of the client."""
 TIMEOUT_MS = 600_000
-"""The deadline of a call of `/v1/messages` if its caller names none: the default timeout of Anthropic's SDKs."""
+"""The deadline of a call whose caller waits for the answer, and names none: the SDKs' default timeout."""
 LONGEST_S = 1e9
 IDEMPOTENCY_KEY = "Idempotency-Key"
 PREFIX = "x-lane-"
 REFUSED_HEADERS = {
     n.STREAM: "the body's `stream` says it",
     n.PARTS_TOGETHER: "the gateway reads the parts",
-    n.LONG_CALL: "calls of /v1/messages are long ones by themselves",
+    n.LONG_CALL: "calls whose caller waits for the answer are long ones by themselves",
     n.TENANT: "the tenant follows from the key",
     n.KEY: "it follows from the key",
     n.BODY: "the body comes with the call",
@@ -85,6 +87,10 @@ class CheckedCall:
     options: Options
     request: Request
     sha256: str | None = None
+    wants_usage: bool = False
+    """Whether a stream of chat completions ends with the usage."""
+    is_background: bool = False
+    """Whether the caller of `/v1/responses` does not wait for the answer."""
 
     @property
     def body_hash(self) -> bytes:
@@ -155,20 +161,30 @@ class CallReader:
         *,
         request_id: str,
         task: str = MESSAGES,
+        dialect: str | None = None,
     ) -> CheckedCall:
+        """`task`: the third word of the routing key; `SUBMITTED`: nobody waits for the answer. `dialect`: that of the
+        path; None: the one that the caller names."""
         lane = lane_of(caller, only_value(call_headers, n.LANE_NAME), self.lanes)
         headers: dict[str, str | int | bool] = {**_headers(call_headers)}
-        handler = None if task == MESSAGES else only_value(call_headers, n.TYPE)
+        background = _without_background(body) if dialect == n.OPENAI_RESPONSES else None
+        if background is not None:
+            body, task = background, SUBMITTED
+        is_awaited = task != SUBMITTED
+        handler = None if is_awaited or dialect is not None else only_value(call_headers, n.TYPE)
         if handler is not None:
             del headers[n.TYPE]
+        if dialect is not None:
+            if n.DIALECT in headers:
+                raise invalid_request(f"header {n.DIALECT}: not allowed here, the path says it")
+            if dialect != n.ANTHROPIC_MESSAGES:
+                headers[n.DIALECT] = dialect
         if n.TYPE in headers:
             raise invalid_request(f"header {n.TYPE}: a handler is called by POST /v1/requests")
         pipeline = headers.get(n.PIPELINE)
-        if task == MESSAGES and pipeline is not None:
+        if (is_awaited or dialect is not None) and pipeline is not None:
             raise invalid_request(f"header {n.PIPELINE}: a pipeline is run by POST /v1/requests")
-        if task == MESSAGES and n.DIALECT in headers:
-            raise invalid_request(f"header {n.DIALECT}: this path says it; leave the header out")
-        if task == MESSAGES:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
+        if is_awaited:  # the caller waits, so its own timeout is the deadline, and one attempt may take all of it
             headers.setdefault(n.DEADLINE_MS, min(_timeout_ms(call_headers), int(1000 * lane.deadline_max_s)))
             headers[n.LONG_CALL] = True
             headers.setdefault(n.PARK_INVALID, False)  # the caller gets the error, and sends what is right
@@ -177,7 +193,8 @@ class CallReader:
         key = f"{lane.name}.{self.app}.{task}"
         if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
             raise too_large(excess)
-        stream = handler is None and pipeline is None and _streams(body)
+        asked = _NOTHING if handler is not None or pipeline is not None else _asked(body)
+        stream = asked.get("stream") is True
         now_ms = int(time.time() * 1000)
         message = Message(body=body, routing_key=key, headers={**headers, n.STREAM: "true"} if stream else headers)
         message.type = handler
@@ -209,6 +226,8 @@ class CallReader:
             timeout_s=(request.deadline_ms - now_ms) / 1000 + ANSWER_LATE_S,
             options=options,
             request=request,
+            wants_usage=stream and _wants_usage(asked),
+            is_background=background is not None,
         )
 
     def read_batch(self, call_headers: MultiMapping[str], caller: GatewayKey, *, sent_ms: int) -> BatchCall:
@@ -239,7 +258,7 @@ class CallReader:
         """Checks a request of a Message Batch. Raises RequestProblem."""
         if (excess := bounds.excess(params, max_values=self.max_values)) is not None:
             raise too_large(excess)
-        if _streams(params):
+        if _asked(params).get("stream") is True:
             raise invalid_request("stream: not supported in batches")
         message = Message(body=params, routing_key=batch.key, headers=batch.headers)
         request = decode(
@@ -277,14 +296,37 @@ def _timeout_ms(headers: MultiMapping[str]) -> int:
     return TIMEOUT_MS
 
 
-def _streams(body: bytes) -> bool:
+_NOTHING: Mapping[str, Any] = {}
+
+
+def _asked(body: bytes) -> Mapping[str, Any]:
+    """The fields of a body that may ask for a stream; of others, and of what is no JSON object, none."""
     if b'"stream"' not in body and b"\\u" not in body:
-        return False
+        return _NOTHING
     try:
         found = jiter.from_json(body, cache_mode="none")
     except ValueError:
-        return False
-    return isinstance(found, dict) and found.get("stream") is True
+        return _NOTHING
+    return found if isinstance(found, dict) else _NOTHING
+
+
+def _without_background(body: bytes) -> bytes | None:
+    """The body of a response in the background as that of another: Lanekeeper itself keeps its answer. None: it is to
+    be answered at once, or is not valid."""
+    if b'"background"' not in body and b"\\u" not in body:
+        return None
+    try:
+        found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("background") is not True:
+        return None
+    return json.dumps({name: value for name, value in found.items() if name != "background"}).encode()
+
+
+def _wants_usage(asked: Mapping[str, Any]) -> bool:
+    options = asked.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
 
 
 class Bodies:
@@ -299,7 +341,13 @@ class Bodies:
 
     @asynccontextmanager
     async def checked_call(
-        self, request: web.Request, caller: GatewayKey, *, request_id: str, task: str = MESSAGES
+        self,
+        request: web.Request,
+        caller: GatewayKey,
+        *,
+        request_id: str,
+        task: str = MESSAGES,
+        dialect: str | None = None,
     ) -> AsyncIterator[CheckedCall]:
         packed = _packed(request, most_bytes=self._most_bytes)
         with (
@@ -312,10 +360,14 @@ class Bodies:
 
             def check() -> tuple[CheckedCall, int]:
                 whole = _unpacked(came if isinstance(came, bytes) else came.read(), packed, most_bytes=self._most_bytes)
-                call = self._call_reader.read(request.headers, whole, caller, request_id=request_id, task=task)
+                call = self._call_reader.read(
+                    request.headers, whole, caller, request_id=request_id, task=task, dialect=dialect
+                )
+                assert isinstance(call.body, bytes)
+                whole, is_as_it_came = call.body, call.body is whole and not packed
                 if len(whole) <= self._over_bytes:
                     return call, len(whole)
-                if isinstance(came, bytes) or packed:
+                if isinstance(came, bytes) or not is_as_it_came:
                     file: BinaryIO = stack.enter_context(tempfile.TemporaryFile())
                     file.write(whole)
                 else:

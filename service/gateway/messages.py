@@ -1,4 +1,5 @@
-"""Anthropic's own paths. `POST /v1/messages`: one call, from its body to the last byte of its answer.
+"""Anthropic's own paths. `POST /v1/messages`: one call, from its body to the last byte of its answer. The calls of
+OpenAI's clients take the same way, with other formats (`openai.py`).
 
 A streamed answer is the provider's events, unchanged and in their order. The first events (`message_start`, the start
 of a block) are held back until the first piece of the answer's content comes, so that the client does not notice an
@@ -17,6 +18,7 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import KW_ONLY, dataclass
+from enum import Enum
 from typing import Any
 
 import jiter
@@ -33,9 +35,17 @@ from service.config.settings import GatewayKey, Settings
 from service.gateway.access import require_allowed_model
 from service.gateway.accounts import Accounts, listed, not_called, passed_headers
 from service.gateway.answers import StoredAnswers, event_stream, send_pieces
-from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, limit_of, provider_headers_of, request_id_of
+from service.gateway.calls import (
+    IDEMPOTENCY_KEY,
+    MESSAGES,
+    Bodies,
+    CheckedCall,
+    limit_of,
+    provider_headers_of,
+    request_id_of,
+)
 from service.gateway.files import FilePaths
-from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of
+from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of
 from service.gateway.shares import SharedLimit
 from topology.codec import bounds
 from topology.codec.decoding import too_large
@@ -54,6 +64,7 @@ REPLY_HEADERS_SENT = (
     n.REPLAYED,
 )
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
 _FIRST = frozenset({"message_start", "content_block_start", "ping"})
 _LAST = "message_stop"
 _ALWAYS_THERE = ("stop_reason", "stop_sequence")
@@ -74,33 +85,63 @@ PAGE_AT_MOST = 1000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
+class Stage(Enum):
+    """Where in a streamed answer an event is."""
+
+    BEFORE = "before the first piece of the content"
+    CONTENT = "content"
+    LAST = "the last event"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How a dialect's answers are sent. `task`: the word for it in routing keys."""
+
+    dialect: str
+    task: str
+    request_id_header: str
+    ping: bytes
+    """What keeps the connection of a stream open."""
+    read: Callable[[bytes], tuple[Stage, bytes]]
+    """The stage of a part, and its Server-Sent Event."""
+    events_of: Callable[[dict[str, Any], CheckedCall], Iterator[bytes]]
+    """The Server-Sent Events that stream a complete answer."""
+    error_event: Callable[[ApiError, str], bytes]
+    """The event that ends a stream, for an error and the id of the request."""
+
+
 @dataclass(slots=True)
-class Messages:
+class AwaitedCalls:
     """Publishes each call as a request to its lane, waits for the answer, and sends it whole or as a stream."""
 
     client: Client
     bodies: Bodies
     answers: StoredAnswers
     _: KW_ONLY
+    format: Format
     ping_every_s: float
 
     async def answer(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         """Cancelled if the client disconnects; `Client` then cancels the request. Raises ApiError, LanekeeperError."""
         request[ABOUT_REQUEST] = id = request_id_of(request.headers)
         try:
-            async with self.bodies.checked_call(request, caller, request_id=id) as call:
-                if call.stream:
-                    return await self._streamed(request, call, caller)
-                final = await self.client.request(call.body, key=call.key, timeout_s=call.timeout_s, **call.options)
-                return await self._whole(request, final, id, caller)
+            task, dialect = self.format.task, self.format.dialect
+            async with self.bodies.checked_call(request, caller, request_id=id, task=task, dialect=dialect) as call:
+                return await self.answer_checked(request, call, caller)
         except LanekeeperError as error:
             raise api_error_of(error, chose_id=IDEMPOTENCY_KEY in request.headers) from error
+
+    async def answer_checked(self, request: web.Request, call: CheckedCall, caller: GatewayKey) -> web.StreamResponse:
+        if call.stream:
+            return await self._streamed(request, call, caller)
+        final = await self.client.request(call.body, key=call.key, timeout_s=call.timeout_s, **call.options)
+        return await self._whole(request, final, call.request.id, caller)
 
     async def _whole(
         self, request: web.Request, final: Final, request_id: str, caller: GatewayKey
     ) -> web.StreamResponse:
         headers = {name: _text(final.headers[name]) for name in REPLY_HEADERS_SENT if name in final.headers}
-        headers |= {"content-type": "application/json", "cache-control": "no-store", "request-id": request_id}
+        headers |= {"content-type": JSON, "cache-control": "no-store", self.format.request_id_header: request_id}
         if (kept := final.kept) is None:
             return web.Response(body=final.body, headers=headers)
         async with self.answers.fetched(kept, caller.tenant) as answer:
@@ -126,11 +167,12 @@ class Messages:
                     raise
 
     async def _streamed(self, request: web.Request, call: CheckedCall, caller: GatewayKey) -> web.StreamResponse:
-        id, forwarding = call.request.id, Forwarding()
-        writing = event_stream(request, id)
+        id, format = call.request.id, self.format
+        forwarding = Forwarding(format.read)
+        writing = event_stream(request, id, id_header=format.request_id_header)
         async with (
             aclosing(self._replies(call, forwarding)) as replies,
-            background_task(writing.pings(PING, every_s=self.ping_every_s), name=f"pings {id}"),
+            background_task(writing.pings(format.ping, every_s=self.ping_every_s), name=f"pings {id}"),
         ):
             try:
                 async for came in replies:
@@ -140,9 +182,11 @@ class Messages:
                     if (end := forwarding.end()) is not None:
                         await writing.write(end)
                     elif (kept := reply.kept) is None:
-                        await writing.write(b"".join(events_of(reply.message)))
+                        await writing.write(b"".join(format.events_of(reply.message, call)))
                     else:
-                        made = self.answers.converted(kept, caller.tenant, lambda body: events_of(json.loads(body)))
+                        made = self.answers.converted(
+                            kept, caller.tenant, lambda body: format.events_of(json.loads(body), call)
+                        )
                         async with made as answer:
                             await writing.write_all(answer.pieces())
             except ConnectionError:
@@ -151,11 +195,11 @@ class Messages:
                 if not writing.has_begun:
                     raise
                 told = api_error_of(error, chose_id=IDEMPOTENCY_KEY in request.headers)
-                await writing.write(b"event: error\ndata: %b\n\n" % _on_one_line(told.body(id)))
+                await writing.write(format.error_event(told, id))
             return await writing.end()
 
 
-def _on_one_line(data: bytes) -> bytes:
+def on_one_line(data: bytes) -> bytes:
     """The JSON for an event's `data` field, which a line break would end."""
     return json.dumps(json.loads(data)).encode() if b"\n" in data or b"\r" in data else data
 
@@ -167,7 +211,8 @@ def _text(value: object) -> str:
 class Forwarding:
     """Turns the parts of a streamed answer into the Server-Sent Events to write to the client."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[bytes], tuple[Stage, bytes]]) -> None:
+        self._read = read
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._has_begun = False
@@ -186,14 +231,13 @@ class Forwarding:
         self._next_seq = part.seq + 1
         if self._has_gap:
             return b""
-        kind = type_of(part.body)
-        event = _event(kind, part.body)
-        if kind == _LAST:
+        stage, event = self._read(part.body)
+        if stage is Stage.LAST:
             self._stop = event
             return self._release()
         self._held.append(event)
         self._held_bytes += len(event)
-        if not self._has_begun and kind in _FIRST and self._held_bytes < _HELD_BYTES:
+        if not self._has_begun and stage is Stage.BEFORE and self._held_bytes < _HELD_BYTES:
             return b""
         return self._release()
 
@@ -229,8 +273,16 @@ def type_of(event: bytes) -> str:
     return str(json.loads(event).get("type"))
 
 
-def _event(kind: str, data: bytes) -> bytes:
-    data = _on_one_line(data)
+def read_event(data: bytes) -> tuple[Stage, bytes]:
+    """`Format.read` of Messages."""
+    kind = type_of(data)
+    stage = Stage.LAST if kind == _LAST else Stage.BEFORE if kind in _FIRST else Stage.CONTENT
+    return stage, event_of(kind, data)
+
+
+def event_of(kind: str, data: bytes) -> bytes:
+    """A provider's event of this type as a Server-Sent Event."""
+    data = on_one_line(data)
     if not kind.isidentifier():
         kind = "unknown"
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
@@ -271,7 +323,18 @@ def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
 
 
 def _new_event(kind: str, **fields: Any) -> bytes:
-    return _event(kind, json.dumps({"type": kind, **fields}).encode())
+    return event_of(kind, json.dumps({"type": kind, **fields}).encode())
+
+
+FORMAT = Format(
+    dialect=n.ANTHROPIC_MESSAGES,
+    task=MESSAGES,
+    request_id_header="request-id",
+    ping=PING,
+    read=read_event,
+    events_of=lambda message, call: events_of(message),
+    error_event=lambda error, id: b"event: error\ndata: %b\n\n" % on_one_line(error.body(id)),
+)
 
 
 # ---- count_tokens and models -----------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Every error answer of the gateway: what a handler may raise, what the client is told, and in which format.
 
 Calls of paths below `/v1/messages`, `/v1/models` and `/v1/files`, and of unknown ones below `/v1/`, get errors in
-Anthropic's format (`{"type": "error", "error": {…}, "request_id"}`), all others get problem documents (RFC 9457).
+Anthropic's format (`{"type": "error", "error": {…}, "request_id"}`) or in OpenAI's (`{"error": {…}}`), whosever client
+calls; all others get problem documents (RFC 9457).
 
-Anthropic's SDKs repeat a call after 408, 409, 429 and 5xx. Repeating it helps if the request was not accepted. If a
+Both vendors' SDKs repeat a call after 408, 409, 429 and 5xx. Repeating it helps if the request was not accepted. If a
 worker has ended the request with an error, repeating the call brings nothing new, and `x-should-retry: false` tells the
 SDK so.
 """
@@ -65,6 +66,11 @@ ABOUT_REQUEST = web.RequestKey("request_id", str)
 NO_SNIFFING = istr("X-Content-Type-Options")
 _API = "/v1/"
 _ANTHROPICS = ("/v1/messages", "/v1/models", "/v1/files")
+_OPENAIS = ("/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
+_OF_BOTH = ("/v1/models", "/v1/files")
+_OPENAI_STATUS = {402: 429, 529: 503}
+"""Of the statuses that OpenAI's API does not have."""
+_OPENAI_CODES = {401: "invalid_api_key", 402: "insufficient_quota", 429: "rate_limit_exceeded"}
 _HAS_BEGUN = web.RequestKey("has_begun", bool)
 _away = LogThrottle()
 log = structlog.get_logger()
@@ -91,6 +97,30 @@ class ApiError(Exception):
     def response(self, request_id: str) -> web.Response:
         headers = {**self.headers, "request-id": request_id}
         return answer(self.body(request_id), status=self.status, **headers)
+
+    @property
+    def openai_status(self) -> int:
+        return _OPENAI_STATUS.get(self.status, self.status)
+
+    def openai_error(self) -> dict[str, Any]:
+        """The fields of the error in OpenAI's format."""
+        if self.whole is not None and isinstance(found := json.loads(self.whole), dict):
+            error: dict[str, Any] = found["error"]
+            return error
+        kind = "server_error" if self.openai_status >= 500 else "invalid_request_error"
+        if self.openai_status == 429:
+            kind = "insufficient_quota" if self.status == 402 else "requests"
+        code = self.headers.get(CODE) or _OPENAI_CODES.get(self.status)
+        return {"message": self.message, "type": kind, "param": None, "code": code}
+
+    def openai_body(self) -> bytes:
+        if self.whole is not None:
+            return self.whole
+        return json.dumps({"error": self.openai_error()}, ensure_ascii=False).encode()
+
+    def openai_response(self, request_id: str) -> web.Response:
+        headers = {**self.headers, "x-request-id": request_id}
+        return answer(self.openai_body(), status=self.openai_status, **headers)
 
 
 def refused(message: str, *, status: int = 503) -> ApiError:
@@ -133,13 +163,13 @@ def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
         headers["retry-after"] = str(math.ceil(problem.retry_after_ms / 1000))
     if failure is None or not is_passed_on:
         return ApiError(problem.status, detail_of(problem, chose_id=chose_id), headers=headers)
-    whole = failure.error.encode() if _is_anthropic_error(failure.error) else None
+    whole = failure.error.encode() if _is_error(failure.error) else None
     message = problem.detail.removesuffix(problem.type.advice).removeprefix(f"{failure.status} {failure.type}: ")
     return ApiError(failure.status, message, failure.type, headers, whole)
 
 
-def _is_anthropic_error(text: str) -> bool:
-    """An SDK reads such a body; any other, or one that was cut, is put into Anthropic's format."""
+def _is_error(text: str) -> bool:
+    """The SDKs read such a body; any other, or one that was cut, is put into the vendor's format."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -199,15 +229,29 @@ def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -
     )
 
 
-def refusal(
-    call: web.BaseRequest, error: ApiError | LanekeeperError, *, anthropic_id: str | None = None
-) -> web.Response:
-    """In the format of the path. `anthropic_id`: its `request-id`; default: the request's, or a random one."""
+def is_openai(call: web.BaseRequest) -> bool:
+    """Whether OpenAI's client calls. Both vendors have the paths of models and files, and an unknown path may be either
+    one's; but only Anthropic's clients send these headers."""
+    if call.path.startswith(_OPENAIS) and not call.path.startswith(_OF_BOTH):
+        return True
+    headers = call.headers
+    return (
+        call.path.startswith(_API)
+        and not call.path.startswith("/v1/messages")
+        and headers.get("authorization", "").lower().startswith("bearer ")
+        and "anthropic-version" not in headers
+        and "x-api-key" not in headers
+    )
+
+
+def refusal(call: web.BaseRequest, error: ApiError | LanekeeperError, *, sdk_id: str | None = None) -> web.Response:
+    """In the format of the path. `sdk_id`: the id that an SDK reads; default: the request's, or a random one."""
     request_id, api_error = call.get(ABOUT_REQUEST), api_error_of(error)
     if isinstance(error, StoreUnavailable) and (count := _away.count("store")):
         log.error(signals.STORE_AWAY, reason=str(error), count=count)
-    if call.path.startswith(_ANTHROPICS):
-        return api_error.response(anthropic_id or request_id or uuid.uuid4().hex)
+    path, id = call.path, sdk_id or request_id or uuid.uuid4().hex
+    if path.startswith((*_ANTHROPICS, *_OPENAIS)):
+        return api_error.openai_response(id) if is_openai(call) else api_error.response(id)
     document = problem_of(error, request_id)
     if (trace := trace_id_of(INVALID_SPAN, call.headers)) is not None:  # the caller's
         document.setdefault("trace", trace)
@@ -223,6 +267,9 @@ def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError
     why = "is not a path of Lanekeeper's"
     if request.path == "/v1/messages":
         why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"
+    elif is_openai(request):
+        served = ", ".join(_OPENAIS)
+        why += f"; of OpenAI's API it serves {served}: for others, call the API itself"
     elif request.path.startswith(_API):
         served = ", ".join(_ANTHROPICS)
         why += f"; of Anthropic's API it serves {served} and paths below them: for others, call the API itself"
@@ -249,7 +296,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPException as error:
         api_error = _without_handler(request, error)
         if api_error.status == 404 and request.path.startswith(_API):  # an SDK may have called it
-            return api_error.response(uuid.uuid4().hex)
+            id = uuid.uuid4().hex
+            return api_error.openai_response(id) if is_openai(request) else api_error.response(id)
         return refusal(request, api_error)
     except Exception:
         id, resource = uuid.uuid4().hex, request.match_info.route.resource
@@ -257,4 +305,4 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         log.exception(signals.HANDLER_FAILED, where=f"gateway {path}", request=id)
         if request.get(_HAS_BEGUN) and request.transport is not None:
             request.transport.abort()  # otherwise the client would take the part that it has for the whole answer
-        return refusal(request, ApiError(500, f"a fault of Lanekeeper; its log tells of {id}"), anthropic_id=id)
+        return refusal(request, ApiError(500, f"a fault of Lanekeeper; its log tells of {id}"), sdk_id=id)

@@ -35,7 +35,7 @@ from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey
 from service.gateway.access import Access, require_operator
 from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, send_pieces
-from service.gateway.calls import Bodies, CheckedCall, submitted_id_of
+from service.gateway.calls import SUBMITTED, Bodies, CheckedCall, submitted_id_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, detail_of, refused, stopping
 from service.gateway.shares import SharedLimit
 from topology.codec.decoding import app_of
@@ -72,7 +72,7 @@ class RequestPaths:
 
     async def post(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         request[ABOUT_REQUEST] = id = submitted_id_of(request.headers)
-        async with self.bodies.checked_call(request, caller, request_id=id, task="requests") as call:
+        async with self.bodies.checked_call(request, caller, request_id=id, task=SUBMITTED) as call:
             await self.requests.submit(call, caller)
         return answer({"id": id, **request_urls(id)}, status=202, Location=request_urls(id)["status_url"])
 
@@ -198,6 +198,13 @@ class SubmittedRequests:
             raise _unknown(id)
         return Known(id, found, submission)
 
+    async def first_entry(self, id: str, caller: GatewayKey) -> Mapping[str, Any]:
+        """What was stored when the request was submitted; empty if it is kept no longer."""
+        (look,) = await self._store.look([(identity_of(id, caller), 0)])
+        entry = next(iter(look.entries), None) if look is not None else None
+        found: Mapping[str, Any] = json.loads(entry.body) if entry is not None and entry.kind == state.QUEUED else {}
+        return found
+
     async def owner_of(self, id: str, caller: GatewayKey, tenant: str | None, *, acts: bool) -> GatewayKey:
         """As whom the caller gets at a request: an operator as the tenant that it names, or as the only one that has a
         request with this id, if its own has none. Raises ApiError."""
@@ -270,10 +277,16 @@ class SubmittedRequests:
         except ControlRefused as error:
             raise refused(str(error), status=429 if error.is_passing else 503) from error
 
+    async def forget(self, id: str, caller: GatewayKey) -> None:
+        """Remove what is kept of a request that has ended, unless it was cancelled."""
+        await self._store.forget(identity_of(id, caller))
+
     async def _submit(self, call: CheckedCall, caller: GatewayKey) -> None:
         request = call.request
         identity = identity_of(request.id, caller)
         first: dict[str, str] = {"lane": request.lane, "submitted_at": moment_text(request.published.ms)}
+        if (dialect := call.options["headers"].get(n.DIALECT)) is not None:
+            first |= {"dialect": str(dialect), "model": request.model}
         if request.due_ms is not None:
             first["due_at"] = moment_text(request.due_ms)
         submitted = await self._store.follow(

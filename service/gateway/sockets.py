@@ -27,7 +27,7 @@ from consumers.background import background_task
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.settings import GatewayKey
 from service.gateway.answers import Drain, StoredAnswers
-from service.gateway.calls import IDEMPOTENCY_KEY, CallReader, submitted_id_of
+from service.gateway.calls import IDEMPOTENCY_KEY, SUBMITTED, CallReader, submitted_id_of
 from service.gateway.problems import ApiError, problem_of, refused
 from service.gateway.requests import LARGEST_NUMBER, LargeStatus, SubmittedRequests, request_urls
 from service.gateway.server import HttpConnection
@@ -166,7 +166,7 @@ class _Socket:
             headers[IDEMPOTENCY_KEY] = message.id
         id, read = submitted_id_of(headers), self._of.call_reader.read
         with self._of.shares.calls.taken(self._caller.tenant):
-            reading = partial(read, headers, message.body, self._caller, request_id=id, task="requests")
+            reading = partial(read, headers, message.body, self._caller, request_id=id, task=SUBMITTED)
             asked = await self._of.shares.parsing.run(len(message.body), reading)
             await self._requests.submit(asked, self._caller)
         await self._send("submitted", id, message.ref, **request_urls(id))
