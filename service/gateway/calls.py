@@ -89,6 +89,8 @@ class CheckedCall:
     sha256: str | None = None
     wants_usage: bool = False
     """Whether a stream of chat completions ends with the usage."""
+    choices: int = 1
+    """How many chat completions a stream is asked for."""
     is_background: bool = False
     """Whether the caller of `/v1/responses` does not wait for the answer."""
 
@@ -227,6 +229,7 @@ class CallReader:
             options=options,
             request=request,
             wants_usage=stream and _wants_usage(asked),
+            choices=_choices(asked) if stream else 1,
             is_background=background is not None,
         )
 
@@ -327,6 +330,11 @@ def _without_background(body: bytes) -> bytes | None:
 def _wants_usage(asked: Mapping[str, Any]) -> bool:
     options = asked.get("stream_options")
     return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def _choices(asked: Mapping[str, Any]) -> int:
+    n = asked.get("n")
+    return n if isinstance(n, int) and n > 1 else 1
 
 
 class Bodies:

@@ -91,6 +91,7 @@ class Stage(Enum):
     BEFORE = "before the first piece of the content"
     CONTENT = "content"
     LAST = "the last event"
+    """In chat completions: of each choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +109,8 @@ class Format:
     """The Server-Sent Events that stream a complete answer."""
     error_event: Callable[[ApiError, str], bytes]
     """The event that ends a stream, for an error and the id of the request."""
+    closing: bytes = b""
+    """What follows the last event."""
 
 
 @dataclass(slots=True)
@@ -168,7 +171,7 @@ class AwaitedCalls:
 
     async def _streamed(self, request: web.Request, call: CheckedCall, caller: GatewayKey) -> web.StreamResponse:
         id, format = call.request.id, self.format
-        forwarding = Forwarding(format.read)
+        forwarding = Forwarding(format.read, choices=call.choices)
         writing = event_stream(request, id, id_header=format.request_id_header)
         async with (
             aclosing(self._replies(call, forwarding)) as replies,
@@ -179,8 +182,8 @@ class AwaitedCalls:
                     await writing.write(b"".join([forwarding.part(part) for part in came if isinstance(part, Part)]))
                     if not isinstance(reply := came[-1], Final):
                         continue
-                    if (end := forwarding.end()) is not None:
-                        await writing.write(end)
+                    if (end := forwarding.end(_choices_of(reply, call))) is not None:
+                        await writing.write(end + format.closing)
                     elif (kept := reply.kept) is None:
                         await writing.write(b"".join(format.events_of(reply.message, call)))
                     else:
@@ -199,6 +202,11 @@ class AwaitedCalls:
             return await writing.end()
 
 
+def _choices_of(reply: Final, call: CheckedCall) -> int:
+    """A provider may give fewer than the call asked for."""
+    return 1 if call.choices == 1 or reply.kept is not None else len(reply.message.get("choices") or ())
+
+
 def on_one_line(data: bytes) -> bytes:
     """The JSON for an event's `data` field, which a line break would end."""
     return json.dumps(json.loads(data)).encode() if b"\n" in data or b"\r" in data else data
@@ -211,8 +219,10 @@ def _text(value: object) -> str:
 class Forwarding:
     """Turns the parts of a streamed answer into the Server-Sent Events to write to the client."""
 
-    def __init__(self, read: Callable[[bytes], tuple[Stage, bytes]]) -> None:
+    def __init__(self, read: Callable[[bytes], tuple[Stage, bytes]], *, choices: int = 1) -> None:
         self._read = read
+        self._choices = choices
+        self._ended_choices = 0
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._has_begun = False
@@ -232,7 +242,11 @@ class Forwarding:
         if self._has_gap:
             return b""
         stage, event = self._read(part.body)
-        if stage is Stage.LAST:
+        self._ended_choices += stage is Stage.LAST
+        if self._stop is not None:
+            self._stop += event
+            return b""
+        if stage is Stage.LAST and self._ended_choices == self._choices:
             self._stop = event
             return self._release()
         self._held.append(event)
@@ -241,10 +255,10 @@ class Forwarding:
             return b""
         return self._release()
 
-    def end(self) -> bytes | None:
+    def end(self, choices: int = 1) -> bytes | None:
         """None: the stream is to be made from the final reply (`events_of`). Raises ApiError if some was written."""
-        if self._stop is not None and not self._has_gap:
-            return self._stop
+        if self._ended_choices >= choices and not self._has_gap:
+            return self._stop or b""
         self._start_over(_LOST)
         return None
 
@@ -263,6 +277,7 @@ class Forwarding:
         self._held.clear()
         self._held_bytes = 0
         self._stop = None
+        self._ended_choices = 0
         self._has_gap = False
 
 

@@ -9,6 +9,7 @@ and its status comes from the store. Its stream is made from the request's entri
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
@@ -35,7 +36,7 @@ RESPONSES_PATH: Final = "/v1/responses"
 RESPONSE_PATH: Final = "/v1/responses/{id}"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 REQUEST_ID_HEADER: Final = "x-request-id"
-DONE: Final = b"[DONE]"
+DONE: Final = b"data: [DONE]\n\n"
 _PREFIX: Final = "resp_"
 _ENDS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
 _BEFORE: Final = frozenset(
@@ -59,9 +60,12 @@ def _data(content: bytes) -> bytes:
     return b"data: %b\n\n" % on_one_line(content)
 
 
+_FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"')
+
+
 def _read_chunk(data: bytes) -> tuple[Stage, bytes]:
-    if data.strip() == DONE:
-        return Stage.LAST, _data(DONE)
+    if _FINISHED.search(data):
+        return Stage.LAST, _data(data)
     is_first = b'"role"' in data and not any(map(_has_content, _objects(jiter.from_json(data), "choices")))
     return Stage.BEFORE if is_first else Stage.CONTENT, _data(data)
 
@@ -93,7 +97,7 @@ def _chunks_of(completion: dict[str, Any], call: CheckedCall) -> Iterator[bytes]
         yield chunk(choices=[{**_without(choice, "message", "logprobs"), "delta": {}}])
     if call.wants_usage:
         yield chunk(choices=[], usage=completion.get("usage"))
-    yield _data(DONE)
+    yield DONE
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -165,6 +169,7 @@ CHAT: Final = Format(
     read=_read_chunk,
     events_of=_chunks_of,
     error_event=lambda error, id: _data(error.openai_body()),
+    closing=DONE,
 )
 RESPONSES: Final = Format(
     dialect=n.OPENAI_RESPONSES,

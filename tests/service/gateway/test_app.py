@@ -88,6 +88,8 @@ def test_every_header_that_a_requester_may_set_is_in_the_documents() -> None:
     )
     assert submitted == HEADERS.keys() - REFUSED_HEADERS.keys() | {n.LANE_NAME, n.TYPE, "Idempotency-Key"}
     assert waited == submitted - {n.TYPE, n.PIPELINE, n.DIALECT}
+    openais = {each["name"] for each in OPENAPI["paths"]["/v1/chat/completions"]["post"]["parameters"]}
+    assert openais == waited - {n.ANTHROPIC_BETA, n.ANTHROPIC_VERSION}
 
 
 @given(
