@@ -46,7 +46,7 @@ def made(call: dict[str, Any]) -> Any:
                 found += [plain(each) for each in _sync(client, call["how"], options(call, "sync"))]
         except Exception as error:
             found.append(failed(error))
-        return found
+    return found
 
 
 def _sync(client: openai.OpenAI, how: str, given: dict[str, Any]) -> list[Any]:
@@ -77,14 +77,15 @@ def _sync(client: openai.OpenAI, how: str, given: dict[str, Any]) -> list[Any]:
         case "background resumed":
             with responses.create(**given, background=True, stream=True) as stream:
                 first = next(iter(stream))
-            id, after = first.response.id, first.sequence_number  # type: ignore[union-attr]
+            id, after = first.to_dict()["response"]["id"], first.sequence_number
             return kinds([first, *responses.retrieve(id, stream=True, starting_after=after)])
         case "background cancelled":
             id = responses.create(**given, background=True).id
             return [responses.cancel(id).status, responses.retrieve(id).status]
         case "background deleted":
             id = ended(responses.create(**given, background=True).id, responses.retrieve).id
-            return [responses.delete(id), responses.retrieve(id)]
+            responses.delete(id)
+            return [responses.retrieve(id)]
         case "background chained":
             id = ended(responses.create(**given, background=True).id, responses.retrieve).id
             return [responses.create(**given, previous_response_id=id)]
@@ -148,30 +149,28 @@ async def _async(client: openai.AsyncOpenAI, how: str, given: dict[str, Any]) ->
         case "response events":
             return [event async for event in await responses.create(**given, stream=True)]
         case "response final":
-            async with responses.stream(**given) as stream:
-                return [await stream.get_final_response()]
+            async with responses.stream(**given) as events:
+                return [await events.get_final_response()]
         case "response parse":
             return [(await responses.parse(**given, text_format=Place)).output_parsed]
         case "background":
             return [await ended_async((await responses.create(**given, background=True)).id, client)]
         case "background events":
-            stream = await responses.create(**given, background=True, stream=True)
-            return kinds([event async for event in stream])
+            begun = await responses.create(**given, background=True, stream=True)
+            return kinds([event async for event in begun])
         case "background resumed":
-            async with await responses.create(**given, background=True, stream=True) as stream:
-                first = await anext(aiter(stream))
-            rest = await responses.retrieve(
-                first.response.id,  # type: ignore[union-attr]
-                stream=True,
-                starting_after=first.sequence_number,
-            )
+            async with await responses.create(**given, background=True, stream=True) as begun:
+                first = await anext(aiter(begun))
+            id = first.to_dict()["response"]["id"]
+            rest = await responses.retrieve(id, stream=True, starting_after=first.sequence_number)
             return kinds([first, *[event async for event in rest]])
         case "background cancelled":
             id = (await responses.create(**given, background=True)).id
             return [(await responses.cancel(id)).status, (await responses.retrieve(id)).status]
         case "background deleted":
             id = (await ended_async((await responses.create(**given, background=True)).id, client)).id
-            return [await responses.delete(id), await responses.retrieve(id)]
+            await responses.delete(id)
+            return [await responses.retrieve(id)]
         case "background chained":
             id = (await ended_async((await responses.create(**given, background=True)).id, client)).id
             return [await responses.create(**given, previous_response_id=id)]
@@ -191,7 +190,7 @@ async def _async(client: openai.AsyncOpenAI, how: str, given: dict[str, Any]) ->
 
 
 async def ended_async(id: str, client: openai.AsyncOpenAI) -> Any:
-    while (found := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
+    while (found := await client.responses.retrieve(id)).status in ("queued", "in_progress"):  # noqa: ASYNC110
         await asyncio.sleep(PAUSE_S)
     return found
 

@@ -1,8 +1,9 @@
-"""`./dev judges`: Anthropic's SDKs, unmodified, at the simulated API and at a gateway before it, must get the same.
+"""`./dev judges`: the vendors' SDKs, unmodified, at the simulated API and at a gateway before it, must get the same.
 
 What is called: the Python SDK's own tests (`upstream.py`), its examples and that of the TypeScript SDK's README, and
 calls with both SDKs (`calls.py`, `calls.js`): messages, the streams that the Python SDK's tests have recorded, errors,
-timeouts and retries. Claude Code (`claude_code.py`) is run too. A difference without a reason in `reasons.py`, or a
+timeouts and retries. Claude Code (`claude_code.py`) is run too, and calls with OpenAI's Python SDK (`openai_calls.py`).
+A difference without a reason in `reasons.py`, or a
 reason without a difference, is a failure.
 
 The tests and examples come from the source package of the locked version. The package of the TypeScript SDK (locked in
@@ -48,7 +49,7 @@ HERE = Path(__file__).parent
 KEPT = HOUSE / ".cache" / "judges"
 PYTHON = KEPT / "bin" / "python"
 PAGE = HOUSE / "docs" / "sdks.md"
-PARTS = ("calls", "examples", "claude", "tests")
+PARTS = ("calls", "openai", "examples", "claude", "tests")
 WITHIN_S = 600
 PATIENCE_S = 10
 """How long a call that meets an error may take: what the gateway waits out until then is a difference."""
@@ -208,6 +209,127 @@ def refused_calls() -> list[Call]:
 
 
 CLIENTS = ("sync", "async", "typescript")
+
+
+# ---- what is called with OpenAI's SDK --------------------------------------------------------------------------------
+
+FUNCTION = {
+    "name": "look",
+    "parameters": {"type": "object", "required": ["at"], "properties": {"at": {"type": "string"}}},
+}
+SCHEMA = {
+    "name": "place",
+    "strict": True,
+    "schema": {
+        "type": "object",
+        "required": ["at"],
+        "properties": {"at": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+DATA_URL = "data:image/png;base64,iVBORw0KGgo="
+CALLED = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "🦊"}'}}
+CHATS: Mapping[str, Mapping[str, Any]] = {
+    "text": {},
+    "several choices": {"n": 2},
+    "usage": {"stream_options": {"include_usage": True}},
+    "tools": {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": False},
+    "image": {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "What “is” it?"},
+                    {"type": "image_url", "image_url": {"url": DATA_URL}},
+                ],
+            },
+        ]
+    },
+    "tool result": {
+        "messages": [
+            {"role": "user", "content": "Where is it?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            {"role": "tool", "tool_call_id": "c1", "content": "\u2028 there"},
+        ],
+    },
+    "structured": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    "cut at its bound": {"max_completion_tokens": 2},
+}
+RESPONSES: Mapping[str, Mapping[str, Any]] = {
+    "text": {"instructions": "Be brief.", "metadata": {"user": "u-1"}},
+    "tools": {"tools": [{"type": "function", **FUNCTION, "strict": False}]},
+    "image": {
+        "input": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "input_text", "text": "What “is” it?"},
+                    {"type": "input_image", "image_url": DATA_URL, "detail": "auto"},
+                ],
+            }
+        ]
+    },
+    "structured": {"text": {"format": {"type": "json_schema", **SCHEMA}}},
+    "cut at its bound": {"max_output_tokens": 2},
+}
+EMBEDDED: Mapping[str, Mapping[str, Any]] = {
+    "one text": {"input": "🦊"},
+    "several texts": {"input": ["a", "b", "c"]},
+    "tokens": {"input": [[1, 2], [3]]},
+    "numbers": {"input": "a", "encoding_format": "float", "dimensions": 8},
+}
+
+
+def openai_calls() -> list[Call]:
+    found = []
+
+    def add(
+        how: str, title: str, body: Mapping[str, Any], *, prompt: str = "tell me a “story” 🦊", **options: Any
+    ) -> None:
+        name = f"{how}: {title}"
+        said = f"{prompt} «{name} CLIENT»"
+        is_chat = how.startswith("chat")
+        asked = {"messages": [{"role": "user", "content": said}]} if is_chat else {"input": said}
+        found.append(Call(name=name, how=how, body={"model": f"{name} CLIENT", **asked, **body}, **options))
+
+    for title, body in CHATS.items():
+        for how in ("chat", "chat events", "chat final"):
+            add(how, title, {name: each for name, each in body.items() if how != "chat" or name != "stream_options"})
+    for title, body in RESPONSES.items():
+        for how in ("response", "response events", "response final"):
+            add(how, title, body)
+    for title, body in EMBEDDED.items():
+        add("embeddings", title, body)
+    add("chat parse", "a place", {})
+    add("response parse", "a place", {})
+    add("background", "polled", {}, prompt="[[latency: 300ms]]")
+    for title in ("events", "resumed"):
+        add(f"background {title}", "a story", {}, prompt="[[latency: 300ms]]")
+    add("background cancelled", "a story", {}, prompt="[[latency: 60s]]")
+    for title in ("deleted", "chained"):
+        add(f"background {title}", "a story", {})
+    add("retrieve", "not in the background", {})
+    found.append(Call(name="retrieve unknown", how="retrieve unknown", body={}))
+    for title, fault in FAULTS.items():
+        for how in ("chat", "chat events", "response events"):
+            add(how, f"error {title}", {}, prompt=fault, timeout_s=PATIENCE_S)
+    unknown = {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}
+    found += [Call(name=f"{how}: unknown model", how=how, body=unknown) for how in ("chat", "chat events")]
+    add("chat", "error parameter", {"max_completion_tokens": -1})
+    for how in ("chat", "chat events"):
+        headers = {"x-lane-deadline-ms": "20000"}
+        add(how, "error timeout", {}, prompt="[[fault: hang]]", timeout_s=2, headers=headers)
+    for title, fault in ONCE.items():
+        add("chat", f"retry {title}", {}, prompt=fault, retries=2)
+    add("chat", "retry the same Idempotency-Key", {}, times=2, headers={"Idempotency-Key": "openai-CLIENT"})
+    found.append(Call(name="models", how="models", body={}))
+    found.append(Call(name="model", how="model", body={"model": "gpt-5.5"}))
+    found.append(Call(name="unknown model", how="model", body={"model": "nobody"}))
+    found.append(Call(name="moderations", how="elsewhere", body={}))
+    return found
+
+
 _STATUS = re.compile(r"\[\[status: (\d+)((?: [a-z-]+=\S+)*)( x1)?\]\]")
 _REPLAY = re.compile(r"\[\[replay: (\S+)\]\]")
 _CALL = re.compile(r"\[\[call: (\w+) (\{.*?\})\]\]")
@@ -222,7 +344,9 @@ class Judged(FaultyAPI):
         models = {
             call.body["model"].replace("CLIENT", each) for call in made for each in CLIENTS if "model" in call.body
         }
-        super().__init__(SimulatedOptions(models=frozenset({*models, *MODELS} - {"claude-nobody"}), keep_calls=20_000))
+        super().__init__(
+            SimulatedOptions(models=frozenset({*models, *MODELS} - {"claude-nobody", "nobody"}), keep_calls=20_000)
+        )
         self._recorded = recorded
         self._seen: Counter[str] = Counter()
         self.arrived: list[tuple[dict[str, str], str]] = []
@@ -250,11 +374,9 @@ class Judged(FaultyAPI):
                 status = int(found[1])
                 headers |= dict(pair.split("=") for pair in found[2].split())
                 kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-                error = {
-                    "type": "error",
-                    "error": {"type": kind, "message": f"status {status}"},
-                    "request_id": request_id,
-                }
+                error: dict[str, Any] = {"error": {"type": kind, "message": f"status {status}"}}
+                if not asked.dialect.is_openai:
+                    error |= {"type": "error", "request_id": request_id}
                 return web.json_response(error, status=status, headers=headers)
         return await super()._answer(request, asked, fault, request_id)
 
@@ -407,7 +529,10 @@ class Verdict:
             self.differ.append((kind, name, one, other))
 
 
-_IDS = re.compile(r"\b(msg|req)_\d{24}\b|\b[0-9a-f]{32}\b|\bmsgbatch_\w+|0x[0-9a-f]+")
+_IDS = re.compile(
+    r"\b(msg|req|fc|resp)_\d{24}\b|\bchatcmpl-\d{24}\b|\b(resp_)?[0-9a-f]{32}\b|\bmsgbatch_\w+|0x[0-9a-f]+"
+    r'|(?<="created": )\d+|(?<="created_at": )[\d.]+'
+)
 
 
 def _plain(found: object) -> str:
@@ -518,6 +643,21 @@ async def judge_calls(
                 verdict.compare(kind, f"calls of: {call.name}", directly, passed_on)
 
 
+async def judge_openai(verdict: Verdict, folder: Path, ways: Sequence[Way], made: Sequence[Call], api: Judged) -> None:
+    given = json.dumps([call.document() for call in made]).encode()
+    found = []
+    for way in ways:
+        api.start_over()
+        _, out = await output(
+            sys.executable, "-W", "ignore", HERE / "openai_calls.py", way.url, folder=folder, given=given
+        )
+        found.append(json.loads(out))
+    direct, through = found
+    for client in ("sync", "async"):
+        for call in made:
+            verdict.compare(f"OpenAI's SDK, {client}", call.name, direct[client][call.name], through[client][call.name])
+
+
 async def judge_claude_code(verdict: Verdict, program: Path, folder: Path, ways: Sequence[Way], api: Judged) -> None:
     for name, scene in claude_code.SCENES.items():
         found = []
@@ -545,6 +685,8 @@ KINDS = {
     "Python, sync": "calls, Python",
     "Python, async": "calls, Python async",
     "TypeScript": "calls, TypeScript",
+    "OpenAI's SDK, sync": "calls, OpenAI's Python SDK",
+    "OpenAI's SDK, async": "calls, OpenAI's Python SDK async",
     "Claude Code": "Claude Code: what it prints, and what then arrives at the API",
 }
 
@@ -586,6 +728,7 @@ async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
     # They lack the empty line that ends the last event, `message_stop`; the gateway would take the stream for cut off.
     recorded = {each.stem: each.read_bytes().rstrip() + b"\n\n" for each in fixtures}
     made, refused = calls(list(recorded)), refused_calls()
+    all_made = [*made, *refused, *openai_calls()]
     with (
         fresh_vhost(broker) as vhost,
         fresh_vhost(broker) as other,
@@ -598,12 +741,16 @@ async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
         typescript = await typescript_sdk(folder / "typescript")
         program, version = await claude()
         tell(f"the SDKs and Claude Code {version} are here")
-        async with Judged([*made, *refused], recorded) as api:
+        async with Judged(all_made, recorded) as api:
             async with gateway(vhost, api.base_url, folder / "calls") as url:
                 ways = (Way("direct", api.base_url), Way("through", url))
                 if "calls" in parts:
                     await judge_calls(verdict, typescript, ways, made, api)
                     tell(f"{len(made)} calls by {len(CLIENTS)} clients")
+                if "openai" in parts:
+                    asked = openai_calls()
+                    await judge_openai(verdict, folder, ways, asked, api)
+                    tell(f"{len(asked)} calls by OpenAI's SDK")
                 if "examples" in parts:
                     await judge_examples(verdict, sdk, typescript, ways)
                     tell("examples")
