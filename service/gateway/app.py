@@ -36,7 +36,7 @@ from service.gateway.files import FilePaths
 from service.gateway.groups import GroupPaths
 from service.gateway.messages import FORMAT, AwaitedCalls, LookupPaths
 from service.gateway.operators import OperatorPaths
-from service.gateway.problems import ApiError, refused
+from service.gateway.problems import ApiError, is_openai, path_unknown, refused
 from service.gateway.requests import Poller, RequestPaths, SubmittedRequests, identity_of
 from service.gateway.server import Handler, HttpConnection, descriptors
 from service.gateway.shares import SharedLimit, Shares
@@ -171,7 +171,7 @@ class Gateway:
             **{at: partial(self._in_store, handle) for at, handle in in_store.items()},
             ("GET", "/v1/live"): self._live.follow,
             **self._lookups.handlers(),
-            **self._files.handlers(),
+            **{at: partial(_of_anthropic, handle) for at, handle in self._files.handlers().items()},
             **self._operators.handlers(),
         }
         return {
@@ -226,6 +226,13 @@ class Gateway:
         await self._speaker.check(caller.tenant)
         self._same_store.ask_soon(caller)
         return await handle(request, caller)
+
+
+async def _of_anthropic(handle: _CallHandler, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+    """OpenAI's API has this path too, and other things below it."""
+    if is_openai(request):
+        raise path_unknown(request)
+    return await handle(request, caller)
 
 
 def document(name: str, settings: Settings) -> dict[str, Any]:

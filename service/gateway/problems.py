@@ -264,6 +264,11 @@ def _without_handler(request: web.Request, error: web.HTTPException) -> ApiError
         return ApiError(405, f"{request.method} {request.path}: allowed is {names}", headers={"Allow": names})
     if error.status != 404 or not request.path:  # CONNECT has no path
         return ApiError(error.status, error.text or error.reason)
+    return path_unknown(request)
+
+
+def path_unknown(request: web.BaseRequest) -> ApiError:
+    """The error 404, with what there is."""
     why = "is not a path of Lanekeeper's"
     if request.path == "/v1/messages":
         why = "is served by `lanekeeper gateway` and `lanekeeper serve`, not by this process"

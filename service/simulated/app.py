@@ -430,11 +430,13 @@ class SimulatedAPI:
 
 
 def _is_openai(request: web.BaseRequest) -> bool:
-    """By the path; that of models is both APIs', but only Anthropic's has these headers."""
+    """By the path; one that is not Anthropic's alone is OpenAI's without the headers that Anthropic's clients send."""
     path = request.path
-    if path.startswith("/v1/models"):
-        return "anthropic-version" not in request.headers and "x-api-key" not in request.headers
-    return path in openai.READERS or path.startswith(f"{openai.RESPONSES_PATH}/")
+    if path in openai.READERS or path.startswith(f"{openai.RESPONSES_PATH}/"):
+        return True
+    if path.startswith(("/v1/messages", FILES_PATH, RATE_LIMITS_PATH)):
+        return False
+    return path.startswith("/v1/") and "anthropic-version" not in request.headers and "x-api-key" not in request.headers
 
 
 def _openai_line(model: str) -> str:

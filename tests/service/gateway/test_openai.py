@@ -1,0 +1,153 @@
+"""The formats of OpenAI's paths. What a call of theirs meets is in `tests/journeys/test_openai.py`."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import aiohttp
+import pytest
+from multidict import CIMultiDict
+
+from consumers.dialects.openai_chat import ChatStream
+from lanekeeper import Part
+from lanekeeper.contract import names as n
+from service.config.settings import GatewayKey
+from service.gateway.access import hash_of
+from service.gateway.calls import CallReader, CheckedCall
+from service.gateway.messages import Forwarding
+from service.gateway.openai import CHAT, RESPONSES
+from service.gateway.problems import ApiError
+from service.simulated import openai as simulated
+from service.simulated.messages import echo
+from tests.support.gate import SETTINGS, Alone
+
+LANES = {lane.name: lane for lane in SETTINGS.lane_specs()}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"required": ["at"]}}}
+TOOL_OF_RESPONSE = {"type": "function", "name": "look", "parameters": {"required": ["at"]}}
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "gpt-5.5", "messages": [{"role": "user", "content": "words 🦊"}], "stream": True, **fields}
+
+
+def checked(fields: dict[str, Any], dialect: str = n.OPENAI_CHAT, **headers: str) -> CheckedCall:
+    reader = CallReader(lanes=LANES, app="x", max_values=10_000, cancel_abandoned=True)
+    named = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
+    given = json.dumps(fields).encode()
+    return reader.read(named, given, GatewayKey(tenant=None), request_id="r", task="chat", dialect=dialect)
+
+
+def chunks(**fields: Any) -> list[bytes]:
+    asked = simulated.read_chat(json.dumps(body(**fields)).encode())
+    events = simulated.chat_events(asked, echo(asked, output_tokens=None), id="1", deltas=3)
+    return [event.removeprefix(b"data: ").strip() for event in events[:-1]]
+
+
+def data_in(events: bytes) -> Iterator[Any]:
+    for line in events.splitlines():
+        if line.startswith(b"data: ") and b"[DONE]" not in line:
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def parts(found: list[bytes]) -> list[Part]:
+    return [Part(kind="event", seq=seq, body=each) for seq, each in enumerate(found)]
+
+
+def test_the_first_chunk_waits_for_content_and_the_last_one_for_the_outcome() -> None:
+    it, found = Forwarding(CHAT.read), parts(chunks(stream_options={"include_usage": True}))
+
+    assert it.part(found[0]) == b""
+    assert [len(list(data_in(it.part(part)))) for part in found[1:-2]] == [2, 1, 1]
+    assert it.part(found[-2]) + it.part(found[-1]) == b""
+    last, usage = data_in(it.end() or b"")
+    assert (last["choices"][0]["finish_reason"], usage["choices"]) == ("stop", [])
+
+
+def test_a_stream_of_several_choices_ends_with_the_last_of_them() -> None:
+    it, found = Forwarding(CHAT.read, choices=2), parts(chunks(n=2))
+    written = b"".join(map(it.part, found))
+
+    whole = written + (it.end(2) or b"")
+    assert [each["choices"][0]["index"] for each in data_in(whole)] == [0] * 5 + [1] * 5
+    fewer = Forwarding(CHAT.read, choices=2)
+    assert len(list(data_in(b"".join(map(fewer.part, parts(chunks()))) + (fewer.end(1) or b"")))) == 5
+
+
+@pytest.mark.parametrize("lost", [-1, -2])
+def test_a_lost_end_is_never_passed_over(lost: int) -> None:
+    it, found = Forwarding(CHAT.read, choices=2), parts(chunks(n=2))
+    del found[lost]
+
+    def forward() -> None:
+        for part in found:
+            it.part(part)
+        it.end(2)
+
+    with pytest.raises(ApiError):
+        forward()
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2, "stream_options": {"include_usage": True}}, {"tools": [TOOL]}])
+def test_a_stream_can_be_made_of_a_whole_chat_completion(fields: dict[str, Any]) -> None:
+    asked = simulated.read_chat(json.dumps(body(**fields)).encode())
+    whole = simulated.chat(asked, echo(asked, output_tokens=None), id="1")
+    events = b"".join(CHAT.events_of(whole, checked(body(**fields))))
+
+    stream = ChatStream(asks_usage=True)
+    for each in data_in(events):
+        stream.take(each, b"")
+    again = stream.message()
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert [choice["message"] for choice in again["choices"]] == [choice["message"] for choice in whole["choices"]]
+    assert again.get("usage") == (whole["usage"] if "stream_options" in fields else None)
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL_OF_RESPONSE]])
+def test_a_stream_can_be_made_of_a_whole_response(tools: list[Any]) -> None:
+    given = {"model": "gpt-5.5", "input": "words", "stream": True, "tools": tools}
+    asked = simulated.read_response(json.dumps(given).encode())
+    output = echo(asked, output_tokens=None)
+    whole = simulated.response(asked, output, id="1")
+    made = list(data_in(b"".join(RESPONSES.events_of(whole, checked(given, n.OPENAI_RESPONSES)))))
+
+    assert made[-1]["response"] == whole
+    assert [event["sequence_number"] for event in made] == list(range(len(made)))
+    streamed = list(data_in(b"".join(simulated.response_events(asked, output, id="1", deltas=1))))
+    assert [event["type"] for event in made] == [event["type"] for event in streamed]
+
+
+def test_a_response_in_the_background_is_submitted_without_the_field_that_says_so() -> None:
+    given = {"model": "gpt-5.5", "input": "words"}
+    call = checked({**given, "background": True}, n.OPENAI_RESPONSES)
+
+    assert call.is_background
+    assert (json.loads(call.body if isinstance(call.body, bytes) else b""), call.key) == (given, "normal.x.requests")
+    assert not checked({**given, "background": False}, n.OPENAI_RESPONSES).is_background
+
+
+async def test_errors_are_in_openais_format_on_its_paths_and_where_its_client_calls() -> None:
+    async def error(method: str, path: str, **headers: str) -> tuple[int, dict[str, Any]]:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with session.request(method, made.url + path, headers=named, data=b"{}") as got:
+            found = await got.json()
+            assert found.keys() == {"error"}
+            assert got.headers["x-request-id"]
+            return got.status, found["error"]
+
+    async with Alone(keys={hash_of("k"): {"tenant": "crm"}}) as made, aiohttp.ClientSession() as session:
+        assert (await error("POST", "/v1/chat/completions"))[1]["code"] == "invalid_api_key"
+        status, found = await error("POST", "/v1/moderations", authorization="Bearer k")
+        assert (status, found["type"]) == (404, "invalid_request_error")
+        assert "/v1/chat/completions, /v1/responses" in found["message"]
+        assert (await error("GET", "/v1/files", authorization="Bearer k"))[0] == 404
+        async with session.get(f"{made.url}/v1/moderations", headers={"x-api-key": "k"}) as got:
+            assert (await got.json())["type"] == "error"
+        async with session.get(f"{made.url}/v1/requests/x", headers={"authorization": "Bearer no"}) as got:
+            assert got.content_type == "application/problem+json"
+
+
+@pytest.mark.parametrize(("status", "told"), [(529, 503), (402, 429), (503, 503), (400, 400)])
+def test_a_status_that_openai_does_not_have_is_the_nearest_one_that_it_has(status: int, told: int) -> None:
+    answered = ApiError(status, "why").openai_response("r")
+
+    assert (answered.status, json.loads(answered.body)["error"]["message"]) == (told, "why")  # type: ignore[arg-type]
