@@ -93,6 +93,8 @@ class CheckedCall:
     """How many chat completions a stream is asked for."""
     is_background: bool = False
     """Whether the caller of `/v1/responses` does not wait for the answer."""
+    previous: str | None = None
+    """The id of the response that the caller of `/v1/responses` continues."""
 
     @property
     def body_hash(self) -> bytes:
@@ -169,9 +171,11 @@ class CallReader:
         path; None: the one that the caller names."""
         lane = lane_of(caller, only_value(call_headers, n.LANE_NAME), self.lanes)
         headers: dict[str, str | int | bool] = {**_headers(call_headers)}
-        background = _without_background(body) if dialect == n.OPENAI_RESPONSES else None
-        if background is not None:
-            body, task = background, SUBMITTED
+        response = _of_response(body) if dialect == n.OPENAI_RESPONSES else _NOTHING
+        previous, is_background = response.get("previous_response_id"), response.get("background") is True
+        if is_background:  # Lanekeeper keeps the answer, so that the provider need not
+            body = json.dumps({name: value for name, value in response.items() if name != "background"}).encode()
+            task = SUBMITTED
         is_awaited = task != SUBMITTED
         handler = None if is_awaited or dialect is not None else only_value(call_headers, n.TYPE)
         if handler is not None:
@@ -230,7 +234,8 @@ class CallReader:
             request=request,
             wants_usage=stream and _wants_usage(asked),
             choices=_choices(asked) if stream else 1,
-            is_background=background is not None,
+            is_background=is_background,
+            previous=previous if isinstance(previous, str) else None,
         )
 
     def read_batch(self, call_headers: MultiMapping[str], caller: GatewayKey, *, sent_ms: int) -> BatchCall:
@@ -313,18 +318,15 @@ def _asked(body: bytes) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else _NOTHING
 
 
-def _without_background(body: bytes) -> bytes | None:
-    """The body of a response in the background as that of another: Lanekeeper itself keeps its answer. None: it is to
-    be answered at once, or is not valid."""
-    if b'"background"' not in body and b"\\u" not in body:
-        return None
+def _of_response(body: bytes) -> Mapping[str, Any]:
+    """The fields of a body that may be in the background, or follow another response; of others, none."""
+    if b'"background"' not in body and b'"previous_response_id"' not in body and b"\\u" not in body:
+        return _NOTHING
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError:
-        return None
-    if not isinstance(found, dict) or found.get("background") is not True:
-        return None
-    return json.dumps({name: value for name, value in found.items() if name != "background"}).encode()
+        return _NOTHING
+    return found if isinstance(found, dict) else _NOTHING
 
 
 def _wants_usage(asked: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ import jiter
 from aiohttp import web
 
 from consumers.background import background_task
-from consumers.state.base import EVENT, QUEUED, RESTART, Entry
+from consumers.state.base import EVENT, QUEUED, RESTART, Completion, Entry
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import body_address_in
 from lanekeeper.contract.problems import LanekeeperError
@@ -211,7 +211,8 @@ class ResponsePaths:
         try:
             async with self.bodies.checked_call(
                 request, caller, request_id=id, task=format.task, dialect=format.dialect
-            ) as call:
+            ) as checked:
+                call = await self._following(checked, caller)
                 if not call.is_background:
                     return await self.awaited.answer_checked(request, call, caller)
                 await self.requests.submit(call, caller)
@@ -240,6 +241,23 @@ class ResponsePaths:
         await self.requests.forget(found.known.id, caller)
         return self._json(found, {"id": found.id, "object": "response", "deleted": True})
 
+    async def _following(self, call: CheckedCall, caller: GatewayKey) -> CheckedCall:
+        """The provider does not know the ids of responses in the background, so it gets its own."""
+        if call.previous is None or not isinstance(call.body, bytes):
+            return call
+        try:
+            found = await self._found(call.previous.removeprefix(_PREFIX), caller)
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return call
+        ended = found.known.found.completion
+        if ended is None or ended.status != "ok":
+            raise ApiError(400, f"previous_response_id: {call.previous[:100]!r} has no answer")
+        async with self._body_of(ended, caller) as body:
+            previous = json.loads(body).get("id")
+        return replace(call, body=json.dumps({**json.loads(call.body), "previous_response_id": previous}).encode())
+
     async def _found(self, id: str, caller: GatewayKey) -> _Found:
         """Raises ApiError 404."""
         try:
@@ -267,11 +285,17 @@ class ResponsePaths:
         ended = found.known.found.completion
         if ended is None or ended.status != "ok":
             yield found.unfinished(_STATUSES.get(word_of(found.known, LARGEST_NUMBER), "queued"))
-        elif (kept := body_address_in(ended.headers)) is not None:
-            async with self.answers.in_memory(kept, caller.tenant) as body:
-                yield found.answered(body)
         else:
-            yield found.answered(ended.body)
+            async with self._body_of(ended, caller) as body:
+                yield found.answered(body)
+
+    @asynccontextmanager
+    async def _body_of(self, ended: Completion, caller: GatewayKey) -> AsyncIterator[bytes]:
+        if (kept := body_address_in(ended.headers)) is None:
+            yield ended.body
+            return
+        async with self.answers.in_memory(kept, caller.tenant) as body:
+            yield body
 
     async def _stream(self, request: web.Request, id: str, caller: GatewayKey, *, after: int) -> web.StreamResponse:
         found = await self._found(id, caller)
