@@ -69,7 +69,7 @@ async def test_only_the_base_url_is_changed(vhost: Vhost) -> None:
 
 async def test_both_dialects_wait_in_one_lane_and_each_gets_its_own_answer(vhost: Vhost) -> None:
     async with (
-        served(vhost) as (_, api, url),
+        served(vhost) as (_, _, url),
         sdk(url) as one,
         AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as other,
     ):
@@ -84,7 +84,7 @@ async def test_both_dialects_wait_in_one_lane_and_each_gets_its_own_answer(vhost
 
         assert [each.choices[0].message.content for each in answers[:5]] == [f"echo: one {n}" for n in range(5)]
         assert [each.content[0].text for each in answers[5:]] == [f"echo: other {n}" for n in range(5)]
-        with pytest.raises(openai.BadRequestError, match="anthropic.messages"):
+        with pytest.raises(openai.BadRequestError, match=r"anthropic\.messages"):
             await one.chat.completions.create(
                 model=MODEL, messages=said([{"type": "tool_result", "tool_use_id": "t", "content": "x"}])
             )
@@ -101,7 +101,7 @@ async def test_while_a_streamed_call_waits_it_gets_comments(vhost: Vhost) -> Non
 
 
 async def test_an_error_in_the_middle_ends_a_stream_and_one_before_is_retried_unnoticed(vhost: Vhost) -> None:
-    async with served(vhost) as (_, api, url), sdk(url) as client:
+    async with served(vhost) as (_, _, url), sdk(url) as client:
         chunks = await client.chat.completions.create(
             model=MODEL, messages=said("[[fault: overloaded x1]] later"), stream=True
         )
@@ -114,7 +114,7 @@ async def test_an_error_in_the_middle_ends_a_stream_and_one_before_is_retried_un
 
 
 async def ended(client: AsyncOpenAI, id: str) -> Response:
-    while (found := await client.responses.retrieve(id)).status in ("queued", "in_progress"):
+    while (found := await client.responses.retrieve(id)).status in ("queued", "in_progress"):  # noqa: ASYNC110  an application polls
         await asyncio.sleep(0.05)
     return found
 
@@ -150,7 +150,7 @@ async def test_a_response_in_the_background_is_polled_followed_cancelled_and_del
 
 
 async def test_a_stream_in_the_background_goes_on_where_its_client_stopped(vhost: Vhost) -> None:
-    async with served(vhost) as (_, api, url), sdk(url) as client:
+    async with served(vhost) as (_, _, url), sdk(url) as client:
         prompt = "[[latency: 1s]] in pieces"
         events: list[Any] = []
         async with await client.responses.create(model=MODEL, input=prompt, background=True, stream=True) as stream:
