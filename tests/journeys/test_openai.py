@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
 from tests.support.gate import gate
-from tests.support.processes import Running, environment, lanekeeper
+from tests.support.processes import Running, environment, lanekeeper, run
 from tests.support.serving import HeldCalls, RunningWorker, serving
 from tests.support.waiting import until
 
@@ -40,7 +40,8 @@ async def served(vhost: Vhost, **spec: Any) -> AsyncIterator[tuple[RunningWorker
     async with HeldCalls() as api:
         key, url = SecretStr("sk-openai"), SecretStr(f"{api.base_url}/v1")
         providers = {"openai": {"kind": "openai", "api_key": key, "base_url": url}}
-        async with serving(vhost, base_url=api.base_url, providers=providers) as worker, gate(worker, **spec) as url_:
+        made = serving(vhost, base_url=api.base_url, providers=providers, speakers=(vhost.user,))
+        async with made as worker, gate(worker, **spec) as url_:
             try:
                 yield worker, api, url_
             finally:
@@ -197,6 +198,8 @@ async def test_a_response_in_the_background_survives_the_death_of_gateway_and_wo
             LANEKEEPER_PROVIDERS__OPENAI__BASE_URL=f"{api.base_url}/v1",
             LANEKEEPER_PROVIDERS__OPENAI__API_KEY="sk-openai",
         )
+
+        assert (await run("topology", "apply", environ=environ, folder=tmp_path))[0] == 0
 
         async def kill(*processes: Running) -> None:
             for each in processes:

@@ -94,6 +94,24 @@ async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(s
     assert await store.submission(ME) is not None
 
 
+async def test_an_answer_can_be_forgotten_but_neither_a_request_that_runs_nor_a_cancellation(
+    store: FollowedStore,
+) -> None:
+    await followed(store)
+    holder = await held(store)
+    await store.forget(ME)
+    assert await store.find(ME) is not None
+    await store.complete(ME, fingerprint(), answered(), token=holder.token)
+    await store.forget(ME)
+    assert await store.find(ME) is None
+    assert not (await look(store)).is_known
+
+    await followed(store)
+    await store.cancel(ME, CANCELLED)
+    await store.forget(ME)
+    assert await store.find(ME) is not None
+
+
 async def test_its_claim_says_that_it_is_followed(store: FollowedStore) -> None:
     await followed(store)
     found = await store.claim(ME, fingerprint())
