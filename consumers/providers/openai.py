@@ -7,6 +7,7 @@ llama.cpp, OpenRouter and many more). The bodies of requests and answers are pas
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -38,6 +39,7 @@ from consumers.providers.errors import (
     within,
 )
 from consumers.providers.extras import imported
+from consumers.providers.streams import bounded
 from consumers.providers.transport import http_client
 from lanekeeper.contract.names import OPENAI_CHAT, OPENAI_EMBEDDINGS, OPENAI_RESPONSES
 from topology.codec import bounds
@@ -216,6 +218,22 @@ class OpenAIProvider:
         dialect = OPENAI_EMBEDDINGS if "embed" in model else OPENAI_CHAT
         request = unpublished("1", model=model, max_tokens=PROBE_TOKENS, dialect=dialect)
         await self.stream(request, timeout_s=PROBE_WITHIN_S, parts=None)
+
+    async def models(self) -> Sequence[Mapping[str, Any]]:
+        """The server's models, as it describes them. Raises ProviderError."""
+        async with within(PROBE_WITHIN_S, why=f"no answer within {PROBE_WITHIN_S:g} s"):
+            response = await self._send("GET", self.address(_MODELS, ""), CHAT)
+            try:
+                refuse_html(response.status_code, plain(response.headers))
+                with translate_errors(secret=self.secret):
+                    body = b"".join([piece async for piece in bounded(response.aiter_bytes(), self.max_answer_bytes)])
+            finally:
+                with suppress(*NETWORK_ERRORS):
+                    await response.aclose()
+        try:
+            return [each for each in json.loads(body)["data"] if isinstance(each["id"], str)]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise TransientError("its list of models cannot be read", type="broken_answer") from error
 
     async def aclose(self) -> None:
         await self._background.finish(within_s=0)

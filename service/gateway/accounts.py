@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from consumers.failures import TIMEOUT, AccountError, ProviderError
 from consumers.providers.anthropic import Lookups
+from consumers.providers.openai import OpenAIProvider
 from consumers.rate_limit import RateLimit
-from service.config.settings import FIRST, GatewayKey, Settings
+from service.config.settings import FIRST, OPENAI_KINDS, GatewayKey, Settings
 from service.gateway.access import Access
 from service.gateway.problems import ApiError, refused
 
@@ -32,6 +33,7 @@ class Accounts:
         self._tenant_limit = RateLimit(per_s=per_min / 120, at_once=max(1.0, per_min / 2))
         self._routes = settings.routes_spec()
         self._accounts = dict(_accounts(settings))
+        self._openais = list(_openais(settings))
         of_all_models = (name for name in sorted(self._accounts) if _has_all_models(settings, name))
         self._default = FIRST if FIRST in self._accounts else next(of_all_models, "")
 
@@ -48,6 +50,21 @@ class Accounts:
             headers=NEVER_AGAIN,
         )
 
+    async def openai_models(self) -> Sequence[Mapping[str, Any]]:
+        """The models of all providers of OpenAI's kinds, as OpenAI describes them. Raises ApiError, ProviderError."""
+        if not self._openais:
+            raise ApiError(
+                501,
+                "this gateway has no provider of kind openai or azure whose models it knows: set its key, or its "
+                "models, for the gateway too",
+                headers=NEVER_AGAIN,
+            )
+        found: dict[str, Mapping[str, Any]] = {}
+        for each in self._openais:
+            for model in each if isinstance(each, list) else await each.models():
+                found.setdefault(model["id"], model)
+        return list(found.values())
+
     def first_of(self, lane: str) -> str:
         """The name of the provider that is called first for the lane's requests."""
         return next(iter(self._routes.lanes.get(lane) or [each.name for each in self._routes.providers]), "")
@@ -62,6 +79,9 @@ class Accounts:
     async def aclose(self) -> None:
         for account in self._accounts.values():
             await account.aclose()
+        for each in self._openais:
+            if isinstance(each, OpenAIProvider):
+                await each.aclose()
 
 
 def _accounts(settings: Settings) -> Iterator[tuple[str, Lookups]]:
@@ -72,6 +92,19 @@ def _accounts(settings: Settings) -> Iterator[tuple[str, Lookups]]:
         if provider.kind == "anthropic" and provider.api_key is not None and provider.base_url is not None:
             url, key = provider.base_url.get_secret_value(), provider.api_key.get_secret_value()
             yield name, Lookups(url, api_key=key, header_rules=settings.header_rules(name))
+
+
+def _openais(settings: Settings) -> Iterator[OpenAIProvider | list[dict[str, Any]]]:
+    """Each provider, or, if the settings list them, its models."""
+    for name, section in settings.providers.items():
+        if section.kind not in OPENAI_KINDS:
+            continue
+        if section.models is not None:
+            yield [{"id": model, "object": "model", "created": 0, "owned_by": name} for model in section.models]
+        elif section.kind == "openai" and not list(section.missing_for_calls()):
+            given = {"api_key": section.api_key, "base_url": section.base_url}
+            secrets = {key: value.get_secret_value() for key, value in given.items() if value is not None}
+            yield OpenAIProvider.at(name=name, **secrets, organization=section.organization, project=section.project)
 
 
 def _has_all_models(settings: Settings, name: str) -> bool:

@@ -45,7 +45,7 @@ from service.gateway.calls import (
     request_id_of,
 )
 from service.gateway.files import FilePaths
-from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of
+from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, api_error_of, is_openai
 from service.gateway.shares import SharedLimit
 from topology.codec import bounds
 from topology.codec.decoding import too_large
@@ -387,6 +387,8 @@ class LookupPaths:
             return _response(await self._call_provider(request, caller, body=body, provider=provider))
 
     async def _models(self, request: web.Request, caller: GatewayKey) -> web.Response:
+        if is_openai(request):
+            return answer({"object": "list", "data": await self._openai_models(caller)})
         allowed = self._allowed(caller)
         if allowed is None:
             return _response(await self._call_provider(request, caller))
@@ -397,9 +399,24 @@ class LookupPaths:
 
     async def _model(self, request: web.Request, caller: GatewayKey) -> web.Response:
         id, allowed = request.match_info["id"], self._allowed(caller)
+        if is_openai(request):
+            found = next((model for model in await self._openai_models(caller) if model["id"] == id), None)
+            if found is None:
+                raise ApiError(404, f"The model {id[:100]!r} does not exist")
+            return answer(dict(found))
         if _ID.fullmatch(id) is None or (allowed is not None and id not in allowed):
             raise ApiError(404, f"model: {id[:100]}")
         return _response(await self._call_provider(request, caller))
+
+    async def _openai_models(self, caller: GatewayKey) -> list[Mapping[str, Any]]:
+        allowed = self._allowed(caller)
+        with self._places.taken(caller.tenant):
+            self._accounts.count(caller)
+            try:
+                models = await self._accounts.openai_models()
+            except ProviderError as error:
+                raise not_called(error) from error
+        return [model for model in models if allowed is None or model["id"] in allowed]
 
     def _allowed(self, caller: GatewayKey) -> list[str] | None:
         of_tenant = self._tenant_models.get(caller.tenant or "")

@@ -211,7 +211,7 @@ async def test_a_response_in_the_background_survives_the_death_of_gateway_and_wo
             lanekeeper("gateway", environ=environ, folder=tmp_path) as first,
         ):
             await worker.ready()
-            async with sdk(await first.ready()) as client:
+            async with sdk((await first.tells("gateway.ready"))["url"]) as client:
                 begun = await client.responses.create(model=MODEL, input="story [[held]]", background=True)
                 await until(lambda: api.running == 1)
             await kill(worker, first)
@@ -221,6 +221,6 @@ async def test_a_response_in_the_background_survives_the_death_of_gateway_and_wo
             lanekeeper("gateway", environ=environ, folder=tmp_path) as second,
         ):
             await worker.ready()
-            async with sdk(await second.ready()) as client:
+            async with sdk((await second.tells("gateway.ready"))["url"]) as client:
                 found = await ended(client, begun.id)
                 assert (found.status, found.output_text) == ("completed", "echo: story [[held]]")

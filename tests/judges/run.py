@@ -507,7 +507,13 @@ async def gateway(vhost: Vhost, upstream: str, folder: Path) -> AsyncIterator[st
     class Provider:
         base_url: str
 
-    environ = environment(vhost, Provider(upstream), LANEKEEPER_LANES__NORMAL__MAX_ATTEMPTS="2")
+    openai = {"KIND": "openai", "BASE_URL": f"{upstream}/v1", "API_KEY": "sk-any"}
+    environ = environment(
+        vhost,
+        Provider(upstream),
+        LANEKEEPER_LANES__NORMAL__MAX_ATTEMPTS="2",
+        **{f"LANEKEEPER_PROVIDERS__OPENAI__{name}": value for name, value in openai.items()},
+    )
     async with lanekeeper("serve", environ=environ, folder=folder) as running:
         yield await running.ready()
 

@@ -230,8 +230,11 @@ async def test_a_file_that_has_arrived_is_noted_although_its_client_has_left(tmp
         calling.cancel()
         await asyncio.wait([calling])
         go_on.set()
-        await until(lambda: made.routes.calls == 0)
-        assert [file.id for file in await made.store.files("")] == ["file_1"]
+
+        async def is_noted() -> bool:
+            return [file.id for file in await made.store.files("")] == ["file_1"]
+
+        await until(is_noted)
 
 
 async def test_a_file_whose_owner_cannot_be_noted_is_deleted_again(
