@@ -174,7 +174,7 @@ class CallReader:
         response = _of_response(body) if dialect == n.OPENAI_RESPONSES else _NOTHING
         previous, is_background = response.get("previous_response_id"), response.get("background") is True
         if is_background:  # Lanekeeper keeps the answer, so that the provider need not
-            body = json.dumps({name: value for name, value in response.items() if name != "background"}).encode()
+            body = compact({name: value for name, value in response.items() if name != "background"})
             task = SUBMITTED
         is_awaited = task != SUBMITTED
         handler = None if is_awaited or dialect is not None else only_value(call_headers, n.TYPE)
@@ -327,6 +327,11 @@ def _of_response(body: bytes) -> Mapping[str, Any]:
     except ValueError:
         return _NOTHING
     return found if isinstance(found, dict) else _NOTHING
+
+
+def compact(fields: Mapping[str, Any]) -> bytes:
+    """The fields as JSON, as SDKs write it."""
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _wants_usage(asked: Mapping[str, Any]) -> bool:

@@ -402,7 +402,8 @@ class LookupPaths:
         if is_openai(request):
             found = next((model for model in await self._openai_models(caller) if model["id"] == id), None)
             if found is None:
-                raise ApiError(404, f"The model {id[:100]!r} does not exist")
+                message = f"The model `{id[:100]}` does not exist or you do not have access to it."
+                raise ApiError(404, message, code="model_not_found")
             return answer(dict(found))
         if _ID.fullmatch(id) is None or (allowed is not None and id not in allowed):
             raise ApiError(404, f"model: {id[:100]}")

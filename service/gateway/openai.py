@@ -26,7 +26,7 @@ from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Problem
 from service.config.settings import GatewayKey
 from service.gateway.answers import StoredAnswers, Writing, event_stream
-from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, submitted_id_of
+from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, compact, submitted_id_of
 from service.gateway.messages import AwaitedCalls, Format, Stage, event_of, on_one_line, type_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
@@ -256,7 +256,7 @@ class ResponsePaths:
             raise ApiError(400, f"previous_response_id: {call.previous[:100]!r} has no answer")
         async with self._body_of(ended, caller) as body:
             previous = json.loads(body).get("id")
-        return replace(call, body=json.dumps({**json.loads(call.body), "previous_response_id": previous}).encode())
+        return replace(call, body=compact({**json.loads(call.body), "previous_response_id": previous}))
 
     async def _found(self, id: str, caller: GatewayKey) -> _Found:
         """Raises ApiError 404."""

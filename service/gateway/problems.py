@@ -86,6 +86,8 @@ class ApiError(Exception):
     type: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     whole: bytes | None = None
+    code: str | None = None
+    """OpenAI's."""
 
     def body(self, request_id: str) -> bytes:
         if self.whole is not None:
@@ -110,7 +112,7 @@ class ApiError(Exception):
         kind = "server_error" if self.openai_status >= 500 else "invalid_request_error"
         if self.openai_status == 429:
             kind = "insufficient_quota" if self.status == 402 else "requests"
-        code = self.headers.get(CODE) or _OPENAI_CODES.get(self.status)
+        code = self.code or self.headers.get(CODE) or _OPENAI_CODES.get(self.status)
         return {"message": self.message, "type": kind, "param": None, "code": code}
 
     def openai_body(self) -> bytes:

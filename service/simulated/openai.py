@@ -99,7 +99,6 @@ def read_chat(body: bytes) -> Asked:
     format = fields.get("response_format") or {}
     return _asked(
         CHAT,
-        body,
         fields,
         said,
         function=next(iter(functions), None),
@@ -116,7 +115,6 @@ def read_response(body: bytes) -> Asked:
     format = (fields.get("text") or {}).get("format") or {}
     return _asked(
         RESPONSES,
-        body,
         fields,
         said,
         function=next((tool for tool in _objects(fields.get("tools")) if tool.get("type") == "function"), None),
@@ -132,7 +130,7 @@ def read_embeddings(body: bytes) -> Asked:
     if not inputs or not all(isinstance(each, (str, list)) for each in inputs):
         raise invalid("Invalid 'input': expected a string, or a list of them.", param="input")
     said = [{"role": "user", "content": each} for each in inputs if isinstance(each, str)]
-    return _asked(EMBEDDINGS, body, fields, said)
+    return _asked(EMBEDDINGS, fields, said)
 
 
 def _inputs(fields: Mapping[str, Any]) -> list[Any]:
@@ -159,7 +157,6 @@ def _fields(body: bytes, required: str) -> dict[str, Any]:
 
 def _asked(
     dialect: Dialect,
-    body: bytes,
     fields: dict[str, Any],
     said: Sequence[Mapping[str, Any]],
     *,
@@ -177,7 +174,7 @@ def _asked(
         tool = {"name": function.get("name", "tool"), "input_schema": function.get("parameters") or {}}
     elif schema is not None:
         tool = {"name": "", "input_schema": schema}
-    input_tokens = tokens_of(len(body))
+    input_tokens = tokens_of(len(json.dumps(fields.get("messages", fields.get("input")))))
     return Asked(
         dialect=dialect,
         model=fields["model"],

@@ -124,7 +124,8 @@ async def test_a_response_in_the_background_is_polled_followed_cancelled_and_del
     keys = {hash_of("crm"): {"tenant": "crm"}, hash_of("shop"): {"tenant": "shop"}}
     async with served(vhost, keys=keys) as (_, api, url), sdk(url, "crm") as client, sdk(url, "shop") as stranger:
         begun = await client.responses.create(model=MODEL, input="story [[held]]", background=True)
-        assert (begun.status, begun.background, begun.model, begun.output) == ("queued", True, MODEL, [])
+        assert begun.status in ("queued", "in_progress")
+        assert (begun.background, begun.model, begun.output) == (True, MODEL, [])
         await api.until(lambda: api.running == 1)
         assert (await client.responses.retrieve(begun.id)).status == "in_progress"
         with pytest.raises(openai.NotFoundError):

@@ -111,8 +111,15 @@ def ended(id: str, retrieve: Callable[..., Any]) -> Any:
 
 
 def kinds(events: list[Any]) -> list[Any]:
-    """Without the numbers: those of Lanekeeper count its own steps too."""
-    shown = [{**event.to_dict(), "sequence_number": None} for event in events if event.type != "response.queued"]
+    """Without the numbers, because those of Lanekeeper count its own steps too; of responses that have no answer yet,
+    only that they are in the background."""
+    shown = []
+    for event in events:
+        fields = {**event.to_dict(), "sequence_number": None}
+        if event.type in ("response.created", "response.in_progress"):
+            fields["response"] = fields["response"]["background"]
+        if event.type != "response.queued":
+            shown.append(fields)
     numbers = [event.sequence_number for event in events]
     return [*shown, numbers == sorted(set(numbers))]
 

@@ -254,6 +254,9 @@ CHATS: Mapping[str, Mapping[str, Any]] = {
         ],
     },
     "structured": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+    "sampling": {"temperature": 0.2, "top_p": 0.9, "seed": 7, "stop": ["\n\n"], "logit_bias": {"50256": -100}},
+    "whose it is": {"user": "u-1", "metadata": {"team": "a"}, "store": False, "service_tier": "default"},
+    "long": {"max_completion_tokens": 500, "messages": [{"role": "user", "content": "[[tokens: 400]] a long story"}]},
     "cut at its bound": {"max_completion_tokens": 2},
 }
 RESPONSES: Mapping[str, Mapping[str, Any]] = {
@@ -271,12 +274,17 @@ RESPONSES: Mapping[str, Mapping[str, Any]] = {
         ]
     },
     "structured": {"text": {"format": {"type": "json_schema", **SCHEMA}}},
+    "conversation": {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "whose it is": {"user": "u-1", "store": False, "reasoning": {"effort": "low"}, "temperature": 0.2},
     "cut at its bound": {"max_output_tokens": 2},
 }
+ANTHROPICS = ("not a message", "unfinished")
+"""Faults of Messages alone."""
 EMBEDDED: Mapping[str, Mapping[str, Any]] = {
     "one text": {"input": "🦊"},
     "several texts": {"input": ["a", "b", "c"]},
     "tokens": {"input": [[1, 2], [3]]},
+    "many texts": {"input": [f"text {number}" for number in range(200)]},
     "numbers": {"input": "a", "encoding_format": "float", "dimensions": 8},
 }
 
@@ -312,7 +320,13 @@ def openai_calls() -> list[Call]:
     add("retrieve", "not in the background", {})
     found.append(Call(name="retrieve unknown", how="retrieve unknown", body={}))
     for title, fault in FAULTS.items():
-        for how in ("chat", "chat events", "response events"):
+        if title in ANTHROPICS:
+            continue
+        for how in (
+            "chat",
+            "chat events",
+            *(["response events"] if title in ("400", "429", "error in the middle") else []),
+        ):
             add(how, f"error {title}", {}, prompt=fault, timeout_s=PATIENCE_S)
     unknown = {"model": "nobody", "messages": [{"role": "user", "content": "x"}]}
     found += [Call(name=f"{how}: unknown model", how=how, body=unknown) for how in ("chat", "chat events")]
