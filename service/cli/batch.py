@@ -1,5 +1,5 @@
-"""`lanekeeper batch …`: Message Batches at a gateway, by Anthropic's own paths. A file is read line by line, when it is
-checked and when it is sent, so that its size does not matter."""
+"""`lanekeeper batch …`: Message Batches at a gateway, by Anthropic's own paths, and other groups of requests. A file is
+read line by line, when it is checked and when it is sent, so that its size does not matter."""
 
 import asyncio
 import json as json_text
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from service.config.settings import Settings
 
 PATH: Final = "/v1/messages/batches"
+GROUPS: Final = "/v1/groups"
+BATCH: Final = "msgbatch_"
+"""The ids of Message Batches begin with it."""
 VERSION: Final = "2023-06-01"
 LOOK_EVERY_S: Final = 2.0
 NO_GATEWAY_FOR_S: Final = 60.0
@@ -31,9 +34,9 @@ NO_GATEWAY_FOR_S: Final = 60.0
 WRONG_LINES: Final = 5
 app = typer.Typer(
     no_args_is_help=True,
-    help="Message Batches: submit a file of requests to a gateway, follow them, fetch the results, cancel.",
+    help="Message Batches and other groups: submit a file to a gateway, follow them, fetch results, cancel.",
 )
-Id = Annotated[str, typer.Argument(metavar="ID", help="The batch's id: msgbatch_…")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="The batch's id: msgbatch_…, or a group's.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until it has ended, and show how far it is.")]
 
 
@@ -158,7 +161,12 @@ def _line(batch: Mapping[str, Any]) -> str:
     counts, all = batch["request_counts"], _total(batch)
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if kind != "processing" and count)
     ended = all - counts.get("processing", 0)
-    how = f" ({kinds})" if kinds else ""
+    more = [kinds] if kinds else []
+    if saved_usd := batch.get("saved_usd"):
+        more.append(f"${saved_usd:,.2f} saved")
+    if "predicted_end_at" in batch:
+        more.append(f"ends about {batch['predicted_end_at']}")
+    how = f" ({', '.join(more)})" if more else ""
     return printable(f"{batch['id']} {batch['processing_status']}: {ended:,} of {all:,} requests have ended{how}")
 
 
@@ -276,7 +284,8 @@ class _Gateway:
             return await _batch_in(answer)
 
     async def cancel(self, id: str) -> dict[str, Any]:
-        async with self._call("POST", id, "/cancel") as answer:
+        how = ("POST", id, "/cancel") if id.startswith(BATCH) else ("DELETE", id)
+        async with self._call(*how) as answer:
             return await _batch_in(answer)
 
     async def ended(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -314,12 +323,11 @@ class _Gateway:
         from aiohttp import ClientError
 
         assert self._session is not None
-        place = f"/{quote(id, safe='')}{end}" if id else ""
+        path = PATH if not id or id.startswith(BATCH) else GROUPS
+        place = f"{path}/{quote(id, safe='')}{end}" if id else path
         try:
-            async with self._session.request(
-                method, f"{self._url}{PATH}{place}", allow_redirects=False, **given
-            ) as answer:
-                if answer.status != 200:
+            async with self._session.request(method, f"{self._url}{place}", allow_redirects=False, **given) as answer:
+                if answer.status not in (200, 202):
                     raise _refusal(answer.status, await answer.content.read(64 * 1024))
                 yield answer
         except (ClientError, TimeoutError) as error:
@@ -346,6 +354,8 @@ async def _batch_in(answer: "ClientResponse") -> dict[str, Any]:
     body = await answer.content.read()
     try:
         batch: dict[str, Any] = json_text.loads(body)
+        if "counts" in batch:
+            batch = _as_batch(batch)
         if all(type(count) is int for count in batch["request_counts"].values()) and batch["processing_status"]:
             return batch
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -353,9 +363,19 @@ async def _batch_in(answer: "ClientResponse") -> dict[str, Any]:
     raise GatewayFailed("what answers there is no gateway: LANEKEEPER_CLIENT__URL")
 
 
+def _as_batch(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What is told of a group, in the words that are told of a batch."""
+    counts = group["counts"]
+    named = {"processing": "in_progress", "succeeded": "completed", "errored": "failed", "canceled": "cancelled"}
+    status = "canceling" if group["status"] == "cancelling" else group["status"]
+    counted = {name: counts[of_group] for name, of_group in named.items()}
+    return {**group, "processing_status": status, "request_counts": counted}
+
+
 def _refusal(status: int, body: bytes) -> GatewayFailed:
     try:
-        text = str(json_text.loads(body)["error"]["message"])
+        found = json_text.loads(body)
+        text = str(found["detail"] if "detail" in found else found["error"]["message"])
     except (ValueError, KeyError, TypeError):
         text = "no error of a gateway: see LANEKEEPER_CLIENT__URL"
     if status == 401:

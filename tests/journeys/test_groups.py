@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -11,6 +12,7 @@ import pytest
 from lanekeeper import Client, Final, Group, NotEnded, Problem
 from lanekeeper.groups import Outcome
 from lanekeeper.sync import Client as SyncClient
+from service.cli import main
 from service.gateway.access import hash_of
 from tests.support.brokers import Vhost
 from tests.support.endpoint import endpoint
@@ -177,14 +179,14 @@ async def test_the_client_publishes_many_and_follows_them_as_one(vhost: Vhost, t
 
         later = await client.publish_many([{"prompt": "x"}] * 3, key="normal.docs.night", delay_s=600)
 
-        await until(lambda: _are_delayed(client, later))
+        await until(lambda: _are_delayed(client, later, 3))
         assert (await later.cancel()).cancelled == 3
         assert [type(each) async for _, each in later.results()] == [Problem] * 3
         assert (await client.group("nobody").progress()).status == "unknown"
 
 
-async def _are_delayed(client: Client, group: Group) -> bool:
-    states = await client.results([f"{group.id}.{number}" for number in range(3)])
+async def _are_delayed(client: Client, group: Group, count: int) -> bool:
+    states = await client.results([f"{group.id}.{number}" for number in range(count)])
     return all(isinstance(each, NotEnded) and each.due_at is not None for each in states.values())
 
 
@@ -211,6 +213,26 @@ async def test_a_program_without_an_event_loop_follows_a_group(vhost: Vhost) -> 
 
     async with serving(vhost):
         assert sorted(await asyncio.to_thread(followed)) == [f"g.{number}" for number in range(5)]
+
+
+async def test_the_commands_for_batches_follow_groups_too(vhost: Vhost, tmp_path: Path, capfd: Any) -> None:
+    async def command(url: str, *line: str) -> int:
+        return await asyncio.to_thread(main.run, ["batch", *line, "--set", f"client.url={url}"])
+
+    async with serving(vhost) as worker, gate(worker) as url, Client(vhost.amqp_url) as client:
+        await client.publish_many([{"prompt": "x"}] * 3, key="normal.docs.night", group="night-1")
+        await ended(url, "night-1")
+        later = await client.publish_many([{"prompt": "x"}], key="normal.docs.night", group="later", delay_s=600)
+        await until(lambda: _are_delayed(client, later, 1))
+
+        assert await command(url, "status", "night-1", "--wait") == 0
+        assert "night-1 ended: 3 of 3 requests have ended (3 succeeded)" in capfd.readouterr().out
+        assert await command(url, "results", "night-1", "--output", str(tmp_path / "results")) == 0
+        assert len((tmp_path / "results").read_text().splitlines()) == 3
+        assert await command(url, "cancel", "later") == 0
+        assert "later ended: 1 of 1 requests have ended (1 canceled)" in capfd.readouterr().out
+        assert await command(url, "status", "nobody") == 1
+        assert "group 'nobody' is not known" in capfd.readouterr().err
 
 
 async def test_a_size_needs_its_group(vhost: Vhost) -> None:
