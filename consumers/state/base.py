@@ -828,10 +828,3 @@ class Following(Protocol):
 
 class FollowedStore(Store, Following, Protocol):
     """The whole store."""
-
-
-async def find_ended(store: Store, requests: Collection[Identity]) -> set[Identity]:
-    """Those of the requests that have ended, or are being cancelled. Raises StoreUnavailable."""
-    asked = list(requests)
-    found = await store.endings(asked) if asked else ()
-    return {each for each, ending in zip(asked, found, strict=True) if ending is not None and ending.is_over}

@@ -66,7 +66,7 @@ def model_info(model: str) -> dict[str, Any]:
 class Asked:
     """A checked request, with the parts that the simulated model uses."""
 
-    dialect: "Dialect"
+    dialect: "AnswerFormat"
     model: str
     max_tokens: int
     stream: bool
@@ -82,7 +82,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
+class AnswerFormat:
     """The formats of answers: whole (`write`), as the events of a stream, and an error in its middle."""
 
     write: Callable[..., dict[str, Any]]
@@ -272,4 +272,6 @@ def _error_event(type: str, *, nth: int, request_id: str) -> bytes:
     return b"event: error\ndata: %b\n\n" % error
 
 
-MESSAGES: Final = Dialect(write=message, events=events, error_event=_error_event, id_prefix="msg_", is_openai=False)
+MESSAGES: Final = AnswerFormat(
+    write=message, events=events, error_event=_error_event, id_prefix="msg_", is_openai=False
+)

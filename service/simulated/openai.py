@@ -16,7 +16,7 @@ from aiohttp import web
 
 from service.simulated.buckets import RateLimitBucket
 from service.simulated.faults import Refusal, parse_script
-from service.simulated.messages import Asked, Dialect, Output, cut, tokens_of
+from service.simulated.messages import AnswerFormat, Asked, Output, cut, tokens_of
 from service.simulated.sending import json_answer, stream_headers
 
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -156,7 +156,7 @@ def _fields(body: bytes, required: str) -> dict[str, Any]:
 
 
 def _asked(
-    dialect: Dialect,
+    dialect: AnswerFormat,
     fields: dict[str, Any],
     said: Sequence[Mapping[str, Any]],
     *,
@@ -531,9 +531,9 @@ class SimulatedResponses:
         return answer
 
 
-CHAT: Final = Dialect(write=chat, events=chat_events, error_event=_chat_error_event)
-RESPONSES: Final = Dialect(write=response, events=response_events, error_event=_response_error_event)
-EMBEDDINGS: Final = Dialect(write=embeddings, events=chat_events, error_event=_chat_error_event)
+CHAT: Final = AnswerFormat(write=chat, events=chat_events, error_event=_chat_error_event)
+RESPONSES: Final = AnswerFormat(write=response, events=response_events, error_event=_response_error_event)
+EMBEDDINGS: Final = AnswerFormat(write=embeddings, events=chat_events, error_event=_chat_error_event)
 READERS: Final[Mapping[str, Callable[[bytes], Asked]]] = {
     CHAT_PATH: read_chat,
     RESPONSES_PATH: read_response,

@@ -213,9 +213,9 @@ class RedisStore(Groups, SmallRows):
         return found
 
     def _place(self, place: Place) -> str:
-        if place.key is None:
-            return f"{self._namespace}:{place.kind}"
-        return f"{self._of_tenant(place.kind, place.tenant)}:{place.key}"
+        if place.key is not None:
+            return f"{self._of_tenant(place.kind, place.tenant)}:{place.key}"
+        return self._of_tenant(place.kind, place.tenant) if place.tenant else f"{self._namespace}:{place.kind}"
 
     async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
         member = f"{quote(identity.tenant, safe='')}:{identity.id}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, Store, StoreSpec, find_ended
+from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, Store, StoreSpec
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, answered, failed, fingerprint
 from tests.support.waiting import until
@@ -46,8 +46,6 @@ async def test_endings_tell_how_requests_ended_without_their_bytes(store: Store)
         None,
         None,
     ]
-    assert await find_ended(store, of.values()) == {of[name] for name in ("ok", "bad", "cancelled", "told")}
-    assert await find_ended(store, []) == set()
 
 
 async def test_endings_of_more_requests_than_one_look_reads(store: Store) -> None:
