@@ -255,7 +255,7 @@ class Replay:
     """The first letters that cannot be published again, each with the reason; nothing was sent then."""
     refusals: int = 0
     requests: list[dict[str, str]] = field(default_factory=list)
-    """The first that were replayed: where they stand now says their status."""
+    """The first that were replayed. Their status says what they become; until then it ended at `failed_at`."""
 
     @property
     def left(self) -> int:
@@ -336,8 +336,10 @@ class DeadLetters:
             done += 1
         return done
 
-    async def drop(self, wanted: Filter) -> int:
-        done, keys = 0, set[int]()
+    async def drop(self, wanted: Filter, *, within_s: float | None = None) -> int:
+        """`within_s`: end then, with letters left."""
+        now_s = asyncio.get_running_loop().time
+        began_s, done, keys = now_s(), 0, set[int]()
         await self._each(wanted, lambda letter: keys.add(letter.key))
         async with aclosing(held(self._connection, self._names.dead, keys, most=HELD)) as scans:
             async for scan in scans:
@@ -345,6 +347,8 @@ class DeadLetters:
                 for _, letter in scan.reader.held:
                     done += 1
                     log.info(signals.DEAD_LETTER_DROPPED, request=letter.id, code=letter.code, lane=letter.lane)
+                if within_s is not None and now_s() > began_s + within_s:
+                    break
         return done
 
     async def replay(
@@ -402,7 +406,7 @@ class DeadLetters:
                     await scan.remove(tag)
                     done.replayed += 1
                     if len(done.requests) < REPLAYED_SHOWN:
-                        done.requests.append({"id": letter.id, "tenant": letter.tenant})
+                        done.requests.append({"id": letter.id, "tenant": letter.tenant, "failed_at": letter.at})
                     log.info(signals.DEAD_LETTER_REPLAYED, request=letter.id, code=letter.code, lane=letter.lane)
         return done
 

@@ -105,6 +105,8 @@ class Status:
     accounts: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """For each account (a provider with a line of models) and each of its limits (`rpm`, `itpm`, `otpm`,
     `concurrency`): what it allows (`limit`), what is `left` of it, and what is `used`."""
+    reserves: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """For each account, the part of its limits that is kept for each lane."""
     waiting: tuple[str, ...] = ()
     paused: tuple[str, ...] = ()
     pauses: tuple[Mapping[str, str | None], ...] = ()
@@ -116,7 +118,8 @@ class Status:
     tenants: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     """For each lane and each of its latest tenants: how many requests are `running`, and how many are `in_hand`
     (received by a worker, and waiting for a slot). Since the workers started: how many requests were `begun`, and how
-    many were `set_aside` (moved to a side queue, so that other tenants do not wait behind them)."""
+    many were `set_aside` (moved to a side queue, so that other tenants do not wait behind them); and `waited_ms`, the
+    sum of `waits` waits."""
     prices_as_of: str | None = None
     in_delays: int | None = None
     dead: int | None = None
@@ -288,6 +291,7 @@ def _merged(
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
         troubles=tuple(_troubles(answers)),
         accounts=_accounts(answers),
+        reserves={account: lanes for answer in answers for account, lanes in answer.get("reserves", {}).items()},
         waiting=tuple(sorted(_waiting(answers))),
         paused=tuple(sorted(_paused(answers))),
         pauses=tuple({pause["id"]: pause for answer in answers for pause in answer.get("pauses", ())}.values()),

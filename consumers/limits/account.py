@@ -300,6 +300,11 @@ class Account:
         ]
         return REASONS[waits_s.index(max(waits_s))]
 
+    @property
+    def reserves(self) -> dict[str, float]:
+        """The part of each limit that is kept for each lane."""
+        return dict(zip(self.lanes, self.buckets[0].shares, strict=True))
+
     def figures(self, now_s: float) -> Iterator[tuple[str, dict[str, float]]]:
         self.refill(now_s)
         for reason, bucket in zip(REASONS, self.buckets, strict=True):

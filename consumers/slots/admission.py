@@ -88,6 +88,9 @@ class Figures:
 
     begun: int = 0
     set_aside: int = 0
+    waits: int = 0
+    """How many waits `waited_ms` is the sum of."""
+    waited_ms: int = 0
     seen_s: float = 0.0
 
 
@@ -123,6 +126,11 @@ class LaneSlots:
         found.seen_s = asyncio.get_running_loop().time()
         return found
 
+    def note_wait(self, tenant: str, wait_ms: int) -> None:
+        figures = self.figures(tenant)
+        figures.waits += 1
+        figures.waited_ms += wait_ms
+
     @property
     def is_shared(self) -> bool:
         latest = list(islice(reversed(self._figures.values()), 2))
@@ -143,6 +151,8 @@ class LaneSlots:
                 "in_hand": sum(queue.waiting_of(tenant) for queue in self.queues),
                 "begun": figures.begun,
                 "set_aside": figures.set_aside,
+                "waits": figures.waits,
+                "waited_ms": figures.waited_ms,
             }
             for tenant, figures in self._figures.items()
             if tenants is None or tenant in tenants
@@ -334,6 +344,8 @@ class QueueAdmitter:
         return Admission.BACK if admission is Admission.ASIDE and not may_leave else admission
 
     def leave(self, job: Job) -> None:
+        if job.attempted is not None:
+            self._slots.lane.note_wait(job.identity.tenant, job.wait_ms)
         self._slots.end(job.identity.tenant)
 
     async def set_aside(self, job: Job) -> Outcome | None:

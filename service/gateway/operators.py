@@ -51,7 +51,8 @@ FILTERS: Final = {
 }  # fmt: skip
 REQUESTS_QUERY: Final = requests.FILTER_NAMES | {"limit", "after"}
 LIST_QUERY: Final = FILTERS.keys() | {"since", "limit", "after"}
-REPLAY_FIELDS: Final = (FILTERS.keys() - {"id"}) | {"since", "edit", "to_lane", "model", "rate", "dry_run"}
+DROP_FIELDS: Final = (FILTERS.keys() - {"id"}) | {"since", "dry_run"}
+REPLAY_FIELDS: Final = DROP_FIELDS | {"edit", "to_lane", "model", "rate"}
 log = structlog.get_logger()
 
 
@@ -80,6 +81,7 @@ class OperatorPaths:
             ("GET", "/v1/dead"): self._list,
             ("GET", "/v1/dead/{id}"): self._show,
             ("POST", "/v1/dead/replay"): self._replay,
+            ("POST", "/v1/dead/drop"): self._drop_several,
             ("DELETE", "/v1/dead/{id}"): self._drop,
             ("GET", "/v1/requests"): self._requests,
             ("POST", "/v1/requests/cancel"): self._cancel_requests,
@@ -105,7 +107,7 @@ class OperatorPaths:
     async def _pause(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=True)
         fields = await self._object_in(request, caller)
-        fields["who"] = fields.get("who") or caller.tenant or "gateway"
+        fields["who"] = fields.get("who") or caller.name or caller.tenant or "gateway"
         pause = read_pause(fields, now_ms=now_ms(), known=self._settings.known_names())
         if not await self._store.pause(pause):
             raise too_many()
@@ -176,15 +178,29 @@ class OperatorPaths:
             raise _unknown(request)
         return answer({"dropped": dropped})
 
-    async def _replay(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+    async def _drop_several(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        asked, wanted = await self._letters_meant(request, caller, DROP_FIELDS)
+        dry_run = _dry_run_in(asked)
+        async with self._letters() as letters:
+            matched = (await letters.overview(wanted, limit=0)).matched
+            dropped = 0 if dry_run else await letters.drop(wanted, within_s=REPLAYED_WITHIN_S)
+        self._lists.clear()
+        return answer({"matched": matched, "dropped": dropped})
+
+    async def _letters_meant(
+        self, request: web.Request, caller: GatewayKey, known: Collection[str]
+    ) -> tuple[dict[str, Any], Filter]:
         require_operator(caller, acts=True)
         _refuse_unknown(request, ())
         asked = await self._object_in(request, caller)
-        if unknown := sorted(asked.keys() - REPLAY_FIELDS):
-            raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(REPLAY_FIELDS))}")
+        _refuse_unknown_fields(asked, known)
         wanted = _filter(asked)
         if wanted.is_empty:
             raise ApiError(400, "name the dead letters: ids, cause, code, lane, app, tenant, since")
+        return asked, wanted
+
+    async def _replay(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        asked, wanted = await self._letters_meant(request, caller, REPLAY_FIELDS)
         rate, dry_run, change = _rate_in(asked), _dry_run_in(asked), _edit_in(asked, "to_lane", "model")
         async with self._letters() as letters:
             done = await letters.replay(wanted, change, rate_per_s=rate, dry_run=dry_run, within_s=REPLAYED_WITHIN_S)
@@ -228,8 +244,7 @@ class OperatorPaths:
         require_operator(caller, acts=True)
         _refuse_unknown(request, ())
         asked = await self._object_in(request, caller)
-        if unknown := sorted(asked.keys() - known):
-            raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
+        _refuse_unknown_fields(asked, known)
         wanted = _requests_in(asked)
         if wanted == RequestFilter():
             raise ApiError(400, f"name the requests: {', '.join(sorted(requests.FILTER_NAMES))}")
@@ -349,6 +364,11 @@ def _refuse_unknown(request: web.Request, known: Collection[str]) -> None:
     if unknown := sorted(set(request.query) - set(known)):
         allowed = ", ".join(sorted(known)) or "none"
         raise ApiError(400, f"query: unknown name {unknown[0][:40]!r}; known: {allowed}")
+
+
+def _refuse_unknown_fields(asked: Mapping[str, Any], known: Collection[str]) -> None:
+    if unknown := sorted(asked.keys() - set(known)):
+        raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
 
 
 def _named(request: web.Request) -> Filter:

@@ -111,6 +111,7 @@ function state(name, words) {
 let history = { points: [], marks: [] };
 let latest = null;
 let deadShown = null;
+let deadAsked = false;
 
 function show(found) {
   latest = found;
@@ -121,11 +122,12 @@ function show(found) {
   lanes(found);
   chart(found);
   accounts(found);
+  tenants(found);
   failures(found);
   pauses(found);
   schedules(found);
   webhooks(found);
-  if (found.dead !== deadShown) dead(found.dead);
+  if (found.dead !== deadShown && !deadAsked) dead(found.dead);
 }
 
 /** One line for each thing that stops work; returns how many there are. */
@@ -217,8 +219,9 @@ function fill(made, lane, most, pause) {
   made.pause = pause;
   made.root.classList.toggle("braked", Boolean(pause));
   made.tag.hidden = !pause && lane.workers !== 0;
-  text(made.tag, pause ? `paused${pause.until ? ` until ${clock(pause.until)}` : ""}` : "no worker");
-  made.tag.title = pause ? `by ${pause.who}${pause.why ? `: ${pause.why}` : ""}` : "";
+  const going = pause ? underWay(latest, pause) : "";
+  text(made.tag, pause ? `${going ? "pausing" : "paused"}${pause.until ? ` until ${clock(pause.until)}` : ""}` : "no worker");
+  made.tag.title = pause ? `by ${pause.who}${pause.why ? `: ${pause.why}` : ""}${going ? `; ${going}` : ""}` : "";
   text(made.brake, pause ? "Release" : "Brake");
   made.brake.setAttribute("aria-label", `${pause ? "Release" : "Brake"} lane ${made.name}`);
 }
@@ -235,7 +238,10 @@ const DRAWN = {
   retried: { words: "retried in each minute", point: (each, lane) => each.retried[lane] },
 };
 const minutes = (at) => new Date(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-const lastHour = () => [latest.at_ms / 1000 - 3600, latest.at_ms / 1000];
+const lastHour = () => {
+  const now = latest.at_ms / 1000;
+  return [Math.max(now - 3600, Math.min((history.points[0]?.at_ms ?? latest.at_ms) / 1000, now - 600)), now];
+};
 
 const OF_TIME = {
   filter: (_, at) => at,
@@ -295,12 +301,32 @@ function chart(found) {
 
 function accounts(found) {
   const lines = [...(found.paused ?? []), ...(found.breakers ?? []), ...(found.waiting ?? [])];
-  draw($("accounts"), [found.accounts, lines, found.spent?.lane, found.simulated?.length], ([budget, told, spent, simulated]) => [
-    ...Object.entries(budget ?? {}).flatMap(([account, limits]) => [el("div", { class: "note" }, account), ...Object.entries(limits).map(([limit, of]) => budgetBar(limit, of))]),
+  draw($("accounts"), [found.accounts, found.reserves, lines, found.spent?.lane, found.simulated?.length], ([budget, reserves, told, spent, simulated]) => [
+    ...Object.entries(budget ?? {}).flatMap(([account, limits]) => [el("div", { class: "note" }, account), ...Object.entries(limits).map(([limit, of]) => budgetBar(limit, of, reserves?.[account] ?? {}))]),
     ...told.map((line) => el("p", { class: (found.waiting ?? []).includes(line) ? "note" : "note bad" }, line, (found.paused ?? []).includes(line) ? probing(line.split(": paused for ")[0]) : null)),
     table(["lane", "requests", "tokens", "money", "saved"], Object.entries(spent ?? {}).map(([lane, of]) => [lane, count(of.requests), count(of.tokens), dollars(of.usd ?? 0), of.saved_usd ? dollars(of.saved_usd) : "–"])),
     told.length ? "" : el("p", { class: "note" }, simulated ? "The provider is simulated: nothing is spent." : "No provider is paused, no breaker open, nothing waits for a budget."),
   ]);
+}
+
+const TENANTS = 20;
+
+/** The tenants that have most waiting, running and spent. */
+function tenants(found) {
+  const all = {};
+  const of = (name) => (all[name] ??= { running: 0, in_hand: 0, waits: 0, waited_ms: 0, requests: 0, usd: 0 });
+  for (const lane of Object.values(found.tenants ?? {})) {
+    for (const [name, figures] of Object.entries(lane)) {
+      for (const what of ["running", "in_hand", "waits", "waited_ms"]) of(name)[what] += figures[what] ?? 0;
+    }
+  }
+  for (const [name, { requests, usd }] of Object.entries(found.spent?.tenant ?? {})) Object.assign(of(name), { requests, usd: usd ?? 0 });
+  const rows = Object.entries(all).sort(([, a], [, b]) => b.in_hand - a.in_hand || b.running - a.running || b.usd - a.usd || b.waits - a.waits);
+  draw($("tenants"), rows.slice(0, TENANTS), (shown) => (shown.length
+    ? [table(["tenant", "waiting for a slot", "running", "mean wait", "requests", "money"], shown.map(([name, each]) => [
+      name || "–", count(each.in_hand), count(each.running), each.waits ? ms(each.waited_ms / each.waits) : "–", count(each.requests), dollars(each.usd)])),
+    rows.length > TENANTS ? el("p", { class: "note" }, `and ${many(rows.length - TENANTS, "other")}`) : ""]
+    : el("p", { class: "note" }, "No tenant has had a request since the workers started.")));
 }
 
 const probing = (name) => el("button", { class: "small", onclick: () => probe(name), "aria-label": `Probe ${name} now` }, "Probe now");
@@ -319,12 +345,21 @@ async function probe(name) {
 
 const LIMITS = { rpm: "requests a minute", itpm: "input tokens a minute", otpm: "output tokens a minute", concurrency: "calls at a time" };
 
-function budgetBar(limit, { used, limit: most }) {
+/** One limit of an account. Below its bar, the parts of it that are kept for each lane. */
+function budgetBar(limit, { used, limit: most }, reserves) {
   if (!most) return el("div", {}, el("small", { class: "note" }, limit === "concurrency" ? `${many(Math.round(used), "call")} running, no limit` : `${count(Math.round(used))} ${LIMITS[limit] ?? limit}, no limit`));
   const part = used / most;
   const fillOf = el("i");
   fillOf.style.width = `${Math.min(100, 100 * part)}%`;
-  return el("div", {}, el("small", { class: "note" }, `${count(Math.round(used))} of ${count(Math.round(most))} ${LIMITS[limit] ?? limit}`), el("div", { class: `bar${part > 0.9 ? " full" : ""}`, role: "meter", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": limit }, fillOf));
+  const kept = limit === "concurrency" ? [] : Object.entries(reserves).filter(([, share]) => share > 0);
+  const words = kept.map(([lane, share]) => `${lane} ${count(Math.round(share * most))}`).join(", ");
+  const strip = el("div", { class: "reserves", title: `reserved: ${words}` }, kept.map(([lane, share]) => {
+    const piece = el("i");
+    piece.style.width = `${100 * share}%`;
+    piece.style.setProperty("--c", `var(--lane${Math.max(0, [...cards.keys()].indexOf(lane)) % 6})`);
+    return piece;
+  }));
+  return el("div", {}, el("small", { class: "note" }, `${count(Math.round(used))} of ${count(Math.round(most))} ${LIMITS[limit] ?? limit}${words ? `; reserved: ${words}` : ""}`), el("div", { class: `bar${part > 0.9 ? " full" : ""}`, role: "meter", "aria-valuenow": Math.round(100 * part), "aria-valuemin": 0, "aria-valuemax": 100, "aria-label": limit }, fillOf), kept.length ? strip : null);
 }
 
 function table(titles, rows) {
@@ -349,10 +384,29 @@ function failures(found) {
     : el("p", { class: "note good" }, "None since the workers began.")));
 }
 
+/** Pauses and releases that were asked for here and that no worker has confirmed yet, by the pause's id. */
+const asked = new Map();
+
 function pauses(found) {
-  draw($("pauses"), found.pauses ?? [], (all) => (all.length
-    ? el("table", {}, all.map((each) => el("tr", {}, el("td", {}, el("b", {}, `${each.kind} ${each.name}`), el("br"), `${each.until ? `until ${clock(each.until)}` : "until released"}, by ${each.who}${each.why ? `: ${each.why}` : ""}`), el("td", { class: "n" }, el("button", { class: "small", onclick: () => release(each) }, "Release")))))
+  const told = found.pauses ?? [];
+  for (const [id, each] of asked) {
+    const known = told.find((pause) => pause.id === id);
+    if (each.ends ? !known : known?.since === each.since) asked.delete(id);
+  }
+  const all = [...told.map((pause) => ({ ...pause, ...asked.get(pause.id) })), ...[...asked.values()].filter((each) => !each.ends && !told.some((pause) => pause.id === each.id))];
+  draw($("pauses"), all.map((each) => [each, underWay(found, each)]), (rows) => (rows.length
+    ? el("table", {}, rows.map(([each, going]) => el("tr", {}, el("td", {}, el("b", {}, `${each.kind} ${each.name}`), going ? el("span", { class: "tag" }, going) : null, el("br"), `${each.until ? `until ${clock(each.until)}` : "until released"}, set by ${each.who}${each.why ? `: ${each.why}` : ""}`),
+      el("td", { class: "n" }, el("button", { class: "small", disabled: asked.has(each.id), onclick: () => release(each) }, asked.get(each.id)?.ends ? "Released" : "Release")))))
     : el("p", { class: "note" }, "Nothing is paused.")));
+}
+
+/** What is still to happen until a pause holds, or has ended; empty: nothing. */
+function underWay(found, pause) {
+  const waiting = asked.get(pause.id);
+  if (waiting) return waiting.ends ? "being released" : "under way: no worker has confirmed it yet";
+  const runs = pause.kind === "lane" ? found.lanes.find((lane) => lane.lane === pause.name)?.running
+    : pause.kind === "tenant" ? Object.values(found.tenants ?? {}).reduce((sum, of) => sum + (of[pause.name]?.running ?? 0), 0) : 0;
+  return runs ? `under way: ${many(runs, "request")} still running` : "";
 }
 
 function schedules(found) {
@@ -378,17 +432,33 @@ function webhooks(found) {
 
 const paused = (found, kind, name) => (found.pauses ?? []).find((each) => each.kind === kind && each.name === name) ?? null;
 
+/** How many letters of a cause there were when somebody last opened it in this browser, and when that was. */
+const SEEN = "lanekeeper-dead-seen";
+const seenLetters = () => JSON.parse(localStorage.getItem(SEEN) ?? "{}");
+function markSeen(group) {
+  const seen = Object.entries({ ...seenLetters(), [group.cause]: { count: group.count, at: Date.now() } });
+  localStorage.setItem(SEEN, JSON.stringify(Object.fromEntries(seen.sort(([, a], [, b]) => b.at - a.at).slice(0, 200))));
+}
+
+function newSince(group) {
+  const seen = seenLetters()[group.cause];
+  const fresh = seen ? group.count - seen.count : 0;
+  return fresh > 0 ? `${count(fresh)} new since ${clock(seen.at)}` : group.last_hour ? `${count(group.last_hour)} in the last hour` : "";
+}
+
 async function dead(number) {
   deadShown = number;
   if (!number) return void draw($("dead"), number, () => el("p", { class: `note${number === 0 ? " good" : ""}` }, number === 0 ? "None." : "Unknown: the broker does not tell."));
+  deadAsked = true;
   try {
-    const { groups } = await call("GET", "v1/dead?limit=0");
-    draw($("dead"), groups, (all) => el("table", {}, el("tr", {}, el("th", {}, "cause"), el("th", { class: "n" }, "letters"), el("th", {}, "lanes, tenants"), el("th", {}, "since")),
-      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count),  null), el("td", {}, group.lanes.join(", ") || "–", el("div", { class: "note" }, group.tenants.join(", "))), el("td", { class: "t" }, clock(group.oldest), el("div", { class: "note" }, `last ${clock(group.newest)}`), group.last_hour ? el("div", { class: "note bad" }, `${count(group.last_hour)} in the last hour`) : null)))));
+    const { groups, total } = await call("GET", "v1/dead?limit=0");
+    if (total !== number) deadShown = null; // the gateway shows a long list for a while: ask again
+    draw($("dead"), [groups, groups.map(newSince)], ([all]) => el("table", { class: "stacked" }, el("tr", {}, el("th", {}, "cause"), el("th", { class: "n" }, "letters"), el("th", {}, "lanes, tenants"), el("th", {}, "since")),
+      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count)), el("td", {}, group.lanes.join(", ") || "–", el("div", { class: "note" }, group.tenants.join(", "))), el("td", {}, clock(group.oldest), el("div", { class: "note" }, `last ${clock(group.newest)}`), newSince(group) ? el("div", { class: "note bad" }, newSince(group)) : null)))));
   } catch (error) {
     draw($("dead"), error.message, (words) => el("p", { class: "note" }, `${number} letters; ${words}`));
     deadShown = null;
-  }
+  } finally { deadAsked = false; }
 }
 
 // ---- dialogs --------------------------------------------------------------------------------------------------------
@@ -419,14 +489,17 @@ function askForKey(why = "") {
     el("p", { class: "note" }, `${why} It needs the operator right look or act, and is kept in this tab alone.`), input, el("div", { class: "row end" }, closing(), el("button", { class: "strong" }, "Use it"))));
 }
 
-async function request(id) {
+async function request(id, tenant) {
   const [line, run] = telling();
   const place = el("div");
-  open(`Request ${id}`, place, line, el("div", { class: "row end" }, el("button", { onclick: () => run(async () => { await call("DELETE", `v1/requests/${encodeURIComponent(id)}`); return "cancelled"; }) }, "Cancel the request"), closing()));
+  const path = `v1/requests/${encodeURIComponent(id)}${tenant == null ? "" : `?tenant=${encodeURIComponent(tenant)}`}`;
+  const cancel = el("button", { hidden: true, onclick: () => run(async () => { const { outcome } = await call("DELETE", path); did(cancel, "Cancelled"); return CANCELLED[outcome] ?? outcome; }) }, "Cancel the request");
+  open(`Request ${id}`, place, line, el("div", { class: "row end" }, cancel, closing()));
   let goesOn = false;
   const look = async () => {
-    const found = await call("GET", `v1/requests/${encodeURIComponent(id)}`);
+    const found = await call("GET", path);
     goesOn = !found.ended_at || found.webhook?.state === "retrying";
+    cancel.hidden = Boolean(found.ended_at);
     draw(place, found, ({ webhook, ...rest }) => {
       const plain = Object.entries(rest).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)]);
       if (webhook) plain.push(["webhook", posted(webhook)], ...webhook.errors.map((error) => ["post failed", error]));
@@ -441,6 +514,28 @@ async function request(id) {
   }
 }
 
+const CANCELLED = { recorded: "it is cancelled", told: "it runs: its worker was told to stop", ended: "it had ended before", unseen: "no worker has seen it: it is cancelled when it comes" };
+
+/** A button that has done its work says so, and cannot be pressed again. */
+function did(button, words) {
+  text(button, words);
+  button.disabled = true;
+}
+
+/** Where requests that were replayed stand, until all have ended. */
+async function follows(place, requests) {
+  const looks = async () => {
+    const found = await Promise.all(requests.map(({ id, tenant }) => call("GET", `v1/requests/${encodeURIComponent(id)}?tenant=${encodeURIComponent(tenant)}`).catch(() => ({ id, status: "unknown" }))));
+    const waits = found.map((each, n) => each.ended_at === requests[n].failed_at);
+    place.replaceChildren(el("p", { class: "note" }, "what they became"), table(["id", "status"], found.map((each, n) => [el("button", { class: "as-link", onclick: () => request(each.id, requests[n].tenant) }, each.id), waits[n] ? "waits to run again" : each.problem ? `${each.status}: ${each.problem.code}` : each.status])));
+    return found.some((each, n) => waits[n] || (!each.ended_at && each.status !== "unknown"));
+  };
+  while (requests.length && $("dialog").open && (await looks())) {
+    await new Promise((again) => setTimeout(again, 2000));
+    if (!place.isConnected) return;
+  }
+}
+
 /** How posting an outcome went. */
 function posted({ endpoint, state, attempts, at, next_at: next }) {
   return `${endpoint}: ${state} at ${clock(at)} after ${attempts} attempt${attempts === 1 ? "" : "s"}${next ? `, next at ${clock(next)}` : ""}`;
@@ -449,18 +544,45 @@ function posted({ endpoint, state, attempts, at, next_at: next }) {
 async function cause(group) {
   const [line, run] = telling();
   const place = el("div");
+  const became = el("div");
   const rate = el("input", { type: "number", min: 0.1, step: "any", value: 5, "aria-label": "Replays a second" });
-  const all = (body) => call("POST", "v1/dead/replay", { cause: group.cause, rate: Number(rate.value), ...body });
-  open(`${group.code}: ${group.count} dead letters`, el("p", {}, group.error), place, line, el("div", { class: "row end" },
-    el("label", {}, "a second", rate),
-    el("button", { onclick: () => run(async () => told(await all({ dry_run: true }), true)) }, "Dry run"),
-    el("button", { class: "strong", onclick: () => run(async () => { const found = await all({}); deadShown = null; return told(found, false); }) }, "Replay all"), closing()));
+  const lane = laneChoice("as before");
+  const model = el("input", { placeholder: "as before", "aria-label": "Model" });
+  const edit = el("textarea", { "aria-label": "Edit", spellcheck: "false", placeholder: '{"max_tokens": 1000, "temperature": null}' });
+  const how = () => ({ rate: Number(rate.value), ...(edit.value.trim() ? { edit: JSON.parse(edit.value) } : {}), ...(lane.value ? { to_lane: lane.value } : {}), ...(model.value ? { model: model.value } : {}) });
+  const replay = (body) => call("POST", "v1/dead/replay", { cause: group.cause, ...how(), ...body });
+  const drop = (body) => call("POST", "v1/dead/drop", { cause: group.cause, ...body });
+  const all = el("button", { class: "strong", onclick: () => run(async () => {
+    const found = await replay({});
+    deadShown = null;
+    const words = told(found, false);
+    if (!found.left) did(all, "Replayed");
+    follows(became, found.requests);
+    return words;
+  }) }, "Replay all");
+  const dropping = el("button", { onclick: () => run(async () => {
+    const { matched } = await drop({ dry_run: true });
+    if (!confirm(`Drop ${many(matched, "dead letter")} for good?`)) return "";
+    const { dropped } = await drop({});
+    deadShown = null;
+    if (dropped >= matched) did(dropping, "Dropped");
+    return `${dropped} dropped${dropped < matched ? `, ${matched - dropped} left: drop again` : ""}`;
+  }) }, "Drop all");
+  open(`${group.code}: ${group.count} dead letters`, el("p", {}, group.error), place,
+    el("details", {}, el("summary", {}, "Edit all, or move them"), el("div", { class: "row" }, el("label", {}, "lane", lane), el("label", {}, "model", model)),
+      el("label", {}, "fields of the body to change (null removes one)", edit)),
+    line, became, el("div", { class: "row end" },
+      el("label", {}, "a second", rate), dropping,
+      el("button", { onclick: () => run(async () => told(await replay({ dry_run: true }), true)) }, "Dry run"), all, closing()));
+  markSeen(group);
   await run(async () => {
     const { letters, next } = await call("GET", `v1/dead?cause=${encodeURIComponent(group.cause)}&limit=50`);
     place.replaceChildren(table(["id", "tenant", "lane", "app", "when"], letters.map((each) => [el("button", { class: "as-link", onclick: () => letter(each.id, each.tenant) }, each.id), each.tenant || "–", `${each.lane ?? "–"}${each.replays ? ` (replayed ${each.replays} times)` : ""}`, each.app ?? "–", each.at ? clock(each.at) : "–"])));
     return next ? "the first 50 are shown" : "";
   });
 }
+
+const laneChoice = (first) => el("select", { "aria-label": "Lane" }, el("option", { value: "" }, first), (latest?.lanes ?? []).map((each) => el("option", {}, each.lane)));
 
 /** What a replay has done. One call works for 20 s at most; what is left needs another. */
 function told(replay, dry) {
@@ -480,13 +602,22 @@ async function letter(id, tenant) {
     const isJson = sent !== null && typeof sent === "object";
     const body = el("textarea", { "aria-label": "Body", spellcheck: "false", readonly: !isJson, autofocus: true });
     body.value = isJson ? JSON.stringify(sent, null, 2) : String(found.message.body ?? found.message.body_base64 ?? "");
-    const lane = el("select", { "aria-label": "Lane" }, el("option", { value: "" }, `as before (${found.lane ?? "?"})`), (latest?.lanes ?? []).map((each) => el("option", {}, each.lane)));
+    const lane = laneChoice(`as before (${found.lane ?? "?"})`);
+    const became = el("div");
+    const dropping = el("button", { type: "button", onclick: () => confirm("Drop this dead letter for good?") && run(async () => { await call("DELETE", path); deadShown = null; did(dropping, "Dropped"); did(replaying, "Replay"); return "dropped"; }) }, "Drop");
+    const replaying = el("button", { class: "strong" }, "Replay");
     const model = el("input", { placeholder: "as before", "aria-label": "Model" });
     const replay = (dry) => run(async () => {
       const edit = isJson ? merged(sent, JSON.parse(body.value)) : undefined;
       const done = await call("POST", "v1/dead/replay", { ids: [id], tenant, ...(edit === undefined ? {} : { edit }), ...(lane.value ? { to_lane: lane.value } : {}), ...(model.value ? { model: model.value } : {}), dry_run: dry });
-      if (!dry) deadShown = null;
-      return told(done, dry);
+      const words = told(done, dry);
+      if (!dry) {
+        deadShown = null;
+        did(replaying, "Replayed");
+        did(dropping, "Drop");
+        follows(became, done.requests);
+      }
+      return words;
     });
     place.replaceChildren(
       facts([["code", found.code], ["detail", found.detail], ["tenant", found.tenant || "–"], ["lane, application", `${found.lane ?? "–"}, ${found.app ?? "–"}`], ["attempts", String(found.attempts ?? "–")], ["when", found.at ? clock(found.at) : "–"],
@@ -494,8 +625,7 @@ async function letter(id, tenant) {
       ...(found.errors?.length ? [el("pre", { tabindex: 0 }, [found.errors].flat().map((each) => (typeof each === "string" ? each : JSON.stringify(each))).join("\n"))] : []),
       el("form", { onsubmit: (event) => { event.preventDefault(); replay(false); } }, el("label", {}, "body", body),
         el("div", { class: "row end" }, el("label", {}, "lane", lane), el("label", {}, "model", model),
-          el("button", { type: "button", onclick: () => confirm("Drop this dead letter for good?") && run(async () => { await call("DELETE", path); deadShown = null; return "dropped"; }) }, "Drop"),
-          el("button", { type: "button", onclick: () => replay(true) }, "Dry run"), el("button", { class: "strong" }, "Replay"), closing())));
+          dropping, el("button", { type: "button", onclick: () => replay(true) }, "Dry run"), replaying, closing())), became);
     body.focus();
   });
 }
@@ -515,16 +645,39 @@ function merged(from, to) {
   return patch;
 }
 
+/** The names that somebody may want to pause, of a kind. Applications and models are those of recent requests. */
+async function namesOf(kind) {
+  const found = latest ?? { lanes: [] };
+  const known = {
+    lane: () => found.lanes.map((lane) => lane.lane),
+    tenant: () => [...Object.values(found.tenants ?? {}).flatMap(Object.keys), ...Object.keys(found.spent?.tenant ?? {})],
+    provider: () => Object.keys(found.accounts ?? {}).map((account) => account.split("/")[0]),
+    schedule: () => Object.keys(found.schedules ?? {}),
+  }[kind];
+  const names = known ? known() : (await call("GET", "v1/requests?limit=200").catch(() => ({ requests: [] }))).requests.map((each) => each[kind]);
+  return [...new Set(names)].filter(Boolean).sort();
+}
+
 function brake({ kind = "lane", name = "" } = {}) {
   const [line, run] = telling();
+  const names = el("datalist", { id: "names" });
   const kinds = el("select", { "aria-label": "What" }, ["lane", "tenant", "app", "model", "provider", "schedule"].map((each) => el("option", { selected: each === kind }, each)));
-  const who = el("input", { value: name, required: true, autofocus: !name, "aria-label": "Name", list: "lane-names" });
+  const offer = async () => names.replaceChildren(...(await namesOf(kinds.value)).map((each) => el("option", { value: each })));
+  kinds.addEventListener("change", offer);
+  const who = el("input", { value: name, required: true, autofocus: !name, "aria-label": "Name", list: "names", autocomplete: "off" });
   const time = el("input", { value: "1h", placeholder: "empty: until released", "aria-label": "For" });
   const why = el("input", { placeholder: "why", autofocus: Boolean(name), "aria-label": "Why", maxlength: 200 });
-  open("Brake", el("p", { class: "note" }, "Paused requests wait in the broker; their deadlines keep running. Running requests are not stopped."),
-    el("form", { onsubmit: (event) => { event.preventDefault(); run(async () => { await call("POST", "v1/pauses", { kind: kinds.value, name: who.value.trim(), ...(time.value.trim() ? { until: ending(time.value.trim()) } : {}), ...(why.value ? { why: why.value } : {}) }); close(); }); } },
-      el("div", { class: "row" }, el("label", {}, "what", kinds), el("label", {}, "name", who), el("label", {}, "for", time)), el("label", {}, "why", why), line,
+  const pause = async () => {
+    const made = await call("POST", "v1/pauses", { kind: kinds.value, name: who.value.trim(), ...(time.value.trim() ? { until: ending(time.value.trim()) } : {}), ...(why.value ? { why: why.value } : {}) });
+    asked.set(made.id, made);
+    if (latest) pauses(latest);
+    close();
+  };
+  open("Brake", el("p", { class: "note" }, "Paused requests wait in the broker; their deadlines keep running. Running requests are not stopped. The pause is shown with your key's name."),
+    el("form", { onsubmit: (event) => { event.preventDefault(); run(pause); } },
+      el("div", { class: "row" }, el("label", {}, "what", kinds), el("label", {}, "name", who, names), el("label", {}, "for", time)), el("label", {}, "why", why), line,
       el("div", { class: "row end" }, closing(), el("button", { class: "strong" }, "Brake"))));
+  offer();
 }
 
 /** When a time such as 30m from now ends. */
@@ -535,12 +688,65 @@ function ending(time) {
 }
 
 async function release(pause) {
-  try { await call("DELETE", `v1/pauses/${encodeURIComponent(pause.id)}`); } catch (error) { open("Not released", el("p", { class: "bad" }, error.message), closing()); }
+  try {
+    await call("DELETE", `v1/pauses/${encodeURIComponent(pause.id)}`);
+    asked.set(pause.id, { ...pause, ends: true });
+    if (latest) pauses(latest);
+  } catch (error) { open("Not released", el("p", { class: "bad" }, error.message), closing()); }
+}
+
+const STATES = ["", "waiting", "running", "completed", "failed", "cancelled"];
+const AGES = [["", "any time"], ["600", "10 min"], ["3600", "1 h"], ["86400", "1 day"]];
+
+/** Requests of all tenants, by a filter; all that match can be cancelled, or replayed. */
+function list() {
+  const [line, run] = telling();
+  const place = el("div", { class: "scrolls" });
+  const became = el("div");
+  const fields = {
+    status: el("select", {}, STATES.map((each) => el("option", { value: each }, each || "any"))),
+    lane: laneChoice("any"),
+    ...Object.fromEntries(["tenant", "app", "model", "code", "group"].map((name) => [name, el("input", { size: 9, autocomplete: "off", spellcheck: "false" })])),
+  };
+  const age = el("select", {}, AGES.map(([value, words]) => el("option", { value }, words)));
+  const more = el("button", { type: "button", hidden: true, onclick: () => run(() => look(next)) }, "Older ones");
+  let next = null;
+  const meant = () => ({
+    ...Object.fromEntries(Object.entries(fields).filter(([, field]) => field.value.trim()).map(([name, field]) => [name, field.value.trim()])),
+    ...(age.value ? { since: new Date(Date.now() - 1000 * age.value).toISOString() } : {}),
+  });
+  const look = async (after) => {
+    const query = new URLSearchParams({ limit: 50, ...meant(), ...(after ? { after } : {}) });
+    const found = await call("GET", `v1/requests?${query}`);
+    next = found.next;
+    more.hidden = !next;
+    const note = (words) => el("div", { class: "note" }, words);
+    const row = (each) => el("tr", {},
+      el("td", {}, el("button", { class: "as-link", title: each.id, onclick: () => request(each.id, each.tenant) }, each.id.length > 16 ? `${each.id.slice(0, 15)}…` : each.id), note(clock(each.seen_at))),
+      el("td", {}, each.status, note(each.code ?? each.step ?? "")),
+      el("td", {}, `${each.lane || "–"}, ${each.app || "–"}`, note([each.tenant || "no tenant", each.model].filter(Boolean).join(", "))));
+    place.replaceChildren(found.requests.length ? el("table", {}, el("tr", {}, ["id, since", "status", "lane, app, tenant, model"].map((title) => el("th", {}, title))), found.requests.map(row)) : "");
+    return found.requests.length ? "" : next ? `none back to ${clock(found.back_to)}` : "none";
+  };
+  const act = (path, number, words) => run(async () => {
+    const dry = await call("POST", path, { ...meant(), dry_run: true });
+    if (dry.refusals) return told(dry, true);
+    if (!dry.matched || !confirm(`${words} ${many(dry.matched, "request")}?`)) return `${dry.matched} match${dry.failed > dry.matched ? `, of ${dry.failed} failed ones: the others have no dead letter` : ""}`;
+    const done = await call("POST", path, meant());
+    if (done.requests) follows(became, done.requests);
+    await look();
+    return `${done[number]} ${number}${done.left ? `, ${done.left} left: do it again` : ""}`;
+  });
+  open("Requests", el("form", { onsubmit: (event) => { event.preventDefault(); run(() => look()); } },
+    el("div", { class: "row" }, Object.entries(fields).map(([name, field]) => el("label", {}, name, field)), el("label", {}, "since", age), el("button", { class: "strong" }, "List"))),
+  place, line, became, el("div", { class: "row end" }, more, el("button", { onclick: () => act("v1/requests/cancel", "cancelled", "Cancel") }, "Cancel all"), el("button", { onclick: () => act("v1/requests/replay", "replayed", "Replay") }, "Replay all"), closing()));
+  run(() => look());
 }
 
 // ---- keys -----------------------------------------------------------------------------------------------------------
 
 $("find").addEventListener("submit", (event) => { event.preventDefault(); const typed = event.target.elements.id.value.trim(); if (typed) request(typed); });
+$("listing").addEventListener("click", list);
 $("braking").addEventListener("click", () => brake());
 $("key").addEventListener("click", () => askForKey());
 $("theme").addEventListener("click", () => {
@@ -551,7 +757,7 @@ $("theme").addEventListener("click", () => {
 });
 document.addEventListener("keydown", (event) => {
   if ($("dialog").open || event.ctrlKey || event.metaKey || event.altKey || /INPUT|TEXTAREA|SELECT/.test(event.target.tagName)) return;
-  const step = { "/": () => $("find").elements.id.focus(), b: () => brake(), d: () => $("dead").querySelector("button")?.focus() }[event.key];
+  const step = { "/": () => $("find").elements.id.focus(), b: () => brake(), r: list, d: () => $("dead").querySelector("button")?.focus() }[event.key];
   if (step) { event.preventDefault(); step(); }
 });
 $("drawn").addEventListener("change", () => latest && chart(latest));

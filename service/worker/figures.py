@@ -43,6 +43,7 @@ def status(worker: Worker, worker_name: str) -> Mapping[str, Any]:
             for activity in worker.activities
         },
         "accounts": _accounts(worker),
+        "reserves": {name: account.reserves for name, account, _ in worker.budgeting.budgets.known()},
         "waiting": {
             account: {lane: asdict(waiting) for lane, waiting in lanes.items()}
             for account, lanes in budgeting.budgets.waiting().items()
@@ -289,8 +290,8 @@ def _of_spending(worker: Worker, tenants: frozenset[str]) -> Iterator[Sample]:
 
 def _of_tenants(lane: str, slots: LaneSlots, tenants: frozenset[str]) -> Iterator[Sample]:
     for tenant, figures in slots.snapshot(tenants).items():
-        for what, value in figures.items():
-            yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": lane}, value
+        for what in ("running", "in_hand", "begun", "set_aside"):
+            yield f"lanekeeper.tenant.{what}", {"tenant": tenant, "lane": lane}, figures[what]
 
 
 def _troubles(worker: Worker) -> list[str]:

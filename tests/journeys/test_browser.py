@@ -332,6 +332,8 @@ async def test_an_operator_watches_brakes_and_mends_by_keyboard(vhost: Vhost, tm
             await seen.shows("#dialog", "1 would be replayed")
             await seen.choose("Replay")
             await seen.shows("#dialog", "1 replayed")
+            await seen.shows("#dialog button:disabled", "Replayed")
+            await seen.shows("#dialog td", "waits to run again")
             await page.press("Escape")
             await seen.shows("#dead", "None.")
 

@@ -241,7 +241,10 @@ async def test_over_http_only_operators_see_dead_letters_and_only_some_change_th
         bad: list[Any] = [5, {}, {"id": "m-0"}, {"ids": []}, {"ids": "m-0", "rate": 0}, {"ids": "m-0", "edit": 5}]
         for wrong in bad:
             assert (await call("act", "POST", "/replay", wrong))[0] == 400, wrong
-        assert (await call("act", "DELETE", "/m-1"))[1] == {"dropped": 1}
+        assert (await call("look", "POST", "/drop", {"ids": ["m-1"]}))[0] == 403
+        assert (await call("act", "POST", "/drop", {}))[0] == 400
+        assert (await call("act", "POST", "/drop", {"lane": "normal", "dry_run": True}))[1]["dropped"] == 0
+        assert (await call("act", "POST", "/drop", {"ids": ["m-1"]}))[1] == {"matched": 1, "dropped": 1}
         (group,) = found["groups"]
         how = {"cause": group["cause"], "edit": {"temperature": None}}
         status, refused = await call("act", "POST", "/replay", {**how, "edit": {"messages": None}})

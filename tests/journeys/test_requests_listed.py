@@ -52,7 +52,7 @@ async def test_an_operator_lists_cancels_and_replays_requests_by_a_filter(vhost:
 
         await until(both_wait)
 
-        assert await ids("?limit=2") == ["later-1", "later-0"]
+        assert sorted(await ids("?limit=2")) == ["later-0", "later-1"]
         assert await ids("?status=completed") == await ids("?lane=critical&app=web") == ["good"]
         found = (await call("look", "GET", "?status=failed&limit=2"))[1]
         assert [each["id"] for each in found["requests"]] == ["bad-2", "bad-1"]
@@ -77,7 +77,7 @@ async def test_an_operator_lists_cancels_and_replays_requests_by_a_filter(vhost:
         assert end is not None
         assert end.completion is not None
         assert b"act-key" in end.completion.body
-        assert await ids("?status=cancelled") == ["later-1", "later-0"]
+        assert sorted(await ids("?status=cancelled")) == ["later-0", "later-1"]
 
         chosen = {"cause": bad["cause"], "app": "shop"}
         dry = (await call("act", "POST", "/replay", {**chosen, "dry_run": True}))[1]

@@ -14,7 +14,7 @@ from tests.support.gate import Alone
 KEYS = {
     hash_of("no"): {"tenant": "crm"},
     hash_of("look"): {"tenant": "ops", "operator": "look"},
-    hash_of("act"): {"tenant": "ops", "operator": "act"},
+    hash_of("act"): {"tenant": "ops", "operator": "act", "name": "night-shift"},
 }
 PAUSE = {"kind": "lane", "name": "batch", "why": "too dear"}
 
@@ -38,7 +38,7 @@ async def gateway(folder: Path) -> AsyncIterator[Caller]:
 async def test_a_pause_is_made_listed_replaced_and_ended(tmp_path: Path) -> None:
     async with gateway(tmp_path) as ops:
         status, made = await ops.call("POST", "/v1/pauses", body=PAUSE)
-        assert (status, made["who"], made["until"]) == (200, "ops", None)
+        assert (status, made["who"], made["until"]) == (200, "night-shift", None)
         until = "2199-01-01T00:00:00.000Z"
         _, made = await ops.call("POST", "/v1/pauses", body={**PAUSE, "until": until, "who": "ann"})
         assert (made["who"], made["until"]) == ("ann", until)
