@@ -8,7 +8,7 @@ PUBLIC = {
     "BodiesUnavailable", "BodyError",
     "LanekeeperError", "Problem", "NoReply", "NotAMessage", "NotEnded", "ReplyLost", "ControlRefused", "BrokerError",
     "BrokerUnreachable", "BrokerBlocked", "PublishRefused", "Rejected", "Unroutable", "ConfirmUnknown", "AccessRefused",
-    "TopologyMismatch", "InvalidUrl",
+    "TopologyMismatch", "InvalidUrl", "Group", "GroupProgress",
 }  # fmt: skip
 
 
