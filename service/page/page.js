@@ -568,16 +568,19 @@ async function cause(group) {
     if (dropped >= matched) did(dropping, "Dropped");
     return `${dropped} dropped${dropped < matched ? `, ${matched - dropped} left: drop again` : ""}`;
   }) }, "Drop all");
-  open(`${group.code}: ${group.count} dead letters`, el("p", {}, group.error), place,
+  open(`${group.code}: ${group.count} dead letters`, el("p", {}, group.error),
     el("details", {}, el("summary", {}, "Edit all, or move them"), el("div", { class: "row" }, el("label", {}, "lane", lane), el("label", {}, "model", model)),
       el("label", {}, "fields of the body to change (null removes one)", edit)),
     line, became, el("div", { class: "row end" },
       el("label", {}, "a second", rate), dropping,
-      el("button", { onclick: () => run(async () => told(await replay({ dry_run: true }), true)) }, "Dry run"), all, closing()));
+      el("button", { onclick: () => run(async () => told(await replay({ dry_run: true }), true)) }, "Dry run"), all, closing()), place);
   markSeen(group);
   await run(async () => {
     const { letters, next } = await call("GET", `v1/dead?cause=${encodeURIComponent(group.cause)}&limit=50`);
-    place.replaceChildren(table(["id", "tenant", "lane", "app", "when"], letters.map((each) => [el("button", { class: "as-link", onclick: () => letter(each.id, each.tenant) }, each.id), each.tenant || "–", `${each.lane ?? "–"}${each.replays ? ` (replayed ${each.replays} times)` : ""}`, each.app ?? "–", each.at ? clock(each.at) : "–"])));
+    const note = (words) => el("div", { class: "note" }, words);
+    place.replaceChildren(el("table", {}, el("tr", {}, ["id, when", "lane, app, tenant"].map((title) => el("th", {}, title))), letters.map((each) => el("tr", {},
+      el("td", {}, el("button", { class: "as-link", onclick: () => letter(each.id, each.tenant) }, each.id), note(each.at ? clock(each.at) : "–")),
+      el("td", {}, `${each.lane || "–"}, ${each.app || "–"}`, each.replays ? ` (replayed ${each.replays} times)` : null, note(each.tenant || "no tenant"))))));
     return next ? "the first 50 are shown" : "";
   });
 }
