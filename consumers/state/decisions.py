@@ -348,11 +348,11 @@ def cancel_waiting(row: Row | None, at: Times, completion: Completion, spec: Sto
     return Change(None, cancel(row, at, completion, spec).row)
 
 
-def join(row: Row | None, at: Times, group: InGroup, keep_until_ms: int) -> Change[bool]:
+def join(row: Row | None, at: Times, group: InGroup, keep_until_ms: int, labels: Labels) -> Change[bool]:
     """A request that is about to be published belongs to a group. Returns False if it was known before, without it."""
     if row is not None:
         return Change(row.group_id == group.id)
-    return Change(True, _new(None, at, keep_until_ms, group=group, noted=1), group=group)
+    return Change(True, _new(None, at, keep_until_ms, group=group, labels=labels, noted=1), group=group)
 
 
 def forget_unseen(row: Row | None, _: Times) -> Change[None]:

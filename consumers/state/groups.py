@@ -20,9 +20,10 @@ from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from consumers.clock import moment_text
 from consumers.state import decisions
-from consumers.state.base import Completion, FollowedStore, Identity, InGroup
+from consumers.state.base import NO_LABELS, Completion, FollowedStore, Identity, InGroup, Labels
 from consumers.state.decisions import CANCELLED, Change, Row, Times
 from consumers.state.requests import Requests
+from topology.codec.decoding import app_of
 from topology.lanes import MIB
 
 Kind = Literal["processing", "succeeded", "errored", "canceled", "expired"]
@@ -346,7 +347,8 @@ class Groups(Requests, ABC):
         return opened
 
     async def join(self, tenant: str, group: InGroup, ids: Sequence[str], *, keep_until_ms: int) -> bool:
-        decide = partial(decisions.join, group=group, keep_until_ms=keep_until_ms)
+        labels = Labels(group.key.partition(".")[0], app_of(group.key)) if group.key else NO_LABELS
+        decide = partial(decisions.join, group=group, keep_until_ms=keep_until_ms, labels=labels)
         done = await self.change_all("join", [(Identity(tenant, id), decide) for id in ids], bodies=False)
         return all(change.answer for change in done)
 

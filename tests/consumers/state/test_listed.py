@@ -41,8 +41,9 @@ async def test_requests_of_all_tenants_are_found_by_each_of_their_properties(sto
     await store.defer(Identity("crm", "e"), due_ms=5, keep_until_ms=LATE_MS, labels=Labels("batch", "web", "haiku"))
     await store.cancel(Identity("crm", "e"), failed("cancelled"))
     await run(store, Identity("crm", "d#step"), message())
+    await store.join("crm", InGroup("g2", key="critical.bulk.message"), ["f"], keep_until_ms=LATE_MS)
 
-    assert await ids(store) == {"a", "b", "c", "d", "e"}, "the step of a pipeline is no request of its own"
+    assert await ids(store) == {"a", "b", "c", "d", "e", "f"}, "the step of a pipeline is no request of its own"
     assert await ids(store, tenants={"the shop"}) == {"c"}
     assert await ids(store, lanes={"batch"}) == {"b", "e"}
     assert await ids(store, lanes={"batch", "normal"}, states={RequestState.COMPLETED}) == {"a"}
@@ -51,9 +52,10 @@ async def test_requests_of_all_tenants_are_found_by_each_of_their_properties(sto
     assert await ids(store, models={"haiku"}) == {"b", "d", "e"}
     assert await ids(store, codes={"attempts_exhausted"}) == await ids(store, causes={"0a1b2c3d"}) == {"b"}
     assert await ids(store, groups={"g1"}) == {"d"}
+    assert await ids(store, lanes={"critical"}, apps={"bulk"}, states={RequestState.WAITING}) == {"f"}
     states = [RequestState.COMPLETED, RequestState.FAILED, RequestState.RUNNING, RequestState.WAITING]
     for id, state in zip("abcd", states, strict=True):
-        assert await ids(store, states={state}) == {id}
+        assert await ids(store, states={state}) - {"f"} == {id}
     assert await ids(store, states={RequestState.CANCELLED}) == {"e"}
     assert await ids(store, tenants={"crm"}, lanes={"normal"}, states={RequestState.FAILED}) == set()
 
