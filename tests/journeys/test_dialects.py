@@ -120,6 +120,11 @@ async def test_a_request_fails_over_only_to_providers_of_its_dialect(vhost: Vhos
         assert len(down.calls) > 0
         assert len(spare.calls) > 0
         assert not worker.api.calls
+        # the dialect stays with the request through retries, and in the dead letter
+        assert len(down.calls) + len(spare.calls) > 2
+        await app.read_dead()
+        await until(lambda: bool(app.dead))
+        assert app.dead[0].headers[n.DIALECT] == n.OPENAI_CHAT
 
 
 async def test_the_client_sends_and_reads_openais_dialects_over_amqp_and_http(vhost: Vhost) -> None:
