@@ -10,6 +10,7 @@ from consumers.state.base import Fingerprint, Granted, Held, Identity, InGroup, 
 from consumers.state.groups import GroupedStore
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import answered, failed, fingerprint
+from tests.support.waiting import until
 
 
 def message(lane: str = "normal", app: str = "web", model: str = "haiku", **given: Any) -> Fingerprint:
@@ -82,13 +83,14 @@ async def test_pages_show_each_request_once_the_newest_first_also_if_many_came_i
 
 
 async def test_a_request_that_is_kept_no_longer_leaves_the_list(opened: Opened) -> None:
-    store: Any = await opened(keep_s=0.2, lease_s=0.1)
+    store: Any = await opened(keep_s=0.1, lease_s=0.1)
     await run(store, Identity("t", "a"), message(), answered())
-    assert await ids(store) == {"a"}
-    await asyncio.sleep(0.4)
-    while await store.sweep():
-        pass
-    assert await ids(store) == set()
+
+    async def has_left() -> bool:
+        await store.sweep()
+        return await ids(store) == set()
+
+    await until(has_left)
 
 
 async def test_a_place_that_no_page_has_named_is_refused(store: GroupedStore) -> None:
