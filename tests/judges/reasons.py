@@ -1,8 +1,10 @@
 """Why what the SDKs and Claude Code get through the gateway differs from what they get from the API."""
 
-_ATTEMPTS = "A lost connection or a proxy's page: Lanekeeper tries again, then answers 502 in Anthropic's format"
-_BROKEN = "An answer that is no whole Message is not passed on; Lanekeeper retries, then answers 502"
-_BEGUN = "A stream that has begun cannot be retried unnoticed: it ends with an `error` event of type `overloaded_error`"
+_ATTEMPTS = "A lost connection or a proxy's page: Lanekeeper tries again, then answers 502 in the API's format"
+_BROKEN = "An answer that is not whole is not passed on; Lanekeeper retries, then answers 502"
+_BEGUN = "A stream that has begun cannot be retried unnoticed: it ends with an error event of Lanekeeper's"
+_CHECKED = "The gateway checks the body itself; its message also has the value that was found"
+_SAYS = "A 404 of Lanekeeper's own says what it serves or keeps"
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("api_resources.*test_batches*results*", "Mocked at the API is a batch that the gateway has not created: 404"),
@@ -24,7 +26,19 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("error 529, *", "The gateway adds a `retry-after` to an overload, which the API lacks"),
     ("error error in the middle, create", "The gateway adds a `retry-after` to an overload, which the API lacks"),
     ("retry 529 for ever, *", "The gateway adds a `retry-after` to an overload, which the API lacks"),
-    ("error parameter, *", "The gateway checks the body itself; its message also has the value that was found"),
+    ("error parameter, *", _CHECKED),
+    ("chat: error parameter", _CHECKED),
+    ("chat*: error page of a proxy", _ATTEMPTS),
+    ("chat: error connection *", _ATTEMPTS),
+    ("chat: error transfer ends in the middle", _BROKEN),
+    ("chat*: error broken JSON", _BROKEN),
+    ("chat events: error connection *", _BEGUN),
+    ("chat events: error transfer ends in the middle", _BEGUN),
+    ("*events: error error in the middle", _BEGUN),
+    ("retrieve: not in the background", "A response that was not in the background lies at the provider alone: 404"),
+    ("background deleted: *", _SAYS),
+    ("retrieve unknown", _SAYS),
+    ("moderations", _SAYS),
     (
         "calls of: retry 529 for ever, *",
         "Each of the SDK's three calls is retried by Lanekeeper too (here: two attempts)",
