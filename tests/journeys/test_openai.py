@@ -2,7 +2,10 @@
 killed. `./dev judges` compares many more calls with those at the API itself."""
 
 import asyncio
+import os
 import signal
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,6 +27,7 @@ from tests.support.serving import HeldCalls, RunningWorker, serving
 from tests.support.waiting import until
 
 MODEL = "gpt-5.5"
+EXAMPLE = Path(__file__).parents[2] / "examples/python/background.py"
 
 
 def said(prompt: Any) -> Any:
@@ -173,6 +177,19 @@ async def test_a_stream_in_the_background_goes_on_where_its_client_stopped(vhost
         assert [event.sequence_number async for event in from_the_start] == numbers
         with pytest.raises(openai.BadRequestError):
             await client.get(f"/responses/{id}?stream=true&starting_after=x", cast_to=object)
+
+
+async def test_the_example_prints_a_response_in_the_background_and_again(vhost: Vhost) -> None:
+    async def printed(*line: str) -> list[str]:
+        environ = {**os.environ, "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "any"}
+        process = await asyncio.create_subprocess_exec(sys.executable, EXAMPLE, *line, env=environ, stdout=PIPE)
+        out, _ = await process.communicate()
+        return out.decode().splitlines()
+
+    async with served(vhost) as (_, _, url):
+        id, text = await printed("a story")
+        assert text == "echo: a story"
+        assert await printed("--id", id) == [id, text]
 
 
 async def test_a_submitted_request_may_be_in_openais_dialect(vhost: Vhost) -> None:
