@@ -323,7 +323,7 @@ function tenants(found) {
   for (const [name, { requests, usd }] of Object.entries(found.spent?.tenant ?? {})) Object.assign(of(name), { requests, usd: usd ?? 0 });
   const rows = Object.entries(all).sort(([, a], [, b]) => b.in_hand - a.in_hand || b.running - a.running || b.usd - a.usd || b.waits - a.waits);
   draw($("tenants"), rows.slice(0, TENANTS), (shown) => (shown.length
-    ? [table(["tenant", "waiting for a slot", "running", "mean wait", "requests", "money"], shown.map(([name, each]) => [
+    ? [table(["tenant", "waiting", "running", "mean wait", "requests", "money"], shown.map(([name, each]) => [
       name || "–", count(each.in_hand), count(each.running), each.waits ? ms(each.waited_ms / each.waits) : "–", count(each.requests), dollars(each.usd)])),
     rows.length > TENANTS ? el("p", { class: "note" }, `and ${many(rows.length - TENANTS, "other")}`) : ""]
     : el("p", { class: "note" }, "No tenant has had a request since the workers started.")));
