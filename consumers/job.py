@@ -25,7 +25,7 @@ from lanekeeper.contract.problems import PROBLEMS, ProviderFailure, RequestProbl
 from lanekeeper.telemetry import tracing
 from topology.broker.consume import Delivery
 from topology.codec.decoding import Published, Request, app_of, deadline_of, published
-from topology.codec.headers import BatchHop, FlowHop, group_size, read_fresh, read_hop, split_tail
+from topology.codec.headers import ADDRESS_LENGTH, BatchHop, FlowHop, group_size, read_fresh, read_hop, split_tail
 from topology.lanes import LaneSpec
 
 CONSUMER_TIMEOUT_S = 1800.0
@@ -103,7 +103,9 @@ def group_in(headers: Mapping[str, Any], *, key: str) -> InGroup | None:
     id, webhook = headers.get(n.GROUP), headers.get(n.WEBHOOK)
     if not (isinstance(id, str) and is_request_id(id)):
         return None
-    return InGroup(id, group_size(headers), key, webhook if isinstance(webhook, str) else "")
+    if not isinstance(webhook, str) or len(webhook) > ADDRESS_LENGTH or not webhook.isprintable():
+        webhook = ""
+    return InGroup(id, group_size(headers), key if key.isprintable() else "", webhook)
 
 
 def state_identity(request: Identity, flow: FlowHop) -> Identity:
@@ -301,7 +303,9 @@ class Job:
     @property
     def group(self) -> InGroup | None:
         """What the request says of its group."""
-        return None if self.is_item else group_in(self.message.headers, key=self.routing_key)
+        if self.is_item or not is_request_id(self.id):
+            return None
+        return group_in(self.message.headers, key=self.routing_key)
 
     @property
     def attempts(self) -> int:

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from consumers.clock import now_ms
+from consumers.job import group_in
 from consumers.state.base import Completion, Fingerprint, Granted, Identity, InGroup
 from consumers.state.groups import Group, GroupedStore, Head, Opened, State
+from lanekeeper.contract import names as n
 
 GROUP = Identity("crm", "msgbatch_1")
 IN_GROUP = InGroup(GROUP.id, 4, "batch.app.x")
@@ -124,6 +126,15 @@ async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as
     await store.claim(Identity("crm", "refused"), message(group=group))  # sent again, corrected
     await store.cancel(Identity("crm", "refused"), ended("error", "cancelled"))
     assert not await store.ended_groups()
+
+
+@pytest.mark.parametrize("text", ["normal.\0.x", "\x1f", "x" * 5000])
+async def test_what_a_wrong_request_says_of_its_group_does_no_harm(store: GroupedStore, text: str) -> None:
+    headers = {n.GROUP: GROUP.id, n.GROUP_SIZE: 2**70, n.WEBHOOK: text}
+    await store.note(Identity("crm", "a"), ended("error", "invalid_request"), group=group_in(headers, key=text[:255]))
+
+    assert await counts(store) == "errored=1"
+    assert ((await found(store)).size, (await found(store)).webhook) == (0, "")
 
 
 async def test_a_tenant_has_no_more_of_them_than_it_may(opened: Any) -> None:
