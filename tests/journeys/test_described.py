@@ -165,6 +165,6 @@ async def test_bodies_of_handlers_and_pipelines_fit_the_documents(vhost: Vhost) 
 
 @pytest.mark.slow
 async def test_made_up_calls_through_the_lanes_are_answered_as_the_document_says(vhost: Vhost) -> None:
-    paths = {"/v1/messages", "/v1/requests", "/v1/requests/{id}"}
+    paths = {"/v1/messages", "/v1/requests", "/v1/requests/{id}", "/v1/chat/completions", "/v1/responses/{id}"}
     async with serving(vhost, retry={"base_s": 0.05, "cap_s": 0.1}) as worker, gate(worker) as url:
         assert await asyncio.to_thread(make_up, url, paths=paths, examples=10) > len(paths)
