@@ -132,7 +132,9 @@ class BudgetGate:
         model could write in the time."""
         decoded, in_progress = job.decoded, job.in_progress
         assert decoded is not None
-        expected = self.amounts(job, decoded.request, reserved.route)
+        expected = reserved.reservation.amounts
+        if DIALECTS[decoded.request.dialect].joins_tokens:  # the reservation has both in one
+            expected = self.amounts(job, decoded.request, reserved.route)
         if in_progress is None:
             return expected
         if (used := in_progress.used()) is not None:
