@@ -158,6 +158,10 @@ def enqueue(
     return RowsChange(True, {**ended, ticket: f"{requests} {tokens} {until}"}, until_ms=max(rows.until_ms, until))
 
 
+def _read(rows: Rows, _: Times) -> RowsChange[Mapping[str, str]]:
+    return RowsChange(rows.values)
+
+
 # ---- the store -------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +228,8 @@ class SmallRows(ABC):
     async def history(self, now_minute: int) -> Mapping[int, Mapping[str, str]]:
         """What workers noted in the last hour, by minute and worker."""
         minutes = range(now_minute - HISTORY_MINUTES, now_minute + 1)
-        return {each: (await self.read_rows("history", _minute(each)))[0].values for each in minutes}
+        found = await self.change_rows("history", [(_minute(each), _read) for each in minutes])
+        return dict(zip(minutes, found, strict=True))
 
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
