@@ -54,7 +54,7 @@ def walked() -> Iterator[Walk]:
         sys.setprofile(None)
 
 
-BORDERS_AT_MOST = 100
+BORDERS_AT_MOST = 105
 """Pairs of files of which one calls a function of the other, with all helpers, while a fresh request is answered."""
 
 
