@@ -397,10 +397,11 @@ async def _slots_lost(ground: Ground) -> list[Violation]:
     wanted = sum(SLOTS.values()) * len(ground.workers)
     most = 0
     for _ in range(TRIES):
+        # more than can run, so that no lane is idle and lends its slots while the others' requests arrive
         await ground.load.at_once(
-            {lane: slots * len(ground.workers) for lane, slots in SLOTS.items()}, latency_s=HELD_S
+            {lane: 3 * slots * len(ground.workers) for lane, slots in SLOTS.items()}, latency_s=HELD_S
         )
-        end_s = time.monotonic() + 2 * HELD_S
+        end_s = time.monotonic() + 4 * HELD_S
         while most < wanted and time.monotonic() < end_s:
             most = max(most, ground.api.running)
             await asyncio.sleep(0.02)

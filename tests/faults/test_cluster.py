@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.checker import Called, History, Verdict, check
+from tests.faults.checker import Called, Disturbed, History, Verdict, check
 from tests.faults.ground import Crew
 from tests.faults.load import Load, Mix
 from tests.faults.nodes import Cluster, Node, cluster
@@ -49,6 +49,16 @@ class Service:
     crew: Crew
     load: Load
     history: History
+
+    @asynccontextmanager
+    async def disturbed(self, title: str, code: str) -> AsyncIterator[None]:
+        """Note that a node's connections end meanwhile, and with them the work on what came over them."""
+        began_s = time.monotonic()
+        yield
+        found = Disturbed(
+            at_s=began_s, healed_s=time.monotonic(), code=code, title=title, against="a node", in_flight=0
+        )
+        self.history.events.append(found)
 
     async def verdict(self) -> Verdict:
         await until(lambda: self.load.answered(within_s=ANSWERED_S), within_s=ANSWERED_S)
@@ -114,7 +124,8 @@ async def test_after_a_leader_is_killed_answers_stop_for_less_than_two_seconds_a
     async with at_work(broker, broker.others(leader), tmp_path) as service:
         async with service.load.asking():
             await asyncio.sleep(BEFORE_S)
-            await leader.kill()
+            async with service.disturbed("leader killed", "B3"):
+                await leader.kill()
             await asyncio.sleep(AFTER_S)
         verdict = await service.verdict()
 
@@ -129,7 +140,8 @@ async def test_clients_and_workers_of_a_killed_node_continue_at_another(broker: 
     async with at_work(broker, nodes, tmp_path) as service:
         async with service.load.asking():
             await asyncio.sleep(BEFORE_S)
-            await leader.kill()
+            async with service.disturbed("leader killed", "B3"):
+                await leader.kill()
             await asyncio.sleep(AFTER_S)
             await leader.start()
         verdict = await service.verdict()
@@ -147,9 +159,10 @@ async def test_a_leader_that_hangs_blocks_its_lane_only_until_another_is_elected
     async with at_work(broker, broker.others(leader), tmp_path) as service:
         async with service.load.asking():
             await asyncio.sleep(BEFORE_S)
-            await leader.pause()
-            await asyncio.sleep(FROZEN_STALL_S)
-            await leader.unpause()
+            async with service.disturbed("leader frozen", "B4"):
+                await leader.pause()
+                await asyncio.sleep(FROZEN_STALL_S)
+                await leader.unpause()
             await asyncio.sleep(BEFORE_S)
         verdict = await service.verdict()
 
@@ -164,9 +177,10 @@ async def test_a_rolling_restart_loses_no_request(broker: Cluster, tmp_path: Pat
         began_s = time.monotonic()
         async with service.load.asking():
             for node in broker.nodes:
-                await node.drain()
-                await node.restart()
-                await broker.whole()
+                async with service.disturbed("node restarted", "B5"):
+                    await node.drain()
+                    await node.restart()
+                    await broker.whole()
         verdict = await service.verdict()
         crashes = service.crew.crashes
 

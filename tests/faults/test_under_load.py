@@ -190,6 +190,7 @@ async def test_without_the_queue_of_dead_letters_requests_to_be_parked_wait_unti
             await service.broker.nodes[0].run("rabbitmqctl", "--quiet", "delete_queue", "lane.dead")
             await asyncio.sleep(8)
         assert await service.load.answered(within_s=90)
+        await service.posted(within_s=90)
         verdict = service.verdict()
         # Dead letters in the queue when it was deleted had been answered, and are not parked again.
         assert [str(each) for each in verdict.violations if each.kind != NOT_PARKED] == []
