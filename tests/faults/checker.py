@@ -188,6 +188,10 @@ TIMES_OUT_S = 3.0
 """A worker gives up a call after four seconds (`ground.PATIENT`), some of which pass before the provider's begin."""
 AROUND_S = 2.0
 """How long before such a fault an answer may have been given that it cut off, and after it."""
+CLOSING_S = 30.0
+"""Garbled bytes make RabbitMQ close the connection. It waits so long for the answer (`CLOSING_TIMEOUT` in
+rabbit_reader.erl) before it delivers again what the connection had; what it delivers over others that end just then is
+delivered to two workers within milliseconds."""
 KEPT_IN_LANE_DEAD = frozenset({"invalid_request", "provider_rejected", "attempts_exhausted", "poison", "internal"})
 """Errors whose requests are also in `lane.dead`."""
 
@@ -381,7 +385,11 @@ def _of_identity(
 def _of_payments(identity: str, calls: Sequence[Called], faults: Sequence[Disturbed]) -> list[Violation]:
     """A step that the provider has answered is not asked of it again, unless a fault may have cut the answer off, or it
     took too long."""
-    cuts = [(each.at_s - AROUND_S, each.healed_s + AROUND_S) for each in faults if each.code.startswith(CUT_OFF)]
+    cuts = [
+        (each.at_s - AROUND_S, each.healed_s + AROUND_S + (CLOSING_S if each.code == "B10" else 0))
+        for each in faults
+        if each.code.startswith(CUT_OFF)
+    ]
     paid: dict[str, Called] = {}
     found = []
     for call in calls:
