@@ -37,6 +37,7 @@ from tests.support.with_broker import private_broker_beside
 from topology import delays
 
 DEFAULT = "default"
+SLOW_FILE = "\npytestmark = pytest.mark.slow"
 ON_EVERY_VERSION = ("tests/broker/", "tests/journeys/")
 MISSING = "TESTS_MISSING"
 """The environment variable that tells the workers which versions are unavailable, and why: a JSON object."""
@@ -83,6 +84,13 @@ def pytest_configure(config: pytest.Config) -> None:
             with _on_screen(config):
                 why = missing[keeper.VERSIONS[-1]]
                 print(f"no RabbitMQ in containers ({why}): all tests run on the one broker", file=sys.stderr)
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """`./dev check` does not import files whose tests are all slow: some build the models of a vendor's client."""
+    if os.environ.get("TESTS_QUICK") and collection_path.suffix == ".py":
+        return True if SLOW_FILE in collection_path.read_text() else None
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
