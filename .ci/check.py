@@ -1,4 +1,5 @@
-"""`./dev check [--without-tests]`: format, lint, types, imports, signs of a mess, and the fast tests.
+"""`./dev check [--without-tests]`: format, lint, types, imports, signs of a mess, and the fast tests. The types of tests
+take as long as those of the product: with `--without-tests`, as CI runs it, they are checked too.
 `--tests-alone`: the fast tests, with the Python that runs this."""
 
 import os
@@ -102,7 +103,9 @@ def fast_tests() -> bool:
 def main(*arguments: str) -> int:
     if "--tests-alone" in arguments:
         return 0 if fast_tests() else 1
-    typing, types = begin(BIN / "mypy", "--no-error-summary")  # without its cache it keeps one core busy for long
+    typed = () if "--without-tests" in arguments else PACKAGES
+    # without its cache it keeps one core busy for long
+    typing, types = begin(BIN / "mypy", "--no-error-summary", *typed)
     began_s = time.monotonic()
     checks: dict[str, Callable[[], bool]] = {
         "format": lambda: passes(BIN / "ruff", "format", "--check", "--quiet", "."),
