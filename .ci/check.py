@@ -1,5 +1,5 @@
-"""`./dev check [--without-tests]`: format, lint, types, imports, signs of a mess, and the fast tests. The types of tests
-take as long as those of the product: with `--without-tests`, as CI runs it, they are checked too.
+"""`./dev check [--without-tests]`: format, lint, types, imports, signs of a mess, and the fast tests. The types of
+tests take as long as those of the product: with `--without-tests`, as CI runs it, they are checked too.
 `--tests-alone`: the fast tests, with the Python that runs this."""
 
 import os
@@ -50,8 +50,8 @@ SIGNS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 """Each with its pattern, and the places that may contain it."""
 TESTS = (
-    ("tests/consumers", "--ignore=tests/consumers/state"),
-    ("tests/consumers/state", "tests/lanekeeper", "tests/topology", "tests/service", "tests/fuzz"),
+    ("tests/consumers", "tests/lanekeeper", "tests/topology", "--ignore=tests/consumers/state"),
+    ("tests/consumers/state", "tests/service", "tests/fuzz"),
 )
 """Two runs beside each other. With pytest-xdist each process would collect all tests, and send a report of each, which
 costs half as much again as the tests."""
