@@ -237,7 +237,7 @@ class Verdict:
     """Replies beyond one for each publish. They are allowed: at-least-once."""
     posted_again: int
     """Posts that were accepted beyond one for each publish. They are allowed after a fault: at-least-once."""
-    repeated_calls: int
+    repeats: tuple[Called, ...]
     """Calls beyond the first, except after one that the provider refused or interrupted itself."""
     stalls: Mapping[str, Stall]
     """The longest stall of each lane."""
@@ -245,6 +245,10 @@ class Verdict:
 
     def of(self, kind: str) -> tuple[Violation, ...]:
         return tuple(each for each in self.violations if each.kind == kind)
+
+    @property
+    def repeated_calls(self) -> int:
+        return len(self.repeats)
 
     @property
     def lost(self) -> int:
@@ -330,7 +334,7 @@ def check(events: Iterable[Event], *, store_was_lost: bool = False) -> Verdict:
         pipelines=sum(each.confirmed_s is not None and each.asked.piped for each in every),
         answered_twice=sum(len(each.doubled) for each in every),
         posted_again=sum(len(_beyond(theirs, posted[identity])) for identity, theirs in by_identity.items()),
-        repeated_calls=len(repeats),
+        repeats=tuple(repeats),
         stalls={lane: worst for lane, pauses in stalls.items() if (worst := longest(pauses)) is not None},
         recoveries=_recoveries(faults, every, repeats, [each for pauses in stalls.values() for each in pauses]),
     )

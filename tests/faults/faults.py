@@ -366,6 +366,7 @@ async def broken(ground: Ground, *faults: tuple[str, float], judge: Judge | None
     async with ground.load.asking():
         await asyncio.sleep(SETTLED_S)
         for title, lasts_s in faults:
+            await ground.crew.ready()  # before the calm, so that a worker that was just started has work again
             await asyncio.sleep(AROUND_S)
             await inject(ground, fault(title), lasts_s=lasts_s, rng=rng)
         await asyncio.sleep(AROUND_S)

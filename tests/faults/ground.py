@@ -161,6 +161,7 @@ async def _mount(*words: str) -> bool:
 FAILPOINT_EXIT = 86
 """The exit code of a worker that dies at a failpoint (`consumers/settle.py`)."""
 PAUSE_S = 0.2
+ENDS = {signal.SIGKILL, signal.SIGTERM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,9 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        return self.running is not None and not self.running.has_ended and bool(self.running.told("service.ready"))
+        if self.running is None or self.running.has_ended or self.told & ENDS:  # its end may not be noticed yet
+            return False
+        return bool(self.running.told("service.ready"))
 
     @property
     def pid(self) -> int:
