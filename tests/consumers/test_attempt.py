@@ -14,9 +14,8 @@ from typing_extensions import override
 from consumers.attempt import Attempts
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
-from consumers.dialects.answers import Answer
 from consumers.failures import TIMEOUT, RetryPolicy
-from consumers.job import Chain, Decoded, Job, LostCall, Reserved, Route
+from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
@@ -31,7 +30,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
 from tests.support.faulty_api import FaultyAPI
-from tests.support.jobs import NOW_MS, Bench, Told, decoded, granted, read
+from tests.support.jobs import NOW_MS, Bench, decoded, granted, read
 from tests.support.memory_store import MemoryStore
 from topology.lanes import NORMAL
 
@@ -161,20 +160,6 @@ def failing(fault: str) -> SimulatedOptions:
     return SimulatedOptions(faults={fault: 1.0})
 
 
-async def test_who_follows_a_request_learns_that_its_call_has_begun(providers: Open) -> None:
-    world, progress = await providers(), Told()
-
-    assert isinstance(await world.ask(progress=progress), Answered)
-    assert progress.told == [("started", {"attempt": 1, "wait_ms": world.job.wait_ms})]
-
-
-async def test_the_first_call_is_that_of_the_route_whose_budget_is_reserved(providers: Open) -> None:
-    world = await providers()
-
-    assert isinstance(await world.ask(reserved=BOTH[1]), Answered)
-    assert world.calls == (0, 1)
-
-
 BOTH = (route("one"), route("two"))
 
 
@@ -186,34 +171,6 @@ def answered_by(outcome: Outcome) -> str:
 def failed_with(outcome: Outcome) -> str:
     assert isinstance(outcome, Retried), outcome
     return outcome.brief.split()[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "used"),
-    [
-        ("server_error", REFUSED),
-        ("reset at=start", EXPECTED),
-        ("overloaded", REFUSED),
-        ("rate_limited retry_after=60", REFUSED),
-        ("rate_limited retry_after=none", REFUSED),
-        ("spend_limit", REFUSED),
-        ("authentication", REFUSED),
-        ("permission", REFUSED),
-    ],
-)
-async def test_after_a_provider_failed_the_next_is_called_in_the_same_attempt(
-    providers: Open, fault: str, used: Amounts
-) -> None:
-    two = await providers(failing(fault))
-
-    assert answered_by(await two.ask()) == "two"
-    checks = 1 if fault == "permission" else 0  # a call of our own, before the provider is paused
-    assert two.calls == (1 + checks, 1)
-    assert two.moves.asked == [("two", used)]
-    assert two.job.attempted is not None
-    assert two.job.attempted.lost == ((LostCall(MODEL, EXPECTED),) if used is EXPECTED else ()), "it may have been paid"
-    assert two.bench.log[0] == "event: started"
 
 
 async def refused_by_a_cap(job: Job, decoded: Decoded) -> bool:
@@ -236,20 +193,6 @@ async def test_a_refusal_is_the_answer_if_a_cap_has_not_enough_left_for_the_fall
     outcome = await two.ask("[[fault: refusal x1]]", *TO_SONNET)
     assert isinstance(outcome, Answered)
     assert (outcome.stop_reason, two.calls) == ("refusal", (1, 0))
-
-
-@pytest.mark.parametrize("fault", ["", "invalid", "hang"])
-async def test_the_time_of_an_attempt_is_measured_from_the_begin_of_its_call(providers: Open, fault: str) -> None:
-    two = await providers(failing(fault) if fault else None)
-    began_s = asyncio.get_running_loop().time()
-
-    await two.ask("hello [[latency: 100ms]]", BOTH[0], deadline_ms=400)
-
-    took_ms = 1000 * (asyncio.get_running_loop().time() - began_s)
-    assert two.job.attempted is not None
-    assert two.job.attempted.run_ms is not None
-    assert 1 <= two.job.attempted.run_ms <= took_ms + 1
-    assert took_ms >= (390 if fault == "hang" else 0), "it has all of its time"
 
 
 async def test_a_stream_without_a_token_is_cut_by_its_deadline(providers: Open) -> None:
@@ -444,31 +387,7 @@ async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_c
     assert with_other.delay_ms < 20_000 <= alone.delay_ms
 
 
-@pytest.mark.slow
-async def test_the_second_call_of_an_attempt_has_the_lanes_time_limit_too(providers: Open) -> None:
-    two = await providers(failing("overloaded"), failing("hang"))
-
-    async with asyncio.timeout(20):
-        outcome = await two.ask(call_timeout_s=2)  # so long that the first is called on a busy machine
-
-    assert failed_with(outcome) == TIMEOUT
-    assert two.calls == (1, 1)
-
-
 TO_SONNET = (route("one"), route("two"), route("one", FALLBACK), route("two", FALLBACK))
-
-
-async def test_unknown_stop_reasons_and_categories_are_other_in_metrics(providers: Open) -> None:
-    two = await providers()
-
-    await two.ask("[[fault: refusal category=something_new]]", BOTH[0])
-    await two.ask("[[tokens: 2000]]", BOTH[0])
-
-    assert two.registry.refusals == {("normal", MODEL, "other"): 1}
-    assert two.registry.stops == {("normal", MODEL, "refusal"): 1, ("normal", MODEL, "max_tokens"): 1}
-    answer = Answer(body=b"", model=MODEL, provider="one", stop_reason="something_new")
-    two.registry.count_stop("normal", MODEL, answer)
-    assert two.registry.stops["normal", MODEL, "other"] == 1
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """A worker's claims, on top of the store that keeps them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from consumers.state.base import (
 )
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry import signals
-from tests.support.jobs import NOW_MS, Bench, read
+from tests.support.jobs import NOW_MS, Bench
 from tests.support.memory_store import MemoryStore
 from tests.support.virtual_time import virtually
 
@@ -58,19 +57,6 @@ async def test_a_cancellation_stops_a_request_whose_claim_is_granted_but_not_yet
     assert await cancelled is Cancelling.TOLD
     assert job.stopped is Stop.CANCELLED
     assert isinstance(await claimed, Granted)
-
-
-class Renewed(MemoryStore):
-    """A store that counts how many claims were renewed at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.renewed: list[int] = []
-
-    @override
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        self.renewed.append(len(held))
-        return await super().renew(held)
 
 
 class SlowToRelease(MemoryStore):
@@ -110,22 +96,6 @@ def test_a_request_that_is_deferred_again_and_again_is_no_poison_because_its_rel
         return deaths
 
     assert virtually(story()) == [0] * 6
-
-
-def test_no_more_than_so_many_releases_go_on_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumers.claiming.RELEASES_AT_MOST", 2)
-
-    async def story() -> list[str]:
-        store = SlowToRelease(takes_s=5)
-        claiming = Claiming(store)
-        for each in range(4):
-            job = Bench().job(message_id=f"m-{each}")
-            await claiming.claim(job)
-            await claiming.release(job)
-        await claiming.finish(within_s=30)
-        return store.log
-
-    assert virtually(story()) == ["claim"] * 4 + ["release"] * 2
 
 
 def test_a_claim_that_the_store_grants_too_late_is_given_back() -> None:
@@ -208,23 +178,6 @@ def test_a_store_that_hangs_delays_no_request_that_can_do_without_its_answer_by_
     virtually(story())
 
 
-def test_an_outcome_that_could_not_be_stored_for_three_minutes_is_logged_if_nobody_waits_for_it() -> None:
-    async def story() -> None:
-        store, job = MemoryStore(), Bench().job()
-        store.failing = StoreUnavailable("locked")
-        ending = Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS)
-        completing = asyncio.create_task(Claiming(store).complete(job, ending))
-        await asyncio.sleep(1)
-        completing.cancel()
-        with capture_logs() as logs:
-            await asyncio.sleep(178)
-            assert logs == []
-            await asyncio.sleep(3)
-        assert [(each["event"], each["error"]) for each in logs] == [(signals.COMPLETION_LOST, "locked")]
-
-    virtually(story())
-
-
 async def test_a_claim_is_given_back_if_its_delivery_was_lost_before_the_store_has_answered() -> None:
     store, job = SlowToTell(), Bench().job()
     claiming = Claiming(store)
@@ -235,53 +188,6 @@ async def test_a_claim_is_given_back_if_its_delivery_was_lost_before_the_store_h
     store.tells.set()
     await claiming.finish(within_s=30)
     assert store.log == ["claim", "release"]
-
-
-def test_a_claim_that_is_being_released_or_is_completed_is_not_renewed() -> None:
-    class Slow(Renewed):
-        @override
-        async def release(self, held: Held, **how: Any) -> None:
-            await asyncio.sleep(5)
-            await super().release(held, **how)
-
-    async def story() -> list[int]:
-        store = Slow()
-        claiming, jobs = Claiming(store), [Bench().job(message_id=each) for each in ("one", "two")]
-        for job in jobs:
-            await claiming.claim(job)
-        await claiming.release(jobs[0])
-        await claiming.renew()
-        await claiming.complete(jobs[1], Completion(status="ok", body=b"{}", headers={}, ended_ms=NOW_MS))
-        await claiming.renew()
-        await claiming.finish(within_s=30)
-        return store.renewed
-
-    assert virtually(story()) == [1]
-
-
-@pytest.mark.parametrize(
-    ("followed", "streams", "reply_to", "writes"),
-    [
-        (False, False, None, False),
-        (False, True, None, True),
-        (False, True, "amq.gen-abcdefghijklmnopqrstuv", False),
-        (True, False, "amq.gen-abcdefghijklmnopqrstuv", True),
-    ],
-)
-async def test_progress_is_written_for_who_follows_or_can_get_a_stream_in_no_other_way(
-    followed: bool, streams: bool, reply_to: str | None, writes: bool
-) -> None:
-    class Followed(MemoryStore):
-        @override
-        async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
-            return Granted(token=1, followed=followed)
-
-    job = read(Bench().job(reply_to=reply_to, headers={n.STREAM: True} if streams else {}))
-    await Claiming(Followed()).claim(job)
-    assert (job.progress is not None) is writes
-    unread = Bench().job(reply_to=reply_to)
-    await Claiming(Followed()).claim(unread)
-    assert unread.progress is None
 
 
 async def test_a_holder_whose_claim_was_taken_over_says_that_it_lives_and_has_no_outcome() -> None:

@@ -10,15 +10,13 @@ import structlog
 from typing_extensions import override
 
 from consumers import settle
-from consumers.brake import too_many
 from consumers.outcomes import Answered
 from consumers.replies import ReplySender
-from consumers.state.base import Cancelling, Completion, Identity, Pause, StoreUnavailable
+from consumers.state.base import Identity, StoreUnavailable
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
-from tests.support.jobs import NOW_MS, Bench, FakeDelivery, FakeNotices, FakeSession, answers_of, control
+from tests.support.jobs import Bench, FakeDelivery, FakeNotices, FakeSession, answers_of, control
 from tests.support.virtual_time import virtually
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
@@ -60,26 +58,6 @@ def told(bench: Bench) -> dict[str, Any]:
     found = json.loads(bench.to("").body)
     assert isinstance(found, dict)
     return found
-
-
-async def test_cancellations_that_displaced_earlier_ones_are_counted_and_logged_once_a_minute(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def displaces(identity: Identity, completion: Completion) -> Cancelling:
-        return Cancelling.DISPLACED
-
-    monkeypatch.setattr(bench.store, "cancel", displaces)
-    deliveries = [
-        FakeDelivery(Message(body=b'{"cancel":"m-%d"}' % each, type="cancel", routing_key="cancel"), bench.log)
-        for each in range(3)
-    ]
-    reading = control(bench, delivering(bench, *deliveries))
-    with structlog.testing.capture_logs() as logs:
-        await reading.run()
-
-    assert reading.displaced == 3
-    told = [each for each in logs if each["event"] == signals.CANCELLATION_DISPLACED]
-    assert [(each["count"], each["displaced"]) for each in told] == [(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -147,32 +125,12 @@ async def test_an_internal_error_does_not_lose_a_cancellation_and_is_answered_af
         assert (told(bench)["code"], told(bench)["request"], told(bench)["attempts"]) == ("internal", "m-1", 0)
 
 
-async def test_the_error_of_a_cancelled_request_tells_its_attempts(bench: Bench) -> None:
-    job = bench.job(exchange="lane.due", headers={n.ATTEMPT: 2})
-    await bench.claiming.claim(job)
-    await bench.claiming.release(job, due_ms=NOW_MS)
-    await read(bench, {"cancel": "m-1"})
-    assert "kept_until" not in told(bench)
-    found = await bench.store.find(job.identity)
-    assert found is not None
-    assert found.completion is not None
-    assert json.loads(found.completion.body)["attempts"] == found.completion.headers[n.ATTEMPT] == 2
-
-
 @pytest.mark.parametrize("user", ["a\x00b", "a b", "b" * 129])
 async def test_a_tenant_is_checked_like_an_id(bench: Bench, user: str) -> None:
     for body, which in (({"cancel": "m-1"}, "user_id"), ({"cancel": "m-1", "tenant": user}, "tenant")):
         await read(bench, body, user_id=user)
         assert told(bench)["detail"].startswith(f"{which}: allowed are 1 to 128 letters")
         bench.publisher.sent.clear()
-
-
-async def test_refusals_are_logged_by_user_and_cause(bench: Bench) -> None:
-    with structlog.testing.capture_logs() as logs:
-        for user in ("shop", "shop", None):
-            await read(bench, {"cancel": 5}, user_id=user)
-    told = [(each["user"], each["type"], each["key"], each["count"]) for each in logs]
-    assert told == [("shop", "cancel", "cancel", 1)] * 2 + [("", "cancel", "cancel", 1)]
 
 
 class Taking(FakeNotices):
@@ -221,13 +179,6 @@ def test_requests_wait_five_seconds_for_cancellations_and_begin_to_wait_again_wh
     with structlog.testing.capture_logs() as logs:
         virtually(story())
     assert [(each["event"], each["waiting"], each["waited_s"]) for each in logs] == [(signals.CONTROL_BEHIND, 7, 5)] * 2
-
-
-async def test_a_refusal_without_an_address_is_counted(bench: Bench) -> None:
-    answers = answers_of(bench)
-    await answers.refuse(Message(body=b"", type="reboot"), RequestProblem("invalid_request", "type"))
-    assert bench.log == []
-    assert (answers.refused, answers.unanswered) == (1, 1)
 
 
 async def test_a_stored_result_tells_how_it_was_posted_and_not_where(bench: Bench) -> None:
@@ -296,13 +247,3 @@ async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops"
 )
 async def test_a_pause_that_cannot_be_read_is_refused(bench: Bench, body: Any, text: str) -> None:
     assert text in (await brakes(bench, "pause", body))["detail"]
-
-
-async def test_more_pauses_than_may_be_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(pause: Pause) -> bool:
-        return False
-
-    monkeypatch.setattr(bench.store, "pause", full)
-    answer = await brakes(bench, "pause", {"pause": {"kind": "lane", "name": "batch"}})
-    assert "pauses" not in answer
-    assert answer["detail"] == too_many().detail

@@ -5,14 +5,13 @@ import json
 from collections import Counter
 
 import pytest
-from typing_extensions import override
 
 from consumers import control as messages
-from consumers.control import LOOK_EVERY_S, ControlAnswers
+from consumers.control import ControlAnswers
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import AccessRefused, BrokerError
+from lanekeeper.contract.problems import AccessRefused
 from tests.support.jobs import Bench, FakeDelivery, FakeSession, answers_of, control
 from tests.support.virtual_time import virtually
 
@@ -107,83 +106,3 @@ def test_without_that_right_requests_wait_for_less_than_a_second_after_the_last_
         return found
 
     assert virtually(story()) == [False, True]
-
-
-class Arriving(FakeSession):
-    """Delivers also what arrives later."""
-
-    def __init__(self, log: list[str]) -> None:
-        super().__init__(log, [])
-        self.arrived: asyncio.Queue[FakeDelivery | None] = asyncio.Queue()
-        self.here = 0
-
-    @property
-    @override
-    def waiting(self) -> int:
-        return self.here
-
-    @override
-    async def __anext__(self) -> FakeDelivery:
-        if (delivery := await self.arrived.get()) is None:
-            raise StopAsyncIteration
-        return delivery
-
-
-@pytest.mark.parametrize(
-    ("looks", "is_read_after"),
-    [
-        ("empty empty", [False, True]),
-        ("empty waits empty empty", [False, False, False, True]),
-        ("empty arrived empty", [False, False, True]),
-        ("away away empty empty", [False, False, False, True]),
-        ("empty away empty empty", [False, False, False, True]),
-        ("empty empty away empty empty", [False, True, False, False, True]),
-        ("away waits empty empty", [False, False, False, True]),
-        ("unreadable unreadable empty empty", [False, False, False, True]),
-        ("here here empty empty", [False, False, False, True]),
-        ("waits+here waits+here empty empty", [False, False, False, True]),
-        ("held empty empty", [False, False, True]),
-        ("waits+held waits+held empty empty", [False, False, False, True]),
-    ],
-)
-def test_the_control_queue_counts_as_read_once_two_looks_in_turn_found_it_empty(
-    monkeypatch: pytest.MonkeyPatch, looks: str, is_read_after: list[bool]
-) -> None:
-    """`arrived`: a message came between two looks, so that one more may have been on its way at the first of them.
-    `here`: one is in this process, and is not read yet. `held`: the store has not recorded one yet."""
-
-    async def story() -> list[bool]:
-        bench, found = Bench(), list[bool]()
-        session = Arriving(bench.log)
-
-        async def ready(queues: list[str]) -> dict[str, int]:
-            if "unreadable" in look:
-                raise BrokerError("no answer")
-            return {"lane.control": int("waits" in look)}
-
-        async def find(identity: Identity) -> None:
-            await recorded.wait()
-
-        recorded = asyncio.Event()
-        monkeypatch.setattr(bench.store, "find", find)
-        reader = control(bench, session, ready=ready)
-        pause_s, running = LOOK_EVERY_S / 2, None
-        for look in (each.split("+") for each in looks.split()):
-            session.here, bench.store.trouble = int("here" in look), "away" if "away" in look else None
-            if "arrived" in look:
-                message = Message(body=b"", type=n.STATUS_KEY, routing_key=n.STATUS_KEY)
-                session.arrived.put_nowait(FakeDelivery(message, bench.log))
-            if "held" not in look:
-                recorded.set()
-            elif running is None:
-                session.arrived.put_nowait(cancellations(bench, "shop")[0])
-            running = running or asyncio.create_task(reader.run())
-            await asyncio.sleep(pause_s)
-            found.append(reader.behind is None)
-            pause_s = LOOK_EVERY_S
-        session.arrived.put_nowait(None)
-        assert running is not None
-        await running
-        return found
-
-    assert virtually(story()) == is_read_after

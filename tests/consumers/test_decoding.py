@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from consumers.decoding import AT_ONCE_S, TINY_BYTES, Decoding, Parsing
+from consumers.decoding import AT_ONCE_S, Decoding, Parsing
 from consumers.job import Chain
 from lanekeeper.contract import names as n
 from tests.support.jobs import Bench
@@ -49,24 +49,6 @@ def in_virtual_time(story: Callable[[], Coroutine[object, object, None]]) -> Cal
 
     test.__name__ = story.__name__
     return test
-
-
-@in_virtual_time
-async def test_short_bodies_are_read_at_once() -> None:
-    ground = Ground()
-    began_s = asyncio.get_running_loop().time()
-    for number in range(9):
-        await ground.read(str(number), s=AT_ONCE_S / 10)
-
-    assert {s for _, s in ground.began} == {began_s}
-
-
-@in_virtual_time
-async def test_tiny_bodies_do_not_wait_for_others() -> None:
-    ground = Ground()
-    await asyncio.gather(ground.read("long"), ground.read("next"), ground.read("tiny", size=TINY_BYTES))
-
-    assert ground.order == ["long", "tiny", "next"]
 
 
 @in_virtual_time

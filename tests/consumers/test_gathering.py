@@ -44,25 +44,12 @@ async def ask_all(handlers: Handlers, *given: Any) -> list[Any]:
     return await asyncio.gather(*(ask(handlers, each) for each in given), return_exceptions=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["async", "cpu"])
-async def test_calls_are_gathered_up_to_the_count_and_each_gets_its_own_result(kind: Kind) -> None:
-    async with registered(kind, count=5) as handlers:
-        found = await ask_all(handlers, *range(10))
-    assert found == [[number, 5] for number in range(10)]
-
-
 async def test_fewer_are_called_when_the_window_ends_and_those_of_another_lane_apart() -> None:
     async with registered(count=100, window_s=0.01) as handlers:
         found = await asyncio.gather(*(ask(handlers, n, lane=lane) for lane in ("batch", "normal") for n in range(3)))
         assert found == [[0, 3], [1, 3], [2, 3]] * 2
         assert await ask(handlers, "later") == ["later", 1]
         assert await ask_all(handlers, "a", "b") == [["a", 2], ["b", 2]], "the window begins anew"
-
-
-async def test_where_a_lane_has_fewer_slots_nothing_waits_for_more() -> None:
-    async with registered(count=5, slots={"batch": 2}) as handlers:
-        assert await ask_all(handlers, "a", "b") == [["a", 2], ["b", 2]]
 
 
 @pytest.mark.slow
@@ -97,12 +84,6 @@ async def test_what_fails_as_a_whole_fails_all_as_an_attempt_and_alone_one_harms
         if given == "dies":
             assert all(isinstance(error, HandlerDied) for error in errors)
         assert await ask(handlers, "a", alone=True) == ["a", 1]
-
-
-async def test_alone_a_rejected_input_is_rejected() -> None:
-    async with registered() as handlers:
-        with pytest.raises(RejectedError, match="never any good"):
-            await ask(handlers, "all rejected", alone=True)
 
 
 async def test_one_that_is_cancelled_leaves_the_others_alone() -> None:

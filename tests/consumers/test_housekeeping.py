@@ -7,66 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from structlog.testing import capture_logs
 
 from consumers.housekeeping import (
-    DEAD_LEASE,
-    DeadLetterLimits,
-    DeadSpec,
-    LetterSize,
     _write,
-    probing,
-    surplus,
     sweeping,
 )
-from consumers.lifecycle import Lifecycle
 from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesUnavailable
 from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import signals
-from tests.support.jobs import NAMES, NOW_MS, FakeNotices
+from tests.support.jobs import NOW_MS
 from tests.support.virtual_time import virtually
-
-SECOND_MS = 1000
-
-
-def kept(tenant: str, count: int, *, bytes: int = 100, age_s: float = 50, first: int = 0) -> list[LetterSize]:
-    """Letters of a tenant, the oldest first; their keys begin with `first`."""
-    return [LetterSize(tenant, first + at, bytes, NOW_MS - round(age_s * SECOND_MS) + at) for at in range(count)]
-
-
-def gone(letters: list[LetterSize], **spec: Any) -> set[int]:
-    return surplus(letters, DeadSpec(**spec), now_ms=NOW_MS)
-
-
-@pytest.mark.parametrize(
-    ("bound", "left"),
-    [({"max_count": 20}, 20), ({"max_count": 16}, 14), ({"max_bytes": 1600}, 14), ({"max_count": 1}, 1)],
-)
-def test_dead_letters_beyond_the_number_or_size_go_down_to_seven_eighths_the_oldest_first(
-    bound: dict[str, int], left: int
-) -> None:
-    assert gone(kept("", 20), **bound) == set(range(20 - left))
-
-
-@pytest.mark.parametrize("bound", [{"max_count": 160}, {"max_bytes": 16_000}])
-def test_the_letters_of_one_tenant_do_not_push_out_those_of_another(bound: dict[str, int]) -> None:
-    victim, flood = kept("victim", 40, age_s=5000), kept("flood", 1000, first=1000)
-    assert gone([*victim, *flood], **bound) == set(range(1000, 1900))
-    others = kept("other", 300, first=5000)
-    assert len(gone([*victim, *flood, *others], **bound)) == 1340 - 140
-    assert gone([*victim, *flood, *others], **bound).isdisjoint(range(40))
-
-
-def test_a_few_large_letters_go_and_not_the_many_small_ones_of_others() -> None:
-    small, large = kept("small", 100), kept("large", 10, bytes=100_000, first=500)
-    assert gone([*small, *large], max_bytes=500_000) == set(range(500, 506))
-
-
-def test_dead_letters_older_than_they_are_kept_are_removed_and_one_without_a_time_is_not() -> None:
-    letters = [*kept("", 1, age_s=150), *kept("", 1, age_s=100, first=1), LetterSize("", 2, 1, 0)]
-    assert gone(letters, keep_s=100) == {0}
 
 
 def test_exported_dead_letters_and_the_name_of_their_new_file_are_on_the_disk(
@@ -86,49 +38,6 @@ def test_exported_dead_letters_and_the_name_of_their_new_file_are_on_the_disk(
     assert Path(file).parent == tmp_path
     assert others == [str(tmp_path), file]
     assert len(Path(file).read_text().splitlines()) == 4
-
-
-class Leasing:
-    """A store in which this process gets the lease, or does not; or which is away."""
-
-    def __init__(self, answer: int | Exception | None) -> None:
-        self.answer = answer
-        self.asked: list[tuple[str, str, float]] = []
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> int | None:
-        self.asked.append((name, owner, for_s))
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "looks", "logged"),
-    [(1, 5, []), (None, 0, []), (StoreUnavailable("away"), 0, ["dead_letters.unkept"] * 5)],
-)
-def test_dead_letters_are_looked_after_once_a_minute_by_the_process_that_has_the_lease(
-    answer: int | Exception | None, looks: int, logged: list[str]
-) -> None:
-    class Looking(DeadLetterLimits):
-        looked = 0
-
-        async def look(self) -> int:
-            self.looked += 1
-            return 0
-
-    async def story() -> tuple[int, list[tuple[str, str, float]]]:
-        store, lifecycle = Leasing(answer), Lifecycle(FakeNotices([]), names=NAMES, now_ms=lambda: NOW_MS)
-        limits = Looking(None, "lane.dead", store=store, spec=DeadSpec(), lifecycle=lifecycle)  # type: ignore[arg-type]
-        running = asyncio.create_task(limits.run(owner="me"))
-        await asyncio.sleep(5 * 60 + 1)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        return limits.looked, store.asked
-
-    with structlog.testing.capture_logs() as logs:
-        looked, asked = virtually(story())
-    assert (looked, asked) == (looks, [(DEAD_LEASE, "me", 120)] * 5)
-    assert [each["event"] for each in logs] == logged
 
 
 class Keeping:
@@ -200,20 +109,6 @@ def told(
 
 def sweeps(these: Keeping) -> Coroutine[Any, Any, None]:
     return sweeping(these, these.bodies, owner="me")  # type: ignore[arg-type]
-
-
-def probes(these: Keeping) -> Coroutine[Any, Any, None]:
-    return probing(these)  # type: ignore[arg-type]
-
-
-def test_a_store_that_is_away_is_checked_twice_a_second_and_each_change_is_logged_once() -> None:
-    def away_for_two_seconds(these: Keeping) -> None:
-        these.trouble = "locked"
-        asyncio.get_running_loop().call_later(1.9, setattr, these, "trouble", None)
-
-    these, logged = told(probes, away_for_two_seconds, for_s=8)
-    assert these.probed_s == [0, 0.5, 1, 1.5, 2, 7]
-    assert logged == [signals.STORE_AWAY, signals.STORE_WELL]
 
 
 def test_a_full_store_is_swept_at_the_next_look_and_again_only_while_that_removes_something() -> None:

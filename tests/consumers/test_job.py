@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 
-from consumers.clock import moment_ms
 from consumers.job import (
-    HIGHEST_PRIORITY,
-    Attempted,
     Job,
     Source,
     content_hash,
-    original_priority,
-    side_priority,
     tenant_of,
 )
 from consumers.outcomes import DeadLettered, Deferred, Refused
@@ -22,25 +17,9 @@ from consumers.settle import set_aside
 from consumers.state.base import Stop
 from consumers.strays import Strays
 from lanekeeper.contract import names as n
-from tests.support.jobs import NAMES, NOW_MS, Bench, read
+from tests.support.jobs import NAMES, NOW_MS, Bench
 from topology.codec.headers import FlowHop, HopHeaders, hop_headers
 from topology.lanes import DEFAULT_LANES
-
-
-def test_a_request_has_waited_since_it_was_published() -> None:
-    job = read(Bench().job(headers={n.SENT_MS: NOW_MS - 700}))
-    assert (job.wait_ms, job.waited_ms(NOW_MS + 50)) == (700, 750)
-    job.attempted = Attempted(started_ms=NOW_MS + 200, run_ms=30)
-    assert (job.wait_ms, job.run_ms) == (900, 30)
-
-
-@pytest.mark.parametrize(("due_ms", "waited_ms"), [(NOW_MS - 300, 300), (NOW_MS - 5_000, 700), (NOW_MS + 300, 0)])
-def test_a_delayed_message_that_cannot_be_read_has_waited_since_it_was_due_if_that_is_later(
-    due_ms: int, waited_ms: int
-) -> None:
-    headers = {n.SENT_MS: NOW_MS - 700, n.DUE_MS: due_ms}
-    job = Bench().job(headers=headers, body=b"?", exchange="lane.due", queue="lane.critical.due")
-    assert job.wait_ms == waited_ms
 
 
 def test_a_deadline_is_known_before_the_body_is_read() -> None:
@@ -51,27 +30,6 @@ def test_a_deadline_is_known_before_the_body_is_read() -> None:
     assert bench.job(headers=forged, exchange="lane.due").deadline_ms == 7, "a worker wrote it"
     assert bench.job(headers=sent, lane=None).deadline_ms is None
     assert bench.job(headers={n.DEADLINE_MS: "soon"}).deadline_ms is None
-
-
-@pytest.mark.parametrize(
-    ("headers", "more"), [({}, {}), ({"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}, {"trace_id": "a" * 32})]
-)
-def test_log_lines_name_the_request_and_its_trace_if_it_has_one(headers: dict[str, str], more: dict[str, str]) -> None:
-    fields = Bench().job(headers=headers).log_fields()
-    assert fields == {"request": "m-1", "lane": "critical", "attempt": 0, **more}
-
-
-def test_no_request_has_waited_less_than_nothing() -> None:
-    assert Bench().job(headers={n.SENT_MS: NOW_MS}).waited_ms(NOW_MS) == 0
-    assert read(Bench().job(headers={n.SENT_MS: NOW_MS - 700})).waited_ms(NOW_MS - 800) == 0
-    assert Bench().job(body=b"?").waited_ms(NOW_MS - 800) == 0
-
-
-@pytest.mark.parametrize(("attempted", "attempts"), [(None, 2), (Attempted(started_ms=1), 3)])
-def test_the_attempts_of_earlier_deliveries_count(attempted: Attempted | None, attempts: int) -> None:
-    job = Bench().job(headers={n.ATTEMPT: 2}, exchange="lane.due")
-    job.attempted = attempted
-    assert job.attempts == attempts
 
 
 @pytest.mark.parametrize(
@@ -91,11 +49,6 @@ def test_only_a_dead_letter_that_is_published_again_names_its_tenant_by_the_user
     job = Job(delivery, lane=None, source=Source.REQUESTER, taken_ms=NOW_MS, speakers={"gateway"})
 
     assert job.identity.tenant == tenant
-
-
-@pytest.mark.parametrize("text", [None, 7, "", "yesterday", b"2026-09-21T14:13:20Z"])
-def test_a_malformed_time_is_no_time(text: object) -> None:
-    assert moment_ms(text) is None
 
 
 def test_a_body_has_the_hash_that_earlier_versions_have_stored() -> None:
@@ -128,15 +81,6 @@ async def test_a_time_limit_of_something_else_is_no_end_of_the_wait() -> None:
             raise TimeoutError("another")
 
 
-async def test_a_wait_that_has_ended_cannot_be_stopped_later() -> None:
-    job = Bench().job()
-    async with job.interruptible(60):
-        pass
-    job.stop(Stop.CANCELLED)
-    await asyncio.sleep(0)  # a cancellation by the limit that is over would arrive here
-    assert job.waiting is None
-
-
 def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_message() -> None:
     bench = Bench()
     delivery = bench.delivery()
@@ -165,31 +109,11 @@ def test_the_steps_of_a_pipeline_are_one_request_but_not_one_message() -> None:
     assert first.mark == again.mark != second.mark
 
 
-@pytest.mark.parametrize(("waited_ms", "left"), [(0, "5000"), (700, "4300"), (5001, "0")])
-def test_a_request_that_is_set_aside_keeps_what_is_left_of_its_expiration(waited_ms: int, left: str) -> None:
-    job = Bench().job(expiration="5000", headers={n.SENT_MS: NOW_MS})
-    assert set_aside(job, now_ms=NOW_MS + waited_ms, names=NAMES).expiration == left
-
-
-SAID = (None, *range(HIGHEST_PRIORITY + 1))
-
-
-@pytest.mark.parametrize("is_fresh", [True, False])
-@pytest.mark.parametrize("priority", SAID)
-def test_the_requesters_priority_is_restored(priority: int | None, is_fresh: bool) -> None:
-    assert original_priority(side_priority(priority, is_fresh=is_fresh)) == priority
-
-
 @pytest.mark.parametrize(("item_of", "is_item"), [(None, False), ("", False), ("m-0", True)])
 def test_only_what_a_fan_out_published_is_an_item(item_of: str | None, is_item: bool) -> None:
     flow = None if item_of is None else FlowHop(step="a", deadline_ms=NOW_MS, item_of=item_of)
     job = Bench().job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=flow)))
     assert job.is_item is is_item
-
-
-def test_what_comes_back_to_a_side_queue_goes_before_what_is_new_there() -> None:
-    assert [side_priority(each, is_fresh=False) for each in SAID] == [20, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    assert [side_priority(each, is_fresh=True) for each in SAID] == list(SAID)
 
 
 FALLEN = Strays(DEFAULT_LANES, names=NAMES, now_ms=lambda: NOW_MS)
@@ -299,9 +223,3 @@ def test_internal_headers_are_believed_if_the_request_fell_from_a_delay_or_a_due
     assert (job.lane.name if job.lane else None) == lane
     assert job.trusted is trusted
     assert job.attempts == (3 if trusted else 0)
-
-
-@pytest.mark.parametrize(("reason", "expected"), [("delivery_limit", True), ("expired", False)])
-def test_a_request_that_exceeded_the_delivery_limit_counts_as_redelivered(reason: str, expected: bool) -> None:
-    delivery = Bench().delivery(exchange="lane.fallen", headers=death("lane.critical", reason), queue="lane.fallen")
-    assert FALLEN.job_of(delivery).redelivered is expected

@@ -59,20 +59,6 @@ async def test_when_its_request_has_ended_a_body_is_removed_from_the_own_store_o
     assert await fetching.fetch(theirs, room=room) == b"{}"
 
 
-async def test_all_stores_are_closed_when_what_is_removed_is_gone(own: BodyStore, other: BodyStore) -> None:
-    fetching = Fetching(own, others=[WebBodies(["https://files.example.com"]), other], most_bytes=10)
-    kept = await own.keep([b"{}"])
-    fetching.forget(naming(kept))
-    await fetching.aclose(within_s=10)
-    for store in (own, other):
-        with pytest.raises(BodiesUnavailable, match="RuntimeError"):
-            await store.keep([b"{}"])
-    again = BodyStore(own.url)
-    with pytest.raises(BodyError):
-        await again.fetch(kept)
-    again.close()
-
-
 CONTENT = b'{"prompt": "hi"}' * 10
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 

@@ -14,7 +14,7 @@ from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import BrokerUnreachable, PublishRefused, RequestProblem
+from lanekeeper.contract.problems import PublishRefused, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, Told
 from tests.support.virtual_time import virtually
@@ -49,24 +49,6 @@ def confirm(those: Answers) -> None:
             each.set_result(None)
 
 
-async def test_what_comes_while_a_publish_is_under_way_goes_out_with_the_next(
-    bench: Bench, unconfirmed: Answers
-) -> None:
-    parts = Parts(bench.replies, bench.job())
-    for number in range(5):
-        await parts(b"%d" % number)
-        await settled()
-    assert [each.message.body for each in bench.publisher.sent] == [b"0"]
-    confirm(unconfirmed)
-    await settled()
-    assert {(each.message.content_type, each.message.persistent) for each in bench.publisher.sent} == {
-        ("application/json", False)
-    }
-    sent = [(each.message.headers[n.SEQ], each.message.body) for each in bench.publisher.sent]
-    assert sent == [(number, b"%d" % number) for number in range(5)]
-    assert sum(not each.done() for each in unconfirmed) == 4
-
-
 async def test_who_reads_several_parts_gets_those_of_all_its_streams_in_one_message(
     bench: Bench, unconfirmed: Answers
 ) -> None:
@@ -90,15 +72,6 @@ async def test_who_reads_several_parts_gets_those_of_all_its_streams_in_one_mess
         (None, "several", b'["one","event",1,{"at": 1}]\n["two","event",0,{"at": 1}]'),
     ]
     assert not sent[-1].persistent
-
-
-@pytest.mark.parametrize("id", ['"', "a b", "", "\u00e4", None])
-async def test_an_id_that_would_need_escapes_is_not_put_beside_others(bench: Bench, id: str | None) -> None:
-    parts = Parts(bench.replies, bench.job(correlation_id=id, headers={n.PARTS_TOGETHER: True}))
-    for _ in range(3):
-        await parts(b"{}")
-    await parts.confirmed()
-    assert [each.message.headers[n.PART] for each in bench.publisher.sent] == ["event"] * 3
 
 
 @pytest.mark.parametrize("size", [WAITING_BYTES // 4, 2 * WAITING_BYTES])
@@ -174,20 +147,6 @@ async def test_lost_parts_are_told_once_and_the_stream_goes_on(
         await parts.confirmed()
     assert len(bench.publisher.sent) == 3
     assert [each["event"] for each in logs] == [signals.PART_LOST]
-
-
-async def test_parts_that_the_connection_does_not_take_are_told_once_and_the_stream_goes_on(bench: Bench) -> None:
-    bench.publisher.failing = {"": BrokerUnreachable("the connection is lost")}
-    parts = Parts(bench.replies, bench.job())
-    with structlog.testing.capture_logs() as logs:
-        for _ in range(2):
-            await parts(b"{}")
-            await parts.confirmed()
-        bench.publisher.failing = {}
-        await parts(b"{}")
-        await parts.confirmed()
-    assert [each["event"] for each in logs] == [signals.PART_LOST]
-    assert [each.message.headers[n.SEQ] for each in bench.publisher.sent] == [2]
 
 
 async def test_a_part_too_large_for_a_message_ends_the_request_unless_its_answer_can_be_stored(bench: Bench) -> None:

@@ -1,7 +1,6 @@
 """A pool runs a task for each delivery. A failure affects no other delivery; a stop returns what has not ended."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from consumers import settle
-from consumers.job import Attempted, Job, Source
+from consumers.job import Attempted, Job
 from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
 from consumers.slots.activity import LaneActivity
@@ -18,10 +17,9 @@ from consumers.state.base import Pause
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import Bench, FakeDelivery, a_pause
+from tests.support.jobs import Bench, FakeDelivery
 from tests.support.waiting import until
 from topology.broker.consume import Deliveries, Delivery
-from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -152,23 +150,6 @@ async def test_an_unforeseen_error_dead_letters_its_request_and_affects_no_other
     assert "secret" not in dead.headers[n.DEAD_DETAIL]
 
 
-async def test_a_consumer_begins_again_on_the_same_channel_only_while_a_delivery_is_in_hand() -> None:
-    bench, may_end = Bench(), asyncio.Event()
-
-    async def wait(job: Job) -> Outcome:
-        await may_end.wait()
-        return ANSWERED
-
-    working = Working(bench, wait)
-    await working.pool.consume_again()
-    working.deliver(bench.delivery())
-    await until(lambda: working.pool.in_hand == 1)
-    await working.pool.consume_again()
-    assert working.deliveries.keeps_channel == [False, True]
-    may_end.set()
-    await working.stop()
-
-
 async def test_a_delivery_that_cannot_become_a_job_is_requeued() -> None:
     def fail(delivery: Delivery) -> Job:
         raise ValueError("a fault")
@@ -256,145 +237,3 @@ async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_t
     await until(lambda: bench.log == ["reject", "reject"])
     assert not working.running.done()
     await working.stop()
-
-
-async def test_a_pool_whose_lane_an_operator_pauses_gives_back_what_has_not_begun_and_is_well() -> None:
-    bench = Bench()
-    may_end = asyncio.Event()
-
-    async def wait(job: Job) -> Outcome:
-        if job.id == "begun":
-            job.attempted = Attempted(started_ms=1)
-        await may_end.wait()
-        return ANSWERED
-
-    working = Working(bench, wait)
-    working.deliver(bench.delivery(message_id="begun"), bench.delivery(message_id="waits"))
-    await until(lambda: working.pool.running == 2)
-    await working.pool.pause("store: away")  # what holds all lanes gives nothing back
-    assert (working.pool.is_paused, bench.log) == (True, [])
-
-    working.pause = a_pause()
-    working.deliveries.trouble = "paused: store"  # type: ignore[assignment]
-    assert (working.pool.is_paused, working.pool.trouble) == (False, None)
-    await working.pool.pause(working.pool.brake or "")
-    working.deliver(bench.delivery(message_id="late"))
-    await until(lambda: bench.log.count("nack") == 2)
-    assert (working.pool.is_paused, working.pool.running) == (True, 1)
-
-    working.pause = None
-    await working.pool.resume()
-    assert not working.pool.is_paused
-    may_end.set()
-    working.deliver(bench.delivery(message_id="new"))
-    await until(lambda: working.activity.answered == 2)
-    await working.stop()
-    assert bench.log.count("nack") == 2
-
-
-async def nothing(_: Job) -> Outcome:
-    raise AssertionError
-
-
-def job_now(delivery: Delivery) -> Job:
-    return Job(delivery, lane=CRITICAL, source=Source.REQUESTER, taken_ms=time.time_ns() // 1_000_000)
-
-
-async def test_of_a_paused_lane_only_what_is_late_is_worked_on_and_what_was_returned_often_is_put_off() -> None:
-    bench = Bench()
-
-    async def refuse(job: Job) -> Outcome:
-        return Refused(RequestProblem("deadline_exceeded", job.id))
-
-    working = Working(bench, refuse, admitter=QueueAdmitter(LaneSlots().queue(0)), job_of=job_now)
-    working.pause = a_pause()
-    await working.pool.pause("paused")
-    sent = {n.SENT_MS: time.time_ns() // 1_000_000}
-    late = {**sent, n.SENT_MS: sent[n.SENT_MS] - 5000, n.DEADLINE_MS: 4000}
-    worn = bench.delivery(message_id="worn", headers=sent)
-    worn.times_delivered = 6
-    working.deliveries.waiting = [
-        bench.delivery(message_id="waits", headers=sent),
-        bench.delivery(message_id="late", headers=late),
-        worn,
-        bench.delivery(message_id="wrong", headers={n.DEADLINE_MS: "soon"}),
-    ]
-    await working.pool.end_late()
-    assert (working.activity.failed, working.activity.deferred_for["paused"]) == (1, 1)
-    assert (bench.log.count("ack"), bench.log.count("nack")) == (2, 2)
-
-    working.deliveries.waiting = [bench.delivery(headers=sent) for _ in range(210)]
-    await working.pool.end_late()
-    await working.pool.end_late()
-    assert bench.log.count("nack") == 202
-    assert working.deliveries.looks == 2, "none of them can be late yet"
-    await working.stop()
-
-
-async def test_a_look_at_the_front_of_a_paused_lane_holds_a_few_large_messages() -> None:
-    bench = Bench()
-
-    working = Working(bench, nothing, admitter=QueueAdmitter(LaneSlots().queue(0)), job_of=job_now)
-    working.pause = a_pause()
-    await working.pool.pause("paused")
-    body = bytes(8 * 1024 * 1024 + 1)
-    sent = {n.SENT_MS: time.time_ns() // 1_000_000}
-    working.deliveries.waiting = [bench.delivery(body=body, headers=sent) for _ in range(3)]
-    await working.pool.end_late()
-    assert bench.log.count("nack") == 2
-    await working.stop()
-
-
-async def test_a_pool_is_made_smaller_once_it_holds_no_more_and_larger_only_if_it_is_full() -> None:
-    bench, may_end = Bench(), asyncio.Event()
-
-    async def wait(job: Job) -> Outcome:
-        await may_end.wait()
-        return ANSWERED
-
-    working = Working(bench, wait)
-    for number in range(3):
-        working.deliver(bench.delivery(message_id=f"m-{number}"))
-    await until(lambda: working.pool.in_hand == 3)
-    await working.pool.resize(6)
-    assert working.deliveries.prefetch == 4, "nothing waits at the broker"
-    await working.pool.resize(2)
-    assert (working.deliveries.prefetch, working.deliveries.is_resizing) == (2, True)
-    may_end.set()
-    await until(lambda: working.pool.in_hand == 0)
-    await working.pool.resize(2)
-    assert not working.deliveries.is_resizing
-    await working.stop()
-
-
-async def test_slots_are_given_back_by_those_who_had_one() -> None:
-    left: list[str] = []
-
-    class Asked(QueueAdmitter):
-        @override
-        async def admit(self, job: Job) -> Admission:
-            return Admission[job.id]
-
-        @override
-        async def set_aside(self, job: Job) -> Outcome | None:
-            return None if job.id == "ASIDE" else ANSWERED
-
-        @override
-        def leave(self, job: Job) -> None:
-            left.append(job.id)
-
-    def job_of(delivery: Delivery) -> Job:
-        if delivery.message.message_id == "unread":
-            raise ValueError("a fault")
-        return bench.job(delivery=delivery)
-
-    bench = Bench()
-    working = Working(bench, answer, admitter=Asked(LaneSlots().queue(4)), job_of=job_of)
-    for id in ("BEGIN", "BACK", "ASIDE", "unread"):
-        working.deliver(bench.delivery(message_id=id))
-        await until(
-            lambda: working.pool.in_hand == 0 and working.pool.taken > 0 and working.deliveries.arriving.empty()
-        )
-    await working.stop()
-    assert left == ["BEGIN"]
-    assert [each for each in bench.log if each in {"ack", "nack", "reject"}] == ["ack", "nack", "ack", "reject"]

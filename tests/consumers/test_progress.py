@@ -49,37 +49,6 @@ def progress(of: ProgressWriter, id: str = "a", *, is_takeover: bool = False) ->
     return Progress(of, Held(Identity("", id), 1), SUBMISSION, is_takeover=is_takeover)
 
 
-async def test_the_first_entry_is_written_at_once_and_those_that_follow_together() -> None:
-    store = Store()
-    writing = requests(store)
-    one, other = progress(writing, "a"), progress(writing, "b")
-    one.publish_event("started", attempt=1)
-    await until(lambda: len(store.calls) == 1)
-    for number in range(50):
-        one.part("event", b"%d" % number)
-        other.part("event", b"%d" % number)
-    await one.flushed()
-    await other.flushed()
-
-    assert len(store.calls) == 2
-    assert [len(part.entries) for part in store.calls[1]] == [50, 50]
-    assert store.told()[0] == ("started", b'{"attempt": 1}')
-
-
-async def test_flushed_waits_until_all_is_written() -> None:
-    store = Store()
-    one = progress(requests(store))
-    store.waits.clear()
-    one.part("event", b"a")
-    flushing = asyncio.create_task(one.flushed())
-    await until(lambda: len(store.calls) == 1)
-    assert not flushing.done()
-    store.waits.set()
-    await flushing
-
-    assert one.is_written
-
-
 async def test_a_claim_that_was_taken_over_begins_its_events_with_one_restart() -> None:
     store = Store()
     writing = requests(store)
@@ -142,14 +111,6 @@ async def test_up_to_a_mebibyte_of_events_waits_in_memory(sizes: list[int], kind
         one.part("event", bytes(MIB // 2 - 1))
     await one.flushed()
     assert [kind for kind, _ in store.told()] == [*kinds, "restart", "event", "event"]
-
-
-async def test_texts_are_written_as_they_are() -> None:
-    store = Store()
-    one = progress(requests(store))
-    one.publish_event("step", step="prüfen")
-    await one.flushed()
-    assert store.told() == [("step", '{"step": "prüfen"}'.encode())]
 
 
 async def test_a_claim_that_was_taken_over_writes_nothing_more() -> None:

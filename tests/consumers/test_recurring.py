@@ -1,6 +1,5 @@
 """Schedules: when they fire, by the clock that is passed in, and what becomes of times at which nobody published."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from typing_extensions import override
 
 from consumers.brake import Brake
 from consumers.flows.schedules import Schedules, ScheduleSpec
@@ -18,7 +16,6 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 from tests.support.jobs import HeldPauses, a_pause
 from tests.support.memory_store import MemoryStore
-from tests.support.virtual_time import virtually
 
 NIGHTLY = ScheduleSpec(name="nightly", cron="30 2 * * *", timezone="Europe/Berlin", key="batch.reports.x", body=b"{}")
 
@@ -122,18 +119,6 @@ def test_six_fields_fire_at_the_times_of_five(cron: str, zone: str, day: str) ->
         assert list(islice(replace(five, cron=f"0 {cron}").after(since_ms), 5)) == expected
 
 
-@pytest.mark.parametrize(
-    ("cron", "expected"),
-    [
-        ("0 30 2 * * *", ["03-29 01:00", "03-30 00:30"]),
-        ("0 0,30 2 * * *", ["03-29 01:00", "03-30 00:00"]),
-        ("15 30 2 * * 0", ["03-29 01:00", "04-05 00:30"]),
-    ],
-)
-def test_with_seconds_too_what_falls_into_the_skipped_hour_runs_once_after_it(cron: str, expected: list[str]) -> None:
-    assert texts(replace(NIGHTLY, cron=cron), "2026-03-28T12:00Z", 2) == expected
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cron", ["30 2 * * *", "0 30 2 * * *"])
 @pytest.mark.parametrize("missed", ["skip", "once"])
@@ -197,22 +182,6 @@ async def test_a_broker_that_is_away_delays_a_firing() -> None:
     assert await world.at("2026-11-26T01:30:50Z", process) == ["schedule-nightly-20261126T013000Z"]
 
 
-async def test_a_paused_schedule_publishes_nothing_and_its_times_are_missed() -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    process = world.process()
-    await process.look(owner="one")
-    pause = a_pause("schedule", "nightly", why="no data")
-    await world.pauses.pause(pause)
-    await world.brake.read()
-    assert await world.at("2026-11-26T01:30:01Z", process) == []
-    assert "no data" in str(process.figures()["nightly"]["paused"])
-    await world.pauses.resume(pause.id)
-    await world.brake.read()
-    assert await world.at("2026-11-26T01:30:11Z", process) == [], "however soon the pause ends"
-    assert await world.at("2026-11-26T09:00Z", process) == []
-    assert await world.at("2026-11-27T01:30:01Z", process) == ["schedule-nightly-20261127T013000Z"]
-
-
 async def test_a_time_at_which_nothing_could_be_published_is_told_as_late_until_it_runs() -> None:
     world = World(NIGHTLY, "2026-11-25T20:00Z")
     process, other = world.process(), world.process()
@@ -227,38 +196,6 @@ async def test_a_time_at_which_nothing_could_be_published_is_told_as_late_until_
     world.publisher.failure = None
     await world.at("2026-11-26T01:30:50Z", process)
     assert process.late() == {"nightly": 0.0}
-
-
-async def test_a_missed_time_is_told_as_late_for_an_hour_or_until_the_next_one_runs() -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    await world.process().look(owner="one")
-    process = world.process()
-
-    assert await world.at("2026-11-26T01:40Z", process, owner="one") == []
-    assert process.late() == {"nightly": 600.0}
-    assert process.figures()["nightly"]["late_since"] == "2026-11-26T01:30:00.000Z"
-    world.now_ms = ms("2026-11-26T02:31Z")
-    assert process.late() == {"nightly": 0.0}
-    await world.at("2026-11-27T01:40Z", process, owner="one")
-    assert process.late() == {"nightly": 600.0}
-    assert await world.at("2026-11-28T01:30:01Z", process, owner="one") != []
-    assert process.late() == {"nightly": 0.0}
-
-
-async def test_a_paused_schedule_and_a_process_without_its_store_tell_of_no_late_time() -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    process = world.process()
-    await process.look(owner="one")
-    pause = a_pause("schedule", "nightly")
-    await world.pauses.pause(pause)
-    await world.brake.read()
-    await world.at("2026-11-26T01:40Z", process)
-    assert process.late() == {"nightly": 0.0}
-    await world.pauses.resume(pause.id)
-    await world.brake.read()
-    assert process.late() == {"nightly": 0.0}, "nor before the next look"
-    await world.at("2026-11-26T01:41Z", process)
-    assert process.late() == {"nightly": 0.0}, "it was paused on purpose"
 
 
 async def test_a_pause_that_ended_while_another_process_published_costs_no_later_time() -> None:
@@ -340,61 +277,3 @@ async def test_a_fault_in_one_schedule_is_told_once_and_stops_no_other() -> None
     process.specs = [replace(broken, key=NIGHTLY.key), NIGHTLY]
     await world.at("2026-11-26T01:30:04Z", process)
     assert [each["trouble"] for each in process.figures().values()] == [None, None], "it is mended"
-
-
-async def test_a_missed_time_is_told_no_longer_when_the_next_one_runs_within_the_hour() -> None:
-    world = World(replace(NIGHTLY, cron="*/10 * * * *"), "2026-11-26T01:29:00Z")
-    process = world.process()
-    await process.look(owner="one")
-    assert await world.at("2026-11-26T01:32:00Z", process) == []
-    assert process.late() == {"nightly": 120.0}
-    assert await world.at("2026-11-26T01:40:01Z", process) != []
-    assert process.late() == {"nightly": 0.0}
-
-
-async def test_how_the_last_request_ended_is_told_while_its_result_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    process = world.process()
-    await process.look(owner="one")
-    (id,) = await world.at("2026-11-26T01:30:00Z", process)
-    await world.begin(id)
-    await world.end(id, "attempts_exhausted")
-    await world.at("2026-11-26T01:30:01Z", process)
-    assert process.failed() == {"nightly": True}
-
-    async def lost(_: Identity) -> None:
-        return None
-
-    monkeypatch.setattr(world.store, "find", lost)
-    await world.at("2026-11-26T01:30:02Z", process)
-    assert process.failed() == {}
-
-
-def test_a_process_looks_once_a_second_and_when_it_ends_another_may_publish_at_once() -> None:
-    looked_s: list[float] = []
-
-    class Looking(Schedules):
-        @override
-        async def look(self, *, owner: str) -> None:
-            looked_s.append(asyncio.get_running_loop().time() - 1000)
-            await super().look(owner=owner)
-
-    async def story() -> None:
-        world = World(NIGHTLY, "2026-11-25T20:00Z")
-        more: Mapping[str, Any] = {"publisher": world.publisher, "exchange": "lane.requests", "user": None}
-        process = Looking([NIGHTLY], store=world.store, brake=world.brake, now_ms=lambda: world.now_ms, **more)
-        running = asyncio.create_task(process.run(owner="one"))
-        await asyncio.sleep(2.5)
-        assert process.late() == {"nightly": 0.0}
-        world.store.failing = StoreUnavailable("away")
-        await asyncio.sleep(1)
-        assert process.late() == {}, "it does not know whether it still has the lease"
-        world.store.failing = None
-        await asyncio.sleep(1)
-        assert process.late() == {"nightly": 0.0}
-        running.cancel()
-        await asyncio.wait({running})
-        assert await world.store.hold("schedules", "two", for_s=1)
-
-    virtually(story())
-    assert looked_s == [1, 2, 3, 4]

@@ -3,22 +3,17 @@
 import asyncio
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from structlog.testing import capture_logs
 from typing_extensions import override
 
-from consumers.large_bodies import LargeAnswers
 from consumers.outcomes import Answered, DeadLettered, Outcome, Refused
 from consumers.replies import PAUSES_S, ReplyRetries, ReplyRule, ReplySender
 from lanekeeper.amqp.publisher import Confirm, Publisher
-from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract import names as n
-from lanekeeper.contract.messages import BodyAddress, Message
+from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import PROBLEMS, ConfirmUnknown, PublishRefused, RequestProblem
 from tests.support.completions import failed
@@ -125,37 +120,6 @@ async def test_of_several_messages_to_a_new_address_only_the_first_is_tried_sepa
         assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).done()
         await asyncio.sleep(0)  # its callback
     assert (own.sent, shared.sent) == ([ADDRESS], [ADDRESS, ADDRESS])
-
-
-async def test_an_address_is_tried_separately_again_after_a_message_to_it_was_not_confirmed() -> None:
-    direct, shared, own = sender()
-    await direct.send_surely(ANSWER, ADDRESS)
-    shared.dies_by = "INTERNAL_ERROR"
-    assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).exception()
-    await asyncio.sleep(0)  # its callback
-    shared.dies_by = None
-    await direct.send_surely(ANSWER, ADDRESS)
-    assert own.sent == [ADDRESS, ADDRESS]
-
-
-async def test_an_address_whose_part_could_not_be_written_is_tried_separately_again() -> None:
-    direct, shared, own = sender()
-    await direct.send_surely(ANSWER, ADDRESS)
-    shared.is_silent = True
-    with pytest.raises(ConfirmUnknown):
-        await direct.write(ANSWER, ADDRESS, timeout_s=5)
-    shared.is_silent = False
-    await direct.send_surely(ANSWER, ADDRESS)
-    assert own.sent == [ADDRESS, ADDRESS]
-
-
-async def test_a_direct_reply_is_published_at_most_three_times() -> None:
-    direct, _, own = sender()
-    own.dies_by = "connection reset"
-    with pytest.raises(ConfirmUnknown):
-        await direct.send_surely(ANSWER, ADDRESS)
-    assert own.tried == 3
-    assert direct.refusal(ADDRESS) is None
 
 
 def test_a_direct_reply_without_an_answer_of_the_broker_is_not_taken_for_forged_after_two_seconds() -> None:
@@ -375,26 +339,6 @@ def test_the_number_of_waiting_replies_is_limited_for_one_tenant_and_in_total(be
     assert sent("shop.1", 50, NOW_MS + 1000, user="shop") == 3
 
 
-def test_replies_that_are_given_up_are_counted_and_warned_of_once_a_second(bench: Bench) -> None:
-    job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: 6})
-    with capture_logs() as logs:
-        for late_ms in (0, 999, 1000):
-            bench.reply_retries.pause_ms(job, now_ms=NOW_MS + late_ms)
-    assert [(each["log_level"], each["tries"], each["given_up"]) for each in logs] == [
-        ("warning", 7, 1),
-        ("debug", 7, 2),
-        ("warning", 7, 3),
-    ]
-
-
-def test_a_refused_reply_is_sent_again_after_1_2_4_8_16_and_30_seconds(bench: Bench) -> None:
-    def pause_ms(tries: int) -> int | None:
-        job = bench.job(exchange="lane.due", headers={n.REPLY_TRY: tries})
-        return bench.reply_retries.pause_ms(job, now_ms=NOW_MS)
-
-    assert [pause_ms(tries) for tries in range(7)] == [1000, 2000, 4000, 8000, 16_000, 30_000, None]
-
-
 @pytest.mark.parametrize(("outcome", "body"), [(ANSWERED, BODY), (REJECTED, BODY), (UNREADABLE, b""), (CONFLICT, b"")])
 async def test_a_request_whose_reply_is_sent_again_keeps_its_body_unless_its_error_is_in_a_header(
     bench: Bench, outcome: Outcome, body: bytes
@@ -404,84 +348,3 @@ async def test_a_request_whose_reply_is_sent_again_keeps_its_body_unless_its_err
     (copy,) = (each.message for each in bench.publisher.sent if each.exchange.startswith("lane.delay."))
     assert copy.body == body
     assert (n.REPLY_ERROR in copy.headers) == (body == b"")
-
-
-LARGE = Answered(body=b'{"text": "%b"}' % (b"x" * 100), model="m", provider="p")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[BodyStore]:
-    made = BodyStore(f"file://{tmp_path}/bodies", in_all_bytes=10_000)
-    yield made
-    made.close()
-
-
-class Broken(BodyStore):
-    """A store that hangs or is full until `works_at_s`, by the event loop's clock, which begins at 1000."""
-
-    def __init__(self, kind: str, works_at_s: float = 1e9) -> None:
-        super().__init__("file:///bodies")
-        self._kind, self._works_at_s = kind, works_at_s
-        self.tried_s: list[float] = []
-
-    @override
-    async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
-        self.tried_s.append(asyncio.get_running_loop().time() - 1000)
-        if asyncio.get_running_loop().time() >= self._works_at_s:
-            return BodyAddress("file:///bodies/answer", "0" * 64)
-        if self._kind == "hangs":
-            await asyncio.Event().wait()
-        raise BodiesUnavailable("it is full", cause="No space left on device")
-
-
-def brought(bodies: BodyStore, publisher: FakePublisher) -> tuple[Outcome, float]:
-    """The outcome that can be sent, and after how many seconds."""
-
-    async def story() -> tuple[Outcome, float]:
-        found = await LargeAnswers(publisher, answer_bytes=1000, bodies=bodies, over_bytes=100).sendable(LARGE)
-        return found, asyncio.get_running_loop().time() - 1000
-
-    return virtually(story())
-
-
-@pytest.mark.parametrize(("kind", "cause"), [("hangs", "no answer"), ("full", "No space left on device")])
-def test_if_its_store_fails_for_five_seconds_it_is_sent_as_it_is_if_the_broker_takes_it(kind: str, cause: str) -> None:
-    broken = Broken(kind)
-    with capture_logs() as logs:
-        found, took_s = brought(broken, FakePublisher([]))
-    assert broken.tried_s[:3] == pytest.approx([0, 0.5, 1] if kind == "full" else [0])
-    assert found is LARGE
-    assert took_s == pytest.approx(5)
-    assert [(each["event"], each["error"], each["within_s"]) for each in logs] == [("answer.unkept", cause, 5)]
-
-
-@pytest.mark.parametrize("kind", ["hangs", "full"])
-def test_if_the_broker_does_not_take_it_either_its_store_has_a_minute_more(kind: str) -> None:
-    publisher = FakePublisher([])
-    publisher.largest = 50
-    found, took_s = brought(Broken(kind, works_at_s=1005), publisher)
-    assert isinstance(found, Answered)
-    assert found.kept == BodyAddress("file:///bodies/answer", "0" * 64)
-    assert json.loads(found.body)["bytes"] == len(LARGE.body)
-    assert took_s == pytest.approx(5)
-
-    found, took_s = brought(Broken(kind), publisher)
-    assert isinstance(found, DeadLettered)
-    assert (found.problem.code, "could not be used" in found.problem.detail) == ("answer_too_large", True)
-    assert took_s == pytest.approx(65)
-
-
-async def test_an_answer_of_the_most_bytes_for_a_message_is_sent_as_it_is(store: BodyStore) -> None:
-    answers = LargeAnswers(FakePublisher([]), answer_bytes=1000, bodies=store, over_bytes=len(LARGE.body))
-    assert await answers.sendable(LARGE) is LARGE
-    kept = await answers.sendable(larger := replace(LARGE, body=LARGE.body + b" "))
-    assert isinstance(kept, Answered)
-    assert kept.kept is not None
-    assert await store.fetch(kept.kept) == larger.body
-    assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1000))), Answered)
-    assert isinstance(await answers.sendable(replace(LARGE, body=bytes(1001))), DeadLettered)
-    answers.forget(LARGE)
-    answers.forget(kept)
-    await answers.aclose(within_s=10)
-    with pytest.raises(BodyError):
-        await store.fetch(kept.kept)

@@ -43,7 +43,7 @@ from tests.support.virtual_time import virtually
 from tests.support.waiting import until
 from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers, read_hop, split_tail
 from topology.delays import MAX_DELAY_MS, hop
-from topology.lanes import CRITICAL, LaneSpec
+from topology.lanes import CRITICAL
 
 ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic")
 DEFERRED = Deferred(delay_ms=300, reason="scheduled", due_ms=NOW_MS + 300)
@@ -89,12 +89,6 @@ async def test_an_outcome_is_stored_then_published_then_confirmed_then_acknowled
 ) -> None:
     assert await bench.settler.settle(bench.job(), outcome)
     assert bench.log == log
-
-
-async def test_an_error_names_the_trace_that_its_request_came_with(bench: Bench) -> None:
-    for headers, trace in (({"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"}, "a" * 32), ({"traceparent": "odd"}, None)):
-        completion = bench.settler._completion(bench.job(headers=headers), REFUSED)
-        assert json.loads(completion.body).get("trace") == trace
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -156,27 +150,6 @@ async def test_after_an_internal_error_the_claim_is_not_renewed_so_that_another_
     with pytest.raises(ZeroDivisionError):
         await bench.settler.settle(job, ANSWERED)
     assert job.claim is None
-
-
-@pytest.mark.parametrize(
-    ("lane", "outcome", "more"),
-    [
-        (CRITICAL, ANSWERED, {n.STATUS: "ok", n.WAIT_MS: 900, n.RUN_MS: 2000, n.LANE_NAME: "critical"}),
-        (None, UNREADABLE, {n.STATUS: "error", n.WAIT_MS: 1000, n.RUN_MS: 4000}),
-        (CRITICAL, REFUSED, {n.STATUS: "error", n.WAIT_MS: 1000, n.RUN_MS: 4000, n.LANE_NAME: "critical"}),
-    ],
-)
-async def test_a_reply_tells_how_long_the_request_waited_and_ran_and_in_which_lane(
-    bench: Bench, lane: LaneSpec | None, outcome: Outcome, more: dict[str, Any]
-) -> None:
-    job = bench.job(lane=lane, headers={n.SENT_MS: NOW_MS - 5000})
-    job.hop = replace(job.hop, ran_ms=2000)
-    job.attempted = Attempted(started_ms=NOW_MS - 4100, run_ms=2000)
-    await bench.settler.settle(job, outcome)
-    reply = bench.to("")
-    assert {key: value for key, value in reply.headers.items() if key in {*more, n.LANE_NAME, n.REPLAYED}} == more
-    kind = "json" if more[n.STATUS] == "ok" else "problem+json"
-    assert (reply.content_type, reply.persistent) == (f"application/{kind}", True)
 
 
 async def test_a_stored_answer_that_the_broker_no_longer_accepts_is_answered_as_too_large(bench: Bench) -> None:
@@ -489,13 +462,6 @@ async def test_a_retry_carries_its_history_to_the_next_worker_in_headers(bench: 
     assert bench.publisher.sent[0].routing_key == "critical.shop.chat"
 
 
-async def test_a_deferral_does_not_count_an_attempt(bench: Bench) -> None:
-    job = bench.job(exchange="lane.delay.03", headers={n.ATTEMPT: 2, n.ERRORS: ["b", "a"], n.FIRST_SEEN_MS: 5})
-    await bench.settler.settle(job, DEFERRED)
-    hop = read_hop(bench.to("lane.delay.01").headers)
-    assert (hop.attempts, hop.errors, hop.due_ms) == (2, ("b", "a"), DEFERRED.due_ms)
-
-
 async def test_a_request_goes_to_be_gathered_with_what_the_provider_gets_behind_its_body(bench: Bench) -> None:
     job = bench.job(user_id="shop", expiration="60000", headers={"x-mine": 1})
     job.batch = BatchHop(account="a", held=(1.0, 2.0, 0.5))
@@ -509,15 +475,6 @@ async def test_a_request_goes_to_be_gathered_with_what_the_provider_gets_behind_
     assert (hop.attempts, hop.user_id, hop.expiration, sent.message.user_id) == (0, "shop", "60000", None)
     assert sent.message.headers[n.ROUTING_KEY] == "critical.shop.chat"
     assert (sent.message.headers["x-mine"], sent.message.expiration) == (1, None)
-
-
-async def test_what_the_provider_gets_is_sent_once_if_it_is_the_body(bench: Bench) -> None:
-    job = bench.job()
-    job.batch = BatchHop(account="a")
-    await bench.settler.settle(job, Batched(params=BODY))
-    (sent,) = bench.publisher.sent
-    assert sent.message.body == BODY
-    assert read_hop(sent.message.headers).batch == BatchHop(account="a")
 
 
 RESULT = b'{"custom_id":"t-1"}'
@@ -535,12 +492,6 @@ async def test_a_batchs_result_that_was_not_read_yet_waits_with_its_request(benc
     assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
 
 
-def test_a_batchs_result_moves_to_a_side_queue_with_its_request(bench: Bench) -> None:
-    copy = settle.set_aside(from_batch(bench), now_ms=NOW_MS, names=NAMES)
-    assert copy.body == BODY + RESULT
-    assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
-
-
 @pytest.mark.parametrize(
     ("outcome", "exchange"), [(DEFERRED, "lane.delay.01"), (RETRIED, "lane.delay.02"), (BURIED, "lane.dead")]
 )
@@ -551,14 +502,6 @@ async def test_a_batchs_result_that_was_an_attempt_is_not_kept(bench: Bench, out
     copy = bench.to(exchange)
     assert copy.body == BODY
     assert read_hop(copy.headers).batch in (None, BatchHop(ticket="t"))
-
-
-async def test_a_pipelines_next_step_tells_in_which_ticket_the_step_before_was(bench: Bench) -> None:
-    job = from_batch(bench)
-    flow = FlowHop(step="second", deadline_ms=NOW_MS + 60_000)
-    await bench.settler.settle(job, PipelineAdvanced(flow=flow, state=b"state", lane="critical", step="first"))
-    copy = bench.to("lane.delay.00")
-    assert (read_hop(copy.headers).batch, copy.body) == (BatchHop(ticket="t"), b"state")
 
 
 @pytest.mark.parametrize(("of", "attempts"), [(0, 0), (3, 1)])  # what a fan-out's items answer is the first attempt
@@ -621,13 +564,6 @@ async def test_a_pipeline_whose_delivery_is_lost_while_its_step_is_stored_can_be
     await until(is_free, within_s=5)
 
 
-async def test_a_delayed_message_of_a_pipeline_keeps_its_place(bench: Bench) -> None:
-    flow = FlowHop(step="second", deadline_ms=NOW_MS)
-    job = bench.job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=flow)))
-    await bench.settler.settle(job, DEFERRED)
-    assert read_hop(bench.to("lane.delay.01").headers).flow == flow
-
-
 async def test_a_delay_beyond_the_longest_that_the_broker_can_hold_is_shortened(bench: Bench) -> None:
     await bench.settler.settle(bench.job(), Deferred(delay_ms=10**12, reason="scheduled"))
     (sent,) = bench.publisher.sent
@@ -642,14 +578,6 @@ async def test_a_request_without_an_id_gets_one_that_stays(bench: Bench) -> None
 
 
 # giving back
-
-
-async def test_a_delivery_that_a_stopping_worker_returns_is_nacked_unless_its_channel_is_lost(bench: Bench) -> None:
-    delivery = bench.delivery()
-    await bench.settler.nack(delivery)
-    delivery.is_lost = True
-    await bench.settler.nack(delivery)
-    assert bench.log == ["nack"]
 
 
 class SlowBodies(BodyStore):

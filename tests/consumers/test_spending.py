@@ -20,7 +20,6 @@ from consumers.outcomes import (
     DeadLettered,
     Deferred,
     Outcome,
-    PipelineAdvanced,
     Refused,
     Replayed,
     Retried,
@@ -47,7 +46,7 @@ from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances, daily
 from tests.support.virtual_time import virtually
 from topology.codec.bodies import user_hash
-from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
+from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import CRITICAL, BatchSpec
 
 MODEL = "claude-sonnet-5-5"
@@ -89,38 +88,6 @@ async def spend(spending: Spending, bounds: tuple[Bound, ...], spent: Spent) -> 
     assert isinstance(hold, Hold)
     spending.correct(hold, spent)
     await spending.finish(within_s=30)
-
-
-async def test_a_cap_grants_a_whole_request_or_nothing() -> None:
-    store = MemoryAllowances()
-    caps = CapsSpec(lanes={"batch": daily(requests=10, tokens=100)}, tenants={"shop": daily(usd=1)})
-    spending = Spending(store, caps)
-    bounds = spending.bounds("batch", "shop")
-
-    await spend(spending, bounds, Spent(1, 60, 0.4))
-    over = await take(spending, bounds, Spent(1, 60, 0.4))
-
-    assert isinstance(over, Over)
-    assert not over.ends_soon
-    assert "lane 'batch' has used 60 tokens of 100 tokens today (UTC), and this takes up to 60 tokens" in str(over)
-    assert counted(store) == {"cap lane batch requests": 1, "cap lane batch tokens": 60, "cap tenant shop usd": 0.4}
-
-
-async def test_a_cap_holds_for_many_callers_at_once_and_those_over_it_only_wait_for_what_runs() -> None:
-    store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(tenants={"*": daily(usd=1)}))
-    bounds = spending.bounds("batch", "shop")
-
-    found = await asyncio.gather(*(take(spending, bounds, Spent(usd=0.03)) for _ in range(64)))
-
-    assert [isinstance(each, Hold) for each in found].count(True) == 33
-    assert all(each.ends_soon for each in found if isinstance(each, Over))
-    for each in found:
-        if isinstance(each, Hold):
-            spending.correct(each, Spent(usd=0.01))
-    await spending.finish(within_s=30)
-    assert store.used["spent cap tenant shop usd"] == pytest.approx(0.33)
-    assert isinstance(await take(spending, bounds, Spent(usd=0.67)), Hold), "what they did not use is free again"
 
 
 async def test_caps_are_of_lane_tenant_key_and_user_and_of_a_day_a_week_and_a_month() -> None:
@@ -200,38 +167,6 @@ async def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() 
     assert told(logs) == [(50, 5), (80, 8), (100, 10), (50, 8), (80, 8), (100, 8)]
 
 
-@pytest.mark.slow
-async def test_how_much_of_each_cap_is_used_is_known_until_the_next_day_of_those_used_last() -> None:
-    store, clock = MemoryAllowances(), Clock()
-    spending = Spending(store, CapsSpec(tenants={"*": daily(requests=10)}), now_ms=clock)
-    for number in range(10_001):
-        await spend(spending, spending.bounds("batch", f"t-{number}"), Spent(3))
-    used = {bound.who: amount for bound, amount in spending.used().items()}
-    assert (len(used), used["t-10000"], "t-0" in used) == (10_000, 3, False)
-    clock.ms += 86_400_000
-    assert set(spending.used().values()) == {0}
-
-
-async def test_of_several_processes_one_tells_of_a_level_and_no_larger_request_makes_a_cap_seem_full() -> None:
-    store, reports = MemoryAllowances(), list[Mapping[str, Any]]()
-
-    def publish(event: str, **figures: Any) -> None:
-        reports.append({"event": event, **figures})
-
-    for amount, is_granted in ((11.0, False), (5.00004, True), (1.0, True), (10.0, False)):
-        spending = Spending(store, CapsSpec(lanes={"batch": daily(usd=10)}))
-        found = await spending.take(spending.bounds("batch", ""), Spent(usd=amount), publish=publish)
-        assert isinstance(found, Hold) is is_granted
-        if isinstance(found, Hold):
-            spending.correct(found, Spent(usd=amount), publish=publish)
-            await spending.finish(within_s=30)
-
-    told = {"event": "cap", "cap": "cap lane batch usd", "limit": 10}
-    assert reports == [
-        {**told, "percent": percent, "used": used} for percent, used in ((50, 5.0), (80, 6.0), (100, 6.0))
-    ]
-
-
 async def test_if_the_store_fails_between_two_caps_the_first_is_given_back() -> None:
     store = MemoryAllowances()
     spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10, tokens=100)}))
@@ -302,19 +237,6 @@ async def test_what_was_granted_to_a_request_that_no_longer_waits_is_given_back(
         await spending.finish(within_s=30)
     assert counted(store) == {"cap lane batch requests": used}
     assert [each["event"] for each in logs if each["log_level"] == "error"] == []
-
-
-async def test_if_the_store_is_unavailable_at_the_end_the_estimate_stays_counted() -> None:
-    store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10)}))
-    hold = await take(spending, spending.bounds("batch", ""), Spent(1))
-    store.is_away = True
-
-    assert isinstance(hold, Hold)
-    spending.correct(hold, Spent())
-    await spending.finish(within_s=0.05)
-
-    assert store.used == {"cap lane batch requests": 1}
 
 
 class Ground:
@@ -462,14 +384,6 @@ async def test_one_request_of_a_tenant_may_hold_all_that_is_left_of_a_lanes_cap(
     assert isinstance(await ground.enter(second), Deferred)
 
 
-async def test_what_a_killed_worker_held_for_a_lane_with_batches_ends_with_its_request() -> None:
-    ground = Ground(lanes={"critical": daily(tokens=2000)})
-    assert await ground.enter(ground.job(message_id="a", lane=BATCHED)) is None
-    again = ground.job(message_id="a", lane=BATCHED)
-    assert await ground.enter(again) is None
-    assert counted(ground.store) == {"cap lane critical tokens": 1500}
-
-
 async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
     job = ground.job(user_id="shop")
@@ -482,18 +396,6 @@ async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against
     totals = ground.spending.totals()
     assert totals["lane"]["critical"] == totals["tenant"]["shop"] == Total(1, 1500, 0.02, 0.03)
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
-
-
-@pytest.mark.slow
-async def test_a_step_of_a_pipeline_is_counted_like_an_answer() -> None:
-    ground = Ground(lanes={"critical": daily(usd=1)})
-    flow = FlowHop(step="second", deadline_ms=NOW_MS)
-    stepped = PipelineAdvanced(flow=flow, state=b"", lane="critical", step="first", answer=ANSWERED)
-
-    await ground.through(ground.job(), stepped, usage=Amounts(1, 1500, 700), cost_usd=0.02)
-
-    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
-    assert ground.spending.totals()["lane"]["critical"] == Total(1, 2200, 0.02)
 
 
 async def test_a_failure_is_counted_only_if_it_may_have_been_paid() -> None:
@@ -632,16 +534,6 @@ async def test_while_a_cap_cannot_be_checked_the_request_waits() -> None:
     assert outcome.reason == "store"
 
 
-def test_a_store_that_hangs_is_waited_for_ten_seconds() -> None:
-    async def story() -> None:
-        ground = Ground(lanes={"critical": daily(usd=1)})
-        ground.store.hangs = True
-        assert await ground.enter(ground.job()) == Deferred(delay_ms=1000, reason="store")
-        assert asyncio.get_running_loop().time() == pytest.approx(1010)
-
-    virtually(story())
-
-
 async def test_what_was_counted_is_given_back_if_no_call_was_made() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job()
@@ -658,17 +550,6 @@ async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> No
     await ground.through(ground.job(user_id="shop"), ANSWERED, usage=ESTIMATE, cost_usd=0.5)
 
     assert ground.spending.totals()["tenant"]["shop"] == Total(1, 1500, 0.5)
-
-
-async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_the_reporter() -> None:
-    store = MemoryAllowances()
-    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=2)}))
-    store.fails_at = 3
-
-    with capture_logs() as logs:
-        await spend(spending, spending.bounds("batch", ""), Spent(1))
-
-    assert told(logs) == [(50, 1)]
 
 
 def batched(**held: Any) -> dict[str, Any]:
@@ -689,15 +570,6 @@ async def gathered(ground: Ground) -> dict[str, Any]:
     assert carried.held_until_ms == NOW_MS // 86_400_000 * 86_400_000 + 86_400_000
     headers = batched(held=carried.held, held_until_ms=carried.held_until_ms)
     return {"message_id": id, "lane": BATCHED, "exchange": "lane.due", "headers": headers}
-
-
-async def test_what_waits_in_batches_counts_against_the_cap() -> None:
-    ground = Ground(lanes={"critical": daily(requests=2)})
-    await gathered(ground)
-    await gathered(ground)
-
-    assert isinstance(await ground.enter(ground.job()), Deferred | Refused | DeadLettered)
-    assert ground.store.used["cap lane critical requests"] == 2
 
 
 async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() -> None:
@@ -728,17 +600,6 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
     assert ground.store.used["cap lane critical requests"] == 1
 
 
-@pytest.mark.parametrize(("day", "used"), [(1, 0), (0, 1)])
-async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: int, used: int) -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    headers = batched(held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000)
-    job = ground.job(**await gathered(ground) | {"headers": headers})
-    await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
-    await ground.spending.finish(within_s=30)
-
-    assert ground.store.used["cap lane critical requests"] == used
-
-
 async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_lost() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(**await gathered(ground))
@@ -756,16 +617,6 @@ async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> No
     await ground.gate.leave(job, decoded(job), Batched(params=b""))
     bench.publisher.failing = {"": BrokerUnreachable("away")}
     assert await bench.settler.settle(job, Batched(params=b"")) is None
-    await ground.spending.finish(within_s=30)
-
-    assert ground.store.used["cap lane critical requests"] == 0
-
-
-async def test_what_was_counted_for_a_delivery_alone_does_not_stay_if_it_is_lost() -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(exchange="lane.due", headers=batched(live=True))
-    assert await ground.enter(job) is None
-    await ground.gate.leave(job, decoded(job), None)
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used["cap lane critical requests"] == 0
