@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from typing_extensions import override
 
 from consumers.batches.collect import TOO_LARGE, Collector
 from consumers.batches.ticket import Ticket, TicketItem, TicketStage, pack, unpack
-from consumers.brake import Brake
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Route, Source
 from consumers.limits.base import BatchLimits
@@ -25,11 +21,10 @@ from consumers.state.base import Cancelling, Completion, Fingerprint, Granted, H
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Encoded, Message
 from lanekeeper.contract.problems import BrokerUnreachable
-from lanekeeper.telemetry.tracing import Tracing
-from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, HeldPauses, Sent, a_pause
+from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDelivery, Sent
 from tests.support.waiting import until
 from topology.broker.consume import Deliveries
-from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
+from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec
 
 HOUR_MS = 3_600_000
@@ -243,19 +238,6 @@ def results(sent: Sequence[Sent]) -> dict[str, bytes | None]:
 # ---- submitting -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_ticket_whose_lane_is_paused_is_not_submitted(collecting: Collecting) -> None:
-    ticket = await collecting.gathered(*items(3))
-    pauses = HeldPauses(a_pause(kind="lane", name="batch"))
-    collecting.collector.breakers.brake = brake = Brake(pauses, now_ms=lambda: NOW_MS)
-    await brake.read()
-    waiting = await collecting.again(ticket)
-    assert (waiting.stage, collecting.submitted()) == (TicketStage.GATHERED, [])
-
-    pauses.held.clear()
-    await brake.read()
-    assert (await collecting.again(waiting)).stage == TicketStage.SUBMITTED
-
-
 async def test_a_gathered_ticket_becomes_one_batch_and_waits_for_it(collecting: Collecting) -> None:
     ticket = await collecting.gathered(*items(3))
     (sent,) = await collecting.take(ticket)
@@ -282,16 +264,6 @@ async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Colle
     assert not collecting.submitted()
 
 
-async def test_that_a_lane_with_requests_in_batches_is_not_declared_any_more_is_told(collecting: Collecting) -> None:
-    collecting.collector.deliveries._trouble = None
-    former = [replace(item, routing_key="former.shop.sum") for item in items(2)]
-    await collecting.again(await collecting.gathered(*former, lane="former"))
-    collecting.now_ms += 25_600 + 600_000 - 1  # it came back, and another worker may have it since
-    assert "batches of former" in (collecting.collector.trouble or "")
-    collecting.now_ms += 1
-    assert collecting.collector.trouble is None
-
-
 @pytest.mark.parametrize(
     "error",
     [RateLimitedError("later", status=429, retry_after_s=102.4), AccountError("no key", reason="its key is refused")],
@@ -303,15 +275,6 @@ async def test_a_provider_that_takes_no_batch_is_waited_for(collecting: Collecti
     again = collecting.read(sent)
     assert (await collecting.again(again)).stage is TicketStage.SUBMITTED
     assert len(collecting.submitted()) == 1
-
-
-async def test_a_provider_that_cannot_be_asked_for_a_ticket_s_batch_is_waited_for(collecting: Collecting) -> None:
-    collecting.provider.failing = TransientError("down", status=500, retry_after_s=204.8)
-    ticket = replace(await collecting.gathered(*items(2)), stage=TicketStage.ADOPTING, requests=2)
-    (sent,) = await collecting.take(ticket)
-    assert (delay_ms(sent), collecting.read(sent).stage) == (204_800, TicketStage.ADOPTING)
-    assert collecting.collector.counts["unsubmitted"] == 1
-    assert not collecting.submitted()
 
 
 @pytest.mark.parametrize(
@@ -346,14 +309,6 @@ async def test_a_split_that_is_done_twice_makes_the_same_tickets(collecting: Col
     assert len(collecting.submitted()) == 1
 
 
-async def test_without_batches_at_the_provider_all_run_live(collecting: Collecting) -> None:
-    collecting.is_with_batches = False
-    assert results(await collecting.take(await collecting.gathered(*items(2)))) == {"id-0": None, "id-1": None}
-    collecting = Collecting()
-    collecting.provider.refusals = [RejectedError("no such path", status=404)]
-    assert results(await collecting.take(await collecting.gathered(*items(2)))) == {"id-0": None, "id-1": None}
-
-
 # ---- adopting -------------------------------------------------------------------------------------------------------
 
 
@@ -384,15 +339,6 @@ async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ende
     assert len(results(await collecting.take(adopted))) == 2
 
 
-async def test_of_batches_with_as_many_requests_another_ticket_s_is_no_candidate(collecting: Collecting) -> None:
-    other = [replace(item, identity=Identity("other", item.identity.id)) for item in items(2)]
-    await collecting.again(await collecting.gathered(*other, id="b" * 24))
-    collecting.provider.refusals = [TransientError("cut off", type="connection")]
-    adopting = await collecting.again(await collecting.gathered(*items(2)))
-    collecting.bench.store.now_ms += 60_000
-    assert (await collecting.again(adopting)).batch_id == "msgbatch_2"
-
-
 async def test_two_tickets_whose_creations_were_not_answered_each_find_their_own(collecting: Collecting) -> None:
     provider, lost = collecting.provider, TransientError("cut off", type="connection")
     provider.refusals, provider.is_created_though = [lost, lost], True
@@ -406,16 +352,6 @@ async def test_two_tickets_whose_creations_were_not_answered_each_find_their_own
     assert (await collecting.again(second)).batch_id == "msgbatch_2"
     assert (await collecting.again(first)).batch_id == "msgbatch_1"
     assert len(collecting.submitted()) == 2
-
-
-async def test_a_redelivered_ticket_waits_until_a_creation_that_was_cut_off_has_taken_effect(
-    collecting: Collecting,
-) -> None:
-    collecting.provider.refusals = [TransientError("cut off", type="connection")]
-    adopting = await collecting.again(await collecting.gathered(*items(2)))
-    assert collecting.collector.counts["unsubmitted"] == 1
-    again = await collecting.again(adopting, redelivered=True)
-    assert (again.stage, collecting.submitted()) == (TicketStage.ADOPTING, [])
 
 
 async def test_a_lost_store_loses_no_request_and_makes_no_second_batch(collecting: Collecting) -> None:
@@ -533,17 +469,6 @@ async def test_while_a_call_that_lost_its_channel_may_create_the_batch_the_same_
     assert len(collecting.submitted()) == 1
 
 
-async def test_after_a_call_that_failed_without_an_answer_its_batch_is_looked_for_before_one_is_made(
-    collecting: Collecting,
-) -> None:
-    collecting.provider.refusals = [TransientError("cut off", type="connection")]
-    adopting = await collecting.again(await collecting.gathered(*items(2)))
-    adopting = await collecting.again(adopting)
-    assert (adopting.stage, collecting.submitted()) == (TicketStage.ADOPTING, [])
-    collecting.bench.store.now_ms += 60_000
-    assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
-
-
 async def test_if_the_store_is_lost_while_a_batch_is_created_its_ticket_knows_it(collecting: Collecting) -> None:
     ticket = await collecting.gathered(*items(2))
     collecting.provider.held = held = asyncio.Event()
@@ -554,23 +479,6 @@ async def test_if_the_store_is_lost_while_a_batch_is_created_its_ticket_knows_it
     (sent,) = await taking
     assert collecting.read(sent).batch_id == "msgbatch_1"
     assert collecting.bench.log[-1] == "ack"
-
-
-async def test_whose_batch_it_is_is_noted_although_another_worker_asks_just_then(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.batches.collect.ASKS_FOR_S", 0)
-    hold, asked = collecting.bench.store.hold, list[str]()
-
-    async def busy(name: str, owner: str, *, for_s: float) -> bool:
-        if name == "batch msgbatch_1" and name not in asked:
-            asked.append(name)
-            return False
-        return await hold(name, owner, for_s=for_s)
-
-    monkeypatch.setattr(collecting.bench.store, "hold", busy)
-    ticket = await submitted(collecting)
-    assert await collecting.collector._is_its_own("msgbatch_1", ticket)
 
 
 async def test_a_worker_that_was_cut_off_makes_no_batch_after_its_successor_did(collecting: Collecting) -> None:
@@ -601,34 +509,11 @@ async def test_a_worker_that_took_long_makes_no_batch_because_another_one_may_ha
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
 
 
-async def test_a_worker_whose_store_took_long_makes_no_batch(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold = collecting.bench.store.hold
-
-    async def late(name: str, owner: str, *, for_s: float) -> bool:
-        monkeypatch.setattr("consumers.batches.collect.BEGIN_WITHIN_S", -1)
-        return await hold(name, owner, for_s=for_s)
-
-    monkeypatch.setattr(collecting.bench.store, "hold", late)
-    assert (await collecting.again(await collecting.gathered(*items(2)))).stage is TicketStage.ADOPTING
-    assert collecting.submitted() == []
-
-
 # ---- collecting -----------------------------------------------------------------------------------------------------
 
 
 async def submitted(collecting: Collecting, count: int = 3, **fields: Any) -> Ticket:
     return await collecting.again(await collecting.gathered(*items(count, **fields)))
-
-
-async def test_a_batch_that_runs_is_looked_at_less_and_less_often(collecting: Collecting) -> None:
-    ticket, delays = await submitted(collecting), []
-    for _ in range(8):
-        (sent,) = await collecting.take(ticket)
-        delays.append(delay_ms(sent))
-        ticket = collecting.read(sent)
-    assert delays == [51_200, 102_400, 204_800, 409_600, 409_600, 409_600, 409_600, 409_600]
 
 
 async def test_each_result_goes_back_to_the_lane_with_its_request(collecting: Collecting) -> None:
@@ -684,17 +569,6 @@ async def test_after_results_were_cut_off_only_the_others_are_read_again(
     assert collecting.collector.counts["answered_late"] == 0
 
 
-async def test_results_that_are_cut_off_after_the_last_end_the_batch(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.batches.collect.BACK_AT_ONCE", 1)
-    ticket = await submitted(collecting, 2)
-    collecting.provider.end(ticket.batch_id)
-    collecting.provider.cut_after = 2
-    assert results(await collecting.take(ticket)).keys() == {"id-0", "id-1"}
-    assert collecting.collector.counts["ended"] == 1
-
-
 async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collecting) -> None:
     ticket = await submitted(collecting, 2)
     for error, least_ms in (
@@ -708,14 +582,6 @@ async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collec
         assert least_ms <= delay_ms(sent) < 2 * least_ms
         assert collecting.read(sent).batch_id == ticket.batch_id
     assert (collecting.collector.counts["unread"], collecting.collector.counts["vanished"]) == (4, 0)
-
-
-async def test_the_span_of_a_ticket_tells_whether_its_batch_is_made_or_collected(collecting: Collecting) -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    collecting.bench.settler.tracing = Tracing(provider)
-    await collecting.again(await submitted(collecting))
-    assert [span.name for span in exporter.get_finished_spans()] == ["batch submit", "batch collect"]
 
 
 async def test_when_a_ticket_ends_its_batch_is_forgotten_and_its_requests_may_be_gathered(
@@ -808,12 +674,6 @@ async def test_a_forged_ticket_does_not_come_back_as_if_a_worker_had_published_i
 # ---- requests that leave their batch --------------------------------------------------------------------------------
 
 
-async def test_a_request_is_run_live_too_if_its_batch_was_not_even_submitted(collecting: Collecting) -> None:
-    collecting.provider.refusals = [RateLimitedError("later", status=429)]
-    ticket = await collecting.gathered(*items(1, deadline_ms=NOW_MS + 1800_000 + 1000))
-    assert results(await collecting.take(ticket)) == {"id-0": None}
-
-
 async def test_what_would_leave_a_batch_at_once_is_not_put_into_it(collecting: Collecting) -> None:
     near, far = items(1, deadline_ms=NOW_MS + 1800_000 + 1000), items(3)[1:]
     ticket = await collecting.gathered(*near, *far)
@@ -857,28 +717,6 @@ async def cancel(collecting: Collecting, *numbers: int) -> None:
         assert isinstance(granted, Granted)
         await collecting.bench.store.release(Held(identity, granted.token))
         assert await collecting.bench.store.cancel(identity, gone) is Cancelling.RECORDED
-
-
-def of_pipeline(*numbers: int) -> list[TicketItem]:
-    """Three items, of which these are of the fan-out of the pipeline `id-9`."""
-    flow = FlowHop(step="each", deadline_ms=NOW_MS + 24 * HOUR_MS, item_of="id-9")
-    return [
-        replace(
-            item, message=replace(item.message, headers={**item.message.headers, **hop_headers(HopHeaders(flow=flow))})
-        )
-        if item.number in numbers
-        else item
-        for item in items(3)
-    ]
-
-
-async def test_results_for_items_of_a_pipeline_that_has_ended_are_only_counted(collecting: Collecting) -> None:
-    ticket = await collecting.again(await collecting.gathered(*of_pipeline(1)))
-    await cancel(collecting, 9)
-    collecting.provider.end(ticket.batch_id)
-    found = results(await collecting.take(ticket))
-    assert [id for id, each in found.items() if each is None] == ["id-1"]
-    assert collecting.late == [("batch", line(f"{ticket.id}-1").line)]
 
 
 async def test_what_a_batch_answered_before_all_its_requests_left_is_counted(collecting: Collecting) -> None:

@@ -143,27 +143,6 @@ async def test_an_item_is_the_request_as_its_lane_gets_it_back() -> None:
     assert n.ROUTING_KEY not in item.message.headers
 
 
-async def test_the_first_request_waits_for_the_window_at_most() -> None:
-    bench = Bench()
-    gathering = Gathering(*several(bench, 2), bench=bench, spec=QUICK)
-    await gathering.run(settled=2)
-    assert gathering.items == [["r-1", "r-2"]]
-
-
-async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> None:
-    bench = Bench()
-    bodies = [BODY.replace(b"hi", b"h" * size) for size in (100, 300, 200)]
-    found = [
-        parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag}", body=body, params=body)
-        for tag, body in enumerate(bodies, start=1)
-    ]
-    size = sum(len(each.message.body) for each in found)
-    assert size % 2 == 0
-    gathering = Gathering(*found, bench=bench, spec=replace(SPEC, bytes=size // 2))
-    await gathering.run(settled=1)
-    assert gathering.items == [["r-2"]]
-
-
 @pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}])
 async def test_what_a_batch_must_have_in_common_divides_requests(other: dict[str, Any]) -> None:
     bench = Bench()
@@ -171,25 +150,6 @@ async def test_what_a_batch_must_have_in_common_divides_requests(other: dict[str
     gathering = Gathering(*found, bench=bench)
     await gathering.run(settled=6)
     assert sorted(gathering.items) == [["r-0", "r-2", "r-4"], ["r-1", "r-3", "r-5"]]
-
-
-async def test_requests_of_tenants_with_one_id_are_in_one_batch() -> None:
-    bench = Bench()
-    found = [parked(bench, "same", tag=tag, tenant=f"t-{tag}") for tag in range(3)]
-    gathering = Gathering(*found, bench=bench)
-    await gathering.run(settled=3)
-    (ticket,) = gathering.tickets
-    assert [item.identity.tenant for item in ticket.items] == ["t-0", "t-1", "t-2"]
-    assert len({ticket.custom_id(item) for item in ticket.items}) == 3
-
-
-async def test_the_largest_batch_is_closed_when_all_have_the_requests_of_two() -> None:
-    bench = Bench()
-    found = [parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag % 5}") for tag in range(6)]
-    gathering = Gathering(*found, bench=bench)
-    await gathering.run(settled=2)
-    assert gathering.items == [["r-0", "r-5"]]
-    assert gathering.settled == ["ack"] * 2 + ["nack"] * (len(found) - 2)
 
 
 @pytest.mark.slow
@@ -215,19 +175,6 @@ async def test_what_causes_a_fault_when_it_is_read_ends_nothing_and_is_parked_in
     assert [each.routing_key for each in bench.publisher.sent if each.message.message_id == "r-1"] == (
         [NAMES.strays] if is_parked else []
     )
-
-
-async def test_what_another_ticket_has_submitted_comes_back_later_and_later() -> None:
-    bench = Bench()
-    await bench.store.gather("other", [Identity("crm", "r-1"), Identity("crm", "r-2")], until_ms=2**45)
-    await bench.store.submit("other", [Identity("crm", "r-1"), Identity("crm", "r-2")], until_ms=2**45)
-    found = [parked(bench, "r-1", tag=1, tries=2), parked(bench, "r-2", tag=2, tries=50), parked(bench, "r-3", tag=3)]
-    gathering = Gathering(*found, bench=bench)
-    await gathering.run(settled=3)
-
-    assert gathering.items == [["r-3"]]
-    assert [delay_ms(each) for each in gathering.back] == [120_000, 900_000]
-    assert gathering.gatherer.counts == {"gathered": 1, "repeated": 2}
 
 
 async def test_what_was_gathered_by_a_worker_that_died_is_gathered_again() -> None:
@@ -364,18 +311,6 @@ async def test_a_request_that_is_too_large_to_go_back_ends() -> None:
     assert (sent.routing_key, sent.message.body) == (NAMES.strays, b"")
     assert (sent.message.headers[n.DEAD_CODE], sent.message.headers[n.ROUTING_KEY]) == ("too_large", "batch.crm.enrich")
     assert gathering.settled == ["ack"]
-
-
-async def test_a_worker_that_stops_returns_what_is_no_batch_yet() -> None:
-    bench = Bench()
-    gathering = Gathering(*several(bench, 2), bench=bench)
-    running = asyncio.create_task(gathering.gatherer.run())
-    await until(lambda: gathering.session.waiting == 0)
-    await asyncio.sleep(0)  # the last one is taken
-    await gathering.gatherer.deliveries.stop()
-    await running
-    assert gathering.settled == ["nack"] * 2
-    assert bench.publisher.sent == []
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
 
 from consumers.failures import HandlerDied, HandlerError, RejectedError
 from consumers.flows import handlers as module
 from consumers.flows import process_pool
 from consumers.flows.handlers import Caller, Handlers, HandlerSpec
-from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry.tracing import Tracing
 from tests.support.waiting import until
 
@@ -60,29 +55,6 @@ async def test_an_async_function_and_one_that_computes_are_called_with_json() ->
         assert (first, second) == ("ü", "ü")
         assert process != os.getpid()
         assert await call(handlers, "doubled", 1) == [1, 1, process], "the process stays for the next call"
-
-
-async def test_each_call_has_a_span_that_tells_how_it_failed_and_nothing_of_what_was_said() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    specs = (spec("traced", "async"), spec("fails", "async"), spec("hangs", "async"), spec("exits", "cpu"))
-    async with registered(*specs, tracing=Tracing(provider)) as handlers:
-        of_its_own = await call(handlers, "traced")
-        for name in ("fails", "hangs", "exits"):
-            with pytest.raises(HandlerError):
-                await call(handlers, name, "canary", timeout_s=0.1 if name == "hangs" else 30.0)
-
-    spans = {span.name: span for span in exporter.get_finished_spans()}
-    assert spans.keys() == {f"handler {each.name}" for each in specs}
-    assert {span.kind for span in spans.values()} == {SpanKind.INTERNAL}
-    good = spans.pop("handler traced")
-    assert good.context is not None
-    assert good.context.span_id == of_its_own, "its own spans are children of it"
-    assert (good.status.status_code, dict(good.attributes or {})) == (StatusCode.UNSET, {})
-    assert {span.status.status_code for span in spans.values()} == {StatusCode.ERROR}
-    errors = {name: (span.attributes or {})["error.type"] for name, span in spans.items()}
-    assert errors == {"handler fails": "failed", "handler hangs": "timeout", "handler exits": "died"}
-    assert "canary" not in "".join(span.to_json() for span in spans.values())
 
 
 async def test_why_the_process_cannot_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,15 +125,6 @@ async def test_a_turn_that_is_cancelled_is_given_on() -> None:
         assert not handlers._pool._took_s
 
 
-async def test_what_cannot_be_sent_is_a_problem() -> None:
-    async with registered(spec("returns_a_set", "async"), spec("is_large", "cpu")) as handlers:
-        with pytest.raises(RequestProblem, match="no JSON"):
-            await call(handlers, "returns_a_set")
-        with pytest.raises(RequestProblem, match="100002 bytes"):
-            await call(handlers, "is_large", 100_000)
-        assert len(await call(handlers, "is_large", 99_998)) == 99_998
-
-
 async def test_a_function_that_takes_too_long_is_cancelled_or_killed_and_the_next_call_works() -> None:
     async with registered(spec("hangs", "async"), spec("computes", "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
         with pytest.raises(HandlerError, match=r"no result within 0\.05 s"):
@@ -197,12 +160,6 @@ async def test_a_cancelled_call_kills_its_process() -> None:
         computing.cancel()
         await asyncio.wait({computing})
         await until(lambda: not _runs(process))
-
-
-async def test_as_many_calls_run_as_there_are_cores() -> None:
-    async with registered(spec("sleeps", "cpu"), cores=2) as handlers:
-        processes = await asyncio.gather(*(call(handlers, "sleeps", 0.05) for _ in range(6)))
-    assert len(set(processes)) == 2
 
 
 async def test_the_processes_end_with_the_worker() -> None:

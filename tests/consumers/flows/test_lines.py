@@ -1,21 +1,12 @@
 """Who posts next: each endpoint of each tenant waits in its own line, and no tenant takes the places of another."""
 
 import asyncio
-from itertools import pairwise
-
-import pytest
 
 from consumers.flows.lines import (
     AT_ONCE,
-    LEAST_S,
-    LONGEST_S,
-    PLACES,
-    QUICK_AT_ONCE,
-    QUICK_S,
     SLOW_PLACES,
     WAITING,
     WAITING_BYTES,
-    WAITING_IN_LINE,
     WAITS_S,
     Line,
     PostLines,
@@ -67,40 +58,6 @@ async def end(tasks: list["asyncio.Task[Answer]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def test_a_line_runs_a_few_and_goes_on_in_order() -> None:
-    async def story() -> None:
-        lines = clocked()
-        tasks = await entering(lines, *[A] * (AT_ONCE + 3))
-        assert [task.done() for task in tasks] == [True] * AT_ONCE + [False] * 3
-        leave(lines, places(tasks)[0], took_s=10, is_answered=True)
-        await asyncio.sleep(0)
-        assert [task.done() for task in tasks] == [True] * (AT_ONCE + 1) + [False] * 2
-        await end(tasks)
-
-    virtually(story())
-
-
-def test_an_endpoint_that_answers_quickly_gets_more_at_once_until_it_is_slow() -> None:
-    async def story() -> None:
-        lines = clocked()
-        for took_s, is_answered, at_once in (
-            (0.1, True, QUICK_AT_ONCE),
-            (QUICK_S, True, AT_ONCE),
-            (0.1, False, AT_ONCE),
-        ):
-            (first,) = places(await entering(lines, A))
-            leave(lines, first, took_s=took_s, is_answered=is_answered)
-            tasks = await entering(lines, *[A] * (QUICK_AT_ONCE + 1))
-            found = places(tasks)
-            assert len(found) == at_once
-            await end(tasks)
-            for place in found:
-                leave(lines, place, took_s=took_s, is_answered=is_answered)
-        assert not lines.running
-
-    virtually(story())
-
-
 def test_a_tenant_with_thousands_of_slow_endpoints_leaves_room_for_each_other_tenant() -> None:
     async def story() -> None:
         lines = clocked()
@@ -110,38 +67,6 @@ def test_a_tenant_with_thousands_of_slow_endpoints_leaves_room_for_each_other_te
         others = [await entering(lines, Line(f"t-{number}", "https://new.example")) for number in range(20)]
         assert all(places(each) for each in others)
         await end(flood)
-
-    virtually(story())
-
-
-def test_slow_endpoints_leave_their_own_tenants_quick_ones_room() -> None:
-    async def story() -> None:
-        lines = clocked()
-        (first,) = places(await entering(lines, A))
-        leave(lines, first, took_s=0.1, is_answered=True)
-        flood = await entering(lines, *many("a", 200))
-        assert places(await entering(lines, A))
-        assert lines.running.total() < PLACES
-        await end(flood)
-
-    virtually(story())
-
-
-@pytest.mark.slow
-def test_a_backlog_of_a_slow_endpoint_goes_back_once_in_a_while_and_not_round_and_round() -> None:
-    async def story() -> None:
-        lines = clocked()
-        (first,) = places(await entering(lines, A))
-        leave(lines, first, took_s=14, is_answered=True)
-        tasks = await entering(lines, *[A] * 20_000)
-        waits = backs(tasks)
-        assert len(waits) == 20_000 - AT_ONCE - WAITING_IN_LINE
-        assert LEAST_S <= min(waits) <= max(waits) <= LONGEST_S
-        each_s = 14 / AT_ONCE
-        assert [later - earlier for earlier, later in pairwise(waits[:51])] == [each_s] * 50
-        assert 20_000 / (sum(waits) / len(waits)) < 100, "a second"
-        assert places(await entering(lines, B)), "another one posts at once"
-        await end(tasks)
 
     virtually(story())
 
@@ -179,20 +104,6 @@ def test_a_turn_that_comes_when_the_wait_ends_is_not_lost() -> None:
             lines.leave(each)
         assert not lines.running
         assert lines._places.total == lines._slow_places.total == lines._memory.total == 0
-
-    virtually(story())
-
-
-def test_an_endpoint_that_asks_for_a_pause_gets_it() -> None:
-    async def story() -> None:
-        lines = clocked()
-        tasks = await entering(lines, *[A] * (AT_ONCE + 2))
-        leave(lines, places(tasks)[0], took_s=0.1, is_answered=True, not_for_s=60)
-        await asyncio.sleep(0)
-        assert [round(each) for each in backs([*tasks, *await entering(lines, A)])] == [60, 60, 60]
-        assert places(await entering(lines, Line("b", A.endpoint))), "it was asked of this tenant"
-        await asyncio.sleep(61)
-        assert places(await entering(lines, A))
 
     virtually(story())
 

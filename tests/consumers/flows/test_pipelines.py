@@ -16,14 +16,13 @@ from consumers.flows.pipelines import (
     PipelineSpec,
     StepSpec,
     _side_of,
-    output_of,
     with_output,
 )
 from consumers.flows.pool_worker import unpacked
 from consumers.flows.rendering import Rendering
 from consumers.flows.templates import fill_in
 from consumers.job import Chain, Decoded, Job, Route, Source, state_identity
-from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, PipelineAdvanced, Refused
+from consumers.outcomes import DeadLettered, Deferred, Outcome, PipelineAdvanced, Refused
 from consumers.providers.registry import Registry
 from consumers.state.base import UNIT_BYTES, Completion, Ending, Granted, Identity, StoreSpec
 from consumers.strays import Strays
@@ -37,7 +36,7 @@ from tests.support.completions import answered, failed, fingerprint
 from tests.support.jobs import BODY, NAMES, NOW_MS, Bench, attempts, decoded, handler, read
 from tests.support.memory_store import MemoryStore
 from topology.codec.decoding import state_of
-from topology.codec.headers import LOOKS, FlowHop, HopHeaders, hop_headers, read_hop
+from topology.codec.headers import LOOKS, FlowHop, read_hop
 from topology.lanes import DEFAULT_LANES
 
 FAILED = replace(failed(), body=b'{"detail":"broke","status":418}')
@@ -73,17 +72,6 @@ def given(bench: Bench, body: bytes) -> tuple[Job, Decoded]:
     return job, job.decoded
 
 
-@pytest.mark.parametrize("own", ["", "its-own"])
-async def test_a_prompt_runs_with_the_model_of_its_step_or_else_of_its_lane(own: str) -> None:
-    bench = Bench()
-    job, found = given(bench, b"{}")
-    step = StepSpec(name="s", prompt="hi", model=own, max_tokens=7 if own else 0)
-    assert await pipelines(bench, step).enter(job, found) is None
-    lane = next(lane for lane in DEFAULT_LANES if lane.name == "critical")
-    asked = json.loads(decoded(job).request.body)
-    assert (asked["model"], asked["max_tokens"]) == ((own, 7) if own else (lane.model, lane.max_tokens))
-
-
 async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_done_without_gaps() -> None:
     bench = Bench()
     bench.store.now_ms = 0
@@ -108,19 +96,6 @@ async def test_the_first_item_that_failed_ends_the_pipeline_and_what_ended_is_do
     assert outcome.problem.status == 418
 
 
-async def test_the_event_of_a_step_whose_state_the_broker_does_not_take_is_the_end() -> None:
-    bench = Bench()
-    flow = FlowHop(step="t", deadline_ms=NOW_MS + 1000, input_bytes=2)
-    job = read(bench.job(headers={n.FLOW: hop_headers(HopHeaders(flow=flow))[n.FLOW]}, exchange="lane.due"))
-    bench.publisher.too_large = {b"state"}
-
-    settled = await bench.settler.settle(job, PipelineAdvanced(flow=flow, state=b"state", lane="critical", step="s"))
-
-    assert isinstance(settled, DeadLettered)
-    assert "event: step" not in bench.log
-    assert bench.log[-2:] == ["event: failed", "event: dead"]
-
-
 async def test_what_another_version_wrote_is_never_run_as_input_and_waits_as_it_is() -> None:
     bench = Bench()
     text = '{"step": "s", "deadline_ms": 1, "of_a_later_version": 1}'
@@ -140,13 +115,6 @@ async def test_what_another_version_wrote_is_never_run_as_input_and_waits_as_it_
     assert f"version {__version__} cannot read" in ended.problem.detail
 
 
-def test_the_output_of_a_model_is_its_text_and_that_of_a_handler_is_what_it_returned() -> None:
-    body = b'{"content":[{"type":"text","text":"a \\u00fc"},{"type":"text","text":"b"}]}'
-
-    assert output_of(body, None) == output_of(body, StepSpec(name="s", prompt="x")) == '"a üb"'.encode()
-    assert output_of(body, None, is_handler=True) == output_of(body, StepSpec(name="s", handler="h")) == body
-
-
 def at_step(job: Job, step: str, state: bytes) -> Decoded:
     """The delivery of a pipeline that stands at `step`."""
     job.hop = replace(job.hop, flow=FlowHop(step=step, deadline_ms=NOW_MS, input_bytes=2, routing_key="critical.a.b"))
@@ -163,18 +131,6 @@ async def test_a_step_that_the_settings_no_longer_have_ends_the_request() -> Non
     assert isinstance(outcome, (Refused, DeadLettered))
     assert outcome.problem.code == "internal"
     assert "has no step 'gone' any more" in outcome.problem.detail
-
-
-@pytest.mark.parametrize("detail", ["broke", "step s: broke"])
-async def test_an_error_names_its_step_once(detail: str) -> None:
-    bench = Bench()
-    job, found = given(bench, b"{}")
-    steps = pipelines(bench, StepSpec(name="s", handler="h"))
-    assert await steps.enter(job, found) is None
-    outcome = steps.after(job, Refused(RequestProblem("invalid_request", detail, status=418)))
-    assert isinstance(outcome, Refused)
-    assert outcome.problem.detail.startswith("step s: broke")
-    assert outcome.problem.status == 418
 
 
 async def end(bench: Bench, item: Identity, completion: Completion) -> None:
@@ -250,32 +206,6 @@ async def test_an_item_belongs_to_the_tenant_of_its_pipeline(user: str | None, t
     assert item.message.headers.get(n.TENANT) == (tenant if told else None)
 
 
-@pytest.mark.parametrize("step", [{"handler": "h"}, {"prompt": "x", "model": "own"}, {"prompt": "x"}])
-async def test_the_model_of_a_fan_out_that_is_the_last_step_is_that_of_its_items(step: dict[str, str]) -> None:
-    bench = Bench()
-    job, found = given(bench, b"[]")
-    outcome = await pipelines(bench, StepSpec(name="s", each="input", **step)).enter(job, found)  # type: ignore[arg-type]
-    assert isinstance(outcome, Answered)
-    lane = next(lane for lane in DEFAULT_LANES if lane.name == "critical")
-    assert (outcome.body, outcome.model) == (b"[]", step.get("handler") or step.get("model") or lane.model)
-
-
-@pytest.mark.parametrize("side_queues", [0, 8])
-async def test_an_item_has_its_number_and_goes_to_a_side_queue_or_else_at_once_to_its_lane(side_queues: int) -> None:
-    bench = Bench()
-    steps = pipelines(bench, StepSpec(name="s", prompt="{{ number }} {{ item }}", each="input"))
-    steps.lanes = {name: replace(lane, side_queues=side_queues) for name, lane in steps.lanes.items()}
-    job, found = given(bench, b'["a","b"]')
-    number = _side_of(job.identity.tenant, steps.lanes["critical"])
-    await steps.enter(job, found)
-    prompts = [json.loads(each.message.body)["messages"][0]["content"] for each in bench.publisher.sent]
-    assert prompts == ["1 a", "2 b"]
-    for each in bench.publisher.sent:
-        assert each.routing_key.startswith("critical.")
-        assert each.exchange == (NAMES.delay(0) if number is None else NAMES.side_exchange(number))
-        assert each.message.headers.get(NAMES.delay_bit(0)) is (False if number is None else None)
-
-
 @pytest.mark.parametrize("step", [{"handler": "h"}, {"prompt": "x"}])
 async def test_an_item_is_a_fresh_request_of_its_pipelines_app_with_its_trace_its_key_and_what_the_provider_gets(
     step: dict[str, str],
@@ -343,13 +273,6 @@ async def test_a_large_state_goes_round_once_and_the_message_that_looks_is_small
         assert isinstance(outcome, PipelineAdvanced)
         assert outcome.flow.role == ("" if ended else LOOKS)
         assert outcome.state == (with_output(state_of(LARGE), "s", b"[1]") if ended else b"")
-
-
-async def test_a_small_state_goes_round_in_one_message() -> None:
-    bench = Bench()
-    _, _, message = await round_of(bench, pipelines(bench, EACH), b"[1]")
-    assert message.body == state_of(b"[1]")
-    assert len(bench.publisher.sent) == 2, "an item, and the request"
 
 
 async def test_a_state_that_the_store_has_lost_is_awaited_and_comes_back_with_the_message_that_keeps_it() -> None:

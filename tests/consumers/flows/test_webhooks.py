@@ -4,15 +4,10 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import pytest
 from aiohttp import web
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from standardwebhooks import Webhook
 
 from consumers.addresses import Resolver
 from consumers.flows.lines import AT_ONCE, PLACES, Line
@@ -23,7 +18,6 @@ from consumers.settle import FAULTS_AT_MOST
 from consumers.state.base import Completion, StoreSpec
 from lanekeeper.contract import names as n
 from lanekeeper.contract.problems import RequestProblem
-from lanekeeper.telemetry.tracing import Tracing
 from tests.support.endpoint import OTHER_SECRET, SECRET, endpoint
 from tests.support.jobs import NAMES, NOW_MS, Bench, FakeDeliveries, FakeDelivery, FakeSession
 from tests.support.memory_store import MemoryStore
@@ -123,10 +117,6 @@ async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch
         await resolver.resolve("a.example.com")
 
 
-def test_without_hosts_webhooks_are_off() -> None:
-    assert "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS" in str(WebhookSpec().refusal("https://a.example/", tenant=""))
-
-
 @pytest.mark.parametrize("entry", ["", "https://a.example", "a.example/x", "a*.example", "a.example:", "a b", "*.*"])
 def test_what_is_no_host_in_the_settings(entry: str) -> None:
     assert not is_host(entry)
@@ -134,20 +124,7 @@ def test_what_is_no_host_in_the_settings(entry: str) -> None:
 
 HOOKS = Hooks(hosts=("a.example",), secrets=("whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",))
 SPEC = WebhookSpec(hooks=HOOKS, tenants={"crm": Hooks(hosts=("a.example",), secrets=(OTHER_SECRET,))})
-TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 HOOKED = {n.WEBHOOK: "https://a.example/h"}
-
-
-async def test_an_outcome_is_published_with_what_the_post_needs() -> None:
-    bench = Bench(spec=SPEC)
-    job = bench.job(headers=HOOKED, message_id="m-1", user_id="crm")
-    await bench.settler.webhooks.publish(job, Completion(status="ok", body=b"{}", ended_ms=NOW_MS))
-
-    message = bench.to("lane.webhooks")
-    post = Post.of(message, now_ms=NOW_MS)
-    assert (post.url, post.id, post.status, post.tenant) == ("https://a.example/h", "m-1", "ok", "crm")
-    assert (message.body, message.content_type, post.first_ms, post.attempts) == (b"{}", "application/json", NOW_MS, 0)
-    assert message.message_id != "m-1", "what is published at the same time is matched by its message_id"
 
 
 @pytest.mark.parametrize("code", ["idempotency_conflict", "forbidden_reply_to"])
@@ -156,25 +133,6 @@ async def test_what_is_no_outcome_of_the_id_is_not_posted(code: str) -> None:
     job = bench.job(headers=HOOKED)
     await bench.settler.webhooks.publish(job, Completion(status="error", code=code, body=b"{}", ended_ms=NOW_MS))
     assert not bench.publisher.sent
-
-
-def test_a_post_that_is_tried_again_keeps_its_past_and_a_replayed_one_begins_anew() -> None:
-    post = Post(
-        url="https://a.example/h",
-        id="m-1",
-        status="error",
-        tenant="",
-        routing_key="critical.a.b",
-        content_type="application/problem+json",
-        first_ms=5,
-        due_ms=9,
-        attempts=3,
-        errors=("later", "earlier"),
-    )
-    message = post.message(b"{}")
-    assert Post.of(message, now_ms=NOW_MS) == post
-    anew = Post.of(redelivered(message), now_ms=NOW_MS)
-    assert (anew.first_ms, anew.attempts, anew.id, anew.content_type) == (NOW_MS, 0, "m-1", post.content_type)
 
 
 def test_a_dead_letter_that_lacks_what_a_post_needs_is_refused() -> None:
@@ -263,32 +221,6 @@ async def posted(bench: Bench, spec: WebhookSpec, post: Post, **headers: str) ->
     return posting
 
 
-async def test_a_post_is_signed_and_says_what_it_is_and_belongs_to_the_trace() -> None:
-    bench, exporter, provider = Bench(), InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    bench.settler.tracing = Tracing(provider)
-    bench.settler.failpoints.reach = bench.log.append  # type: ignore[assignment, method-assign]
-    async with endpoint() as hook:
-        hooks = Hooks(hosts=(f"127.0.0.1:{hook.port}",), secrets=(SECRET,))
-        spec = WebhookSpec(hooks=hooks, private=True, http=True)
-        posting = await posted(bench, spec, replace(POST, url=hook.url("/h?a=b")), **{n.TRACEPARENT: TRACE})
-    (found,) = hook.posts
-    at = datetime.fromtimestamp(NOW_MS / 1000, UTC)
-    assert (found.path, found.body, found.id) == ("/h?a=b", b'{"a":1}', "m-1")
-    assert found.headers["webhook-timestamp"] == "1790000000"
-    assert found.headers["webhook-signature"] == Webhook(SECRET).sign("m-1", at, '{"a":1}')
-    assert (found.headers["content-type"], found.headers[n.STATUS]) == ("application/json", "ok")
-    span = next(each for each in exporter.get_finished_spans() if each.name == "POST")
-    assert span.context is not None
-    assert found.headers["traceparent"] == f"{TRACE[:35]}-{span.context.span_id:016x}-01"
-    assert (span.attributes or {})["server.address"] == "127.0.0.1"
-    assert (span.attributes or {})["http.response.status_code"] == 204
-    assert posting.posted == {"delivered": 1}
-    assert bench.log == ["after_post", "event: webhook", "ack"]
-    event = json.loads(bench.notices.bodies[0])
-    assert (event["state"], event["status"], "error" in event) == ("delivered", 204, False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "private", "state", "error"),
@@ -325,39 +257,6 @@ async def test_a_post_that_the_broker_does_not_take_for_another_try_is_a_dead_le
     letter = bench.to("lane.dead")
     assert (letter.headers[n.DEAD_CODE], letter.body) == ("webhook_undelivered", b"")
     assert "the broker takes 1" in letter.headers[n.DEAD_DETAIL]
-
-
-async def test_an_endpoint_that_does_not_answer_in_time_or_is_not_there_is_told_so() -> None:
-    async with endpoint() as hook:
-        hook.answer = lambda posted: 60.0
-        hosts, url = (f"127.0.0.1:{hook.port}",), hook.url()
-        spec = WebhookSpec(hooks=Hooks(hosts=hosts, secrets=(SECRET,)), private=True, http=True, timeout_s=0.05)
-        late = Bench()
-        await posted(late, spec, replace(POST, url=url))
-    away = Bench()
-    await posted(away, replace(spec, timeout_s=15), replace(POST, url=url))
-    errors = [json.loads(bench.notices.bodies[0])["error"] for bench in (late, away)]
-    assert errors == ["no answer within 0.05 s", "not reached: ConnectionRefusedError"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("attempts", "least_s"), [(0, 5), (1, 10), (3, 40)])
-async def test_each_pause_is_twice_the_one_before_and_the_trace_goes_on(attempts: int, least_s: float) -> None:
-    bench = Bench(spec=SPEC)
-    posting = posting_of(Answering, bench)
-    posting.statuses = [500]
-    post = replace(POST, first_ms=NOW_MS, due_ms=NOW_MS, attempts=attempts)
-    headers = {**post.headers(), n.TRACEPARENT: TRACE, "x-other": "left out"}
-
-    await posting._take(bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=headers))
-
-    (again,) = (each.message for each in bench.publisher.sent)
-    found = Post.of(again, now_ms=NOW_MS)
-    assert found.attempts == attempts + 1
-    assert least_s <= (found.due_ms - NOW_MS) / 1000 <= least_s * (1 + SPREAD)
-    assert (again.headers[n.TRACEPARENT], "x-other" in again.headers) == (TRACE, False)
-    (told,) = (await bench.settler.webhooks.carry_out(n.WEBHOOKS_KEY, {n.WEBHOOKS_KEY: "m-1"}))["webhooks"]
-    assert (told["id"], told["state"], told["attempts"]) == ("m-1", "retrying", attempts + 1)
 
 
 @pytest.mark.slow

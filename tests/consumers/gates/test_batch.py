@@ -4,14 +4,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from consumers.gates import BatchGate
 from consumers.job import Chain, Job, Route
 from consumers.limits.base import Amounts
 from consumers.outcomes import Batched, Outcome
 from consumers.providers.breakers import Breakers
-from consumers.state.base import Stop
 from lanekeeper.contract import names as n
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
@@ -58,13 +55,6 @@ async def test_a_request_that_can_wait_goes_into_a_batch() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "headers", [{"x-lane-no-batch": True}, {"x-lane-stream": True}, {"x-lane-deadline-ms": round(7200e3) - 1}]
-)
-async def test_what_may_not_wait_runs_live(headers: dict[str, Any]) -> None:
-    assert await enter(a_job(headers=headers)) is None
-
-
 async def test_the_nearest_deadline_that_is_gathered_is_a_setting() -> None:
     assert isinstance(await enter(a_job(headers={"x-lane-deadline-ms": 7_200_000})), Batched)
     patient = replace(BATCH, batches=BatchSpec(enabled=True, least_s=86_401))
@@ -83,20 +73,10 @@ async def test_a_body_that_lies_elsewhere_runs_live() -> None:
     assert await enter(job) is None
 
 
-async def test_a_request_that_was_cancelled_is_not_gathered() -> None:
-    job = a_job()
-    job.stop(Stop.CANCELLED)
-    assert await enter(job) is None
-
-
 def back(**batch: Any) -> Job:
     """A request that a batch, or its gathering, has sent back."""
     headers = hop_headers(HopHeaders(batch=BatchHop(**batch), user_id="crm", first_seen_ms=NOW_MS))
     return a_job(exchange="lane.due", headers=headers)
-
-
-async def test_what_came_back_to_run_live_runs_live() -> None:
-    assert await enter(back(live=True)) is None
 
 
 async def test_what_came_back_with_its_result_passes() -> None:

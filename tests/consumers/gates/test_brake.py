@@ -1,6 +1,5 @@
 """The gate of the brake: for how long what is paused waits, and what it does not hold."""
 
-import json
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ from consumers.gates import BrakeGate, refuse_if_late
 from consumers.job import Job
 from consumers.outcomes import Deferred, Outcome, Refused
 from consumers.providers.breakers import Breakers
-from consumers.state.base import Found, Identity, Pause
+from consumers.state.base import Pause
 from lanekeeper.contract import names as n
 from tests.support.completions import answered
 from tests.support.jobs import NOW_MS, Bench, HeldPauses, a_pause, decoded, read
@@ -61,25 +60,6 @@ class World:
         return outcome.delay_ms
 
 
-async def test_what_is_not_paused_passes_without_a_word_to_the_store() -> None:
-    for pauses in ((), (a_pause("app", "other"), a_pause("lane", "critical"))):
-        world = World(*pauses)
-        assert await world.enter() is None
-        assert world.bench.log == []
-
-
-@pytest.mark.parametrize(
-    ("paused_s", "least_ms", "most_ms"), [(0, 1000, 1500), (20, 5000, 7500), (3600, 15_000, 22_500)]
-)
-async def test_the_longer_the_pause_the_longer_the_delay_up_to_a_limit(
-    paused_s: int, least_ms: int, most_ms: int
-) -> None:
-    world = World(a_pause("app", "shop", since_ms=NOW_MS - 1000 * paused_s))
-    assert await world.delay_ms() == most_ms
-    world.rng.share = 0.0
-    assert await world.delay_ms() == least_ms
-
-
 async def test_it_comes_back_at_its_deadline_and_soon_after_the_pause_ends() -> None:
     world = World(PAUSE)
     assert await world.delay_ms(world.job(deadline_ms=300)) == 300
@@ -108,19 +88,6 @@ async def test_of_very_many_only_some_come_back_in_a_second() -> None:
     world.store.held = {PAUSE.id: a_pause("app", "shop", since_ms=NOW_MS - 1)}
     assert await world.delay_ms(job) <= 1500, "another pause begins anew"
     assert len(world.gate._next_ms) == 1, "what has ended takes no memory"
-
-
-async def test_it_is_shown_as_waiting_and_told_of_once() -> None:
-    world = World(PAUSE)
-    delay_ms = await world.delay_ms()
-    assert await world.bench.store.find(Identity("", "m-1")) == Found(
-        completion=None, running=False, due_ms=NOW_MS + delay_ms
-    )
-    (event,) = map(json.loads, world.bench.notices.bodies)
-    assert (event["event"], event["kind"], event["name"], event["why"]) == ("paused", "app", "shop", "too dear")
-    again = world.job(exchange="lane.due")
-    await world.enter(again)
-    assert len(world.bench.notices.bodies) == 1
 
 
 async def test_a_request_that_has_ended_is_answered_by_the_claim_gate() -> None:

@@ -7,54 +7,13 @@ from dataclasses import replace
 import pytest
 
 from consumers.budget_gate import WaitingRoom
-from consumers.job import Attempted, Route
+from consumers.job import Attempted
 from consumers.limits.base import Amounts, CallInProgress
 from consumers.outcomes import Answered, Deferred, Refused, Superseded
 from consumers.state.base import Stop
-from tests.support.budget_gate import BODY, DONE, ONE, TWO, Ground, story
+from tests.support.budget_gate import DONE, ONE, TWO, Ground, story
 from tests.support.jobs import decoded
-from topology.lanes import BATCH, CRITICAL, LaneSpec
-
-
-def test_a_request_within_the_budget_passes_with_its_route_and_an_estimated_reservation() -> None:
-    async def tell(on: Ground) -> None:
-        job = on.job()
-
-        assert await on.enter(job) is None
-        assert job.reserved is not None
-        assert job.reserved.route == ONE
-        assert job.reserved.reservation.amounts == pytest.approx((1, len(BODY) / 3.5, 5))  # max_tokens
-        assert on.told == []
-
-    story(tell)
-
-
-def test_the_actual_usage_is_settled_and_the_rest_is_given_back() -> None:
-    async def tell(on: Ground) -> None:
-        job = on.job()
-        await on.enter(job)
-        job.attempted = Attempted(started_ms=on.now_ms(), usage=Amounts(1, 7, 2))
-        await on.gate.leave(job, decoded(job), DONE)
-
-        account = on.budgets.queue("one/m").account
-        assert [bucket.burst - bucket.level for bucket in account.buckets] == [1, 7, 2]
-        assert account.calls.running == 0
-
-    story(tell)
-
-
-def test_the_usage_of_an_answer_is_the_estimate_for_the_next_request_of_its_kind() -> None:
-    async def tell(on: Ground) -> None:
-        first, second = on.job(), on.job()
-        await on.enter(first)
-        first.attempted = Attempted(started_ms=on.now_ms(), usage=Amounts(1, 50, 2))
-        await on.gate.leave(first, decoded(first), DONE)
-        await on.enter(second)
-
-        assert second.reserved is not None
-        assert second.reserved.reservation.amounts == pytest.approx((1, 50, 3))
-
-    story(tell)
+from topology.lanes import BATCH
 
 
 def test_a_request_whose_call_could_not_end_before_its_deadline_is_refused_without_a_call() -> None:
@@ -200,30 +159,6 @@ def test_a_request_goes_to_the_next_provider_if_the_wait_is_too_long_for_its_lan
         assert job.reserved.route == TWO
         assert job.reserved.reservation.account == "two/m2"
         assert "one/m" not in on.budgets.waiting()
-
-    story(tell, ONE, TWO)
-
-
-@pytest.mark.parametrize(("lane", "taken"), [(CRITICAL, TWO), (BATCH, ONE)])
-def test_a_request_stays_with_its_provider_if_the_wait_is_short_for_its_lane(lane: LaneSpec, taken: Route) -> None:
-    async def tell(on: Ground) -> None:
-        await on.spend("one/m", requests=5)
-        job = on.job(lane)
-        assert await on.enter(job) is None
-        assert job.reserved is not None
-        assert job.reserved.route == taken
-
-    story(tell, ONE, TWO)
-
-
-def test_if_all_providers_have_long_waits_the_shortest_is_chosen() -> None:
-    async def tell(on: Ground) -> None:
-        await on.spend("one/m", requests=60)
-        await on.spend("two/m2", requests=20)
-        job = on.job()
-        assert await on.enter(job) is None
-        assert job.reserved is not None
-        assert job.reserved.route == TWO
 
     story(tell, ONE, TWO)
 

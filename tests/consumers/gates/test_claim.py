@@ -15,12 +15,10 @@ from consumers.job import Job
 from consumers.large_bodies import Fetching, Room
 from consumers.outcomes import (
     Answered,
-    Batched,
     Deferred,
     Outcome,
     PipelineAdvanced,
     Replayed,
-    Retried,
     Superseded,
 )
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
@@ -28,7 +26,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.jobs import NOW_MS, Bench, Told, decoded, read, routes_of
 from tests.support.virtual_time import virtually
-from topology.codec.headers import FlowHop, HopHeaders, hop_headers
+from topology.codec.headers import FlowHop
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -108,23 +106,6 @@ async def test_the_progress_of_a_pipeline_is_told_and_its_claim_kept_until_its_s
     step = PipelineAdvanced(flow=flow, state=b"", lane="critical", step="a", answer=answer, delay_ms=7, done=1, of=3)
     assert await ground.leave(some, step) == released
     assert progress.told == [("step", {"step": "b", "done": 1, "of": 3})]
-
-
-@pytest.mark.parametrize(("step", "told"), [("", "waiting for a batch"), ("draft", "draft, waiting for a batch")])
-async def test_the_claim_of_what_waits_in_a_batch_tells_so_and_its_step(step: str, told: str) -> None:
-    ground = Ground()
-    some = ground.job(exchange="lane.due", headers=hop_headers(HopHeaders(flow=FlowHop(step=step, deadline_ms=NOW_MS))))
-    assert await ground.leave(some, Batched(params=b"")) == [None]
-    assert ground.claiming.steps == [told]
-
-
-async def test_the_progress_tells_of_a_retry() -> None:
-    ground, progress = Ground(), Told()
-    some = ground.job()
-    some.progress = progress
-    assert await ground.leave(some, Retried(delay_ms=7, error="529 of org-1", brief="529")) == [NOW_MS + 7]
-    assert await ground.leave(some, Deferred(delay_ms=9, reason="rpm")) == [NOW_MS + 7, NOW_MS + 9]
-    assert progress.told == [("retrying", {"attempt": 0, "delay_ms": 7, "error": "529"})]
 
 
 CONTENT = json.dumps({"model": "claude-x", "max_tokens": 7, "messages": [{"role": "user", "content": "hi"}]}).encode()

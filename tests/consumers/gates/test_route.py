@@ -8,9 +8,9 @@ import pytest
 from typing_extensions import override
 
 from consumers.failures import AccountError, TransientError
-from consumers.gates import HOLD_S, await_route
+from consumers.gates import await_route
 from consumers.job import Decoded, Job, Route
-from consumers.outcomes import Deferred, Outcome, Refused, Superseded
+from consumers.outcomes import Outcome, Refused, Superseded
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.refusals import later
@@ -63,36 +63,6 @@ class Ground:
             entered = self.breakers.enter(route, clock(), request=str(each))
             assert entered
             self.breakers.failed(entered, TransientError("down"), clock(), timeout_s=60)
-
-
-def test_a_request_waits_if_the_breaker_closes_soon() -> None:
-    async def story() -> None:
-        ground = Ground()
-        for route in ground.all:
-            await ground.break_(route)
-        began_s = asyncio.get_running_loop().time()
-
-        assert await ground.enter(ground.job()) is None
-
-        assert 0 < asyncio.get_running_loop().time() - began_s <= HOLD_S
-
-    virtually(story())
-
-
-def test_a_request_is_delayed_with_the_reason_if_the_breaker_stays_open_long() -> None:
-    async def story() -> None:
-        ground = Ground("one")
-        for route in ground.all:
-            await ground.break_(route, times=7)
-
-        outcome = await ground.enter(ground.job())
-
-        assert isinstance(outcome, Deferred)
-        assert outcome.reason == "breaker"
-        wait_s = min(ground.breakers.wait_s(each, asyncio.get_running_loop().time()) for each in ground.all)
-        assert wait_s - 0.001 <= outcome.delay_ms / 1000 <= 1.5 * wait_s + 0.001
-
-    virtually(story())
 
 
 def test_a_cancellation_ends_the_wait_for_a_provider() -> None:

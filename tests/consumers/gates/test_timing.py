@@ -32,39 +32,6 @@ async def late(some: Job, now_ms: int) -> Outcome | None:
     return await refuse_if_late(some, decoded(some), breakers=Breakers(), now_ms=lambda: now_ms)
 
 
-RAN = Attempted(started_ms=NOW_MS + 200, run_ms=4_100)
-
-
-@pytest.mark.parametrize(
-    ("attempted", "hop", "redelivered", "spent"),
-    [
-        (None, {}, False, "5700 ms in the queue"),
-        (None, {}, True, "5700 ms in the queue or with a worker that was lost"),
-        (RAN, {}, False, "1600 ms in the queue, 4100 ms in attempt 1"),
-        (None, {n.ATTEMPT: 1, n.RAN_MS: 3_000}, False, "2700 ms in the queue, 3000 ms in attempt 1"),
-        (
-            RAN,
-            {n.ATTEMPT: 1, n.RAN_MS: 1_000},
-            False,
-            "600 ms in the queue and in pauses between attempts, 5100 ms in 2 attempts",
-        ),
-    ],
-)
-async def test_the_problem_says_where_the_time_was_spent(
-    attempted: Attempted | None, hop: dict[str, int], redelivered: bool, spent: str
-) -> None:
-    headers = {n.DEADLINE_MS: 5_000, n.SENT_MS: NOW_MS - 700, n.FIRST_SEEN_MS: NOW_MS, **hop}
-    delivery = Bench().delivery(headers=headers, exchange="lane.due" if hop else "lane.requests")
-    delivery.redelivered = redelivered
-    some = read(Bench().job(delivery=delivery))
-    some.attempted = attempted
-    found = await late(some, NOW_MS + 5_000)
-
-    assert isinstance(found, Refused)
-    assert found.problem.code == "deadline_exceeded"
-    assert str(found.problem.detail) == f"not answered within 5000 ms: {spent}"
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -163,11 +130,6 @@ async def test_a_wait_that_a_worker_has_counted_before_is_not_refused() -> None:
     assert (claiming.noted, claiming.weights) == (["short"], [])
 
 
-async def test_a_request_waits_until_it_is_due_to_the_millisecond() -> None:
-    assert isinstance(await entered(FakeClaiming(), 500, late_ms=499), Deferred)
-    assert await entered(FakeClaiming(), 500, late_ms=500) is None
-
-
 async def test_a_body_in_a_store_weighs_as_much_as_one_in_the_message(tmp_path: Path) -> None:
     claiming, stores = FakeClaiming(), [BodyStore(f"file://{tmp_path}/{name}") for name in ("own", "old")]
     bodies = Fetching(stores[0], others=stores[1:], most_bytes=32 * 1024)
@@ -180,11 +142,6 @@ async def test_a_body_in_a_store_weighs_as_much_as_one_in_the_message(tmp_path: 
     await entered(claiming, 2 * MINUTE_MS, bodies=bodies, body=b"", headers=elsewhere.headers)
     await bodies.aclose(within_s=1)
     assert claiming.weights == [3, 3, 1, 1]
-
-
-async def test_a_request_that_has_ended_does_not_wait() -> None:
-    assert await entered(FakeClaiming(may_wait=False), 500) is None
-    assert await entered(FakeClaiming(may_wait=False), 2 * MINUTE_MS) is None
 
 
 @pytest.mark.parametrize("limit", [WaitingLimit.TENANT, WaitingLimit.TOTAL])

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from consumers.dialects.anthropic import read_rate
 from consumers.limits.account import NO_LIMIT, Account, Waiter
 from consumers.limits.base import (
     DEFAULT_SHARES,
@@ -372,46 +371,5 @@ def test_available_budget_is_used_while_any_request_waits(flood: list[tuple[int,
 REQUESTS, INPUT, OUTPUT = range(3)
 
 
-NOW_S = 1_790_000_000.0
-SOON = "2026-09-21T14:13:30Z"
-
-
-def test_limits_and_remaining_amounts_are_read_from_response_headers() -> None:
-    found = read_rate(
-        {
-            "anthropic-ratelimit-requests-limit": "1000",
-            "anthropic-ratelimit-requests-remaining": "999",
-            "anthropic-ratelimit-requests-reset": SOON,
-            "anthropic-ratelimit-input-tokens-limit": "2000000",
-            "anthropic-ratelimit-output-tokens-remaining": "17000",
-        },
-        now_s=NOW_S,
-    )
-
-    assert found == RateHeaders(
-        BucketHeaders(limit=1000, remaining=999), BucketHeaders(limit=2_000_000), BucketHeaders(remaining=17_000)
-    )
-
-
 INPUT_LIMIT, INPUT_LEFT = (f"anthropic-ratelimit-input-tokens-{what}" for what in ("limit", "remaining"))
 LIMIT, LEFT, RESET = (f"anthropic-ratelimit-requests-{what}" for what in ("limit", "remaining", "reset"))
-ABSURD = ["-1", "nan", "inf", "1e400", "many", "", "0", "9" * 19, "٣", "1,000"]
-NEVER = ["3000-01-01T00:00:00Z", "yesterday", "1970-01-01T00:00:00Z", "9999-12-31T23:59:59-14:00"]
-
-
-@pytest.mark.parametrize(
-    ("told", "found"),
-    [
-        *(({LIMIT: absurd}, None) for absurd in ABSURD),
-        *(({LIMIT: "5", RESET: reset}, None) for reset in NEVER),
-        ({LIMIT: "5", LEFT: "6"}, (5, None)),
-        *(({INPUT_LIMIT: limit, INPUT_LEFT: "0"}, None) for limit in ("1", "999", "0.5")),
-        ({INPUT_LIMIT: "1000"}, (1000, None)),
-        ({INPUT_LIMIT: "247800", INPUT_LEFT: "248000"}, (247_800, 247_800)),  # rounded up
-    ],
-)
-def test_impossible_values_are_ignored(told: dict[str, str], found: tuple[float, float | None] | None) -> None:
-    heard = read_rate(told, now_s=NOW_S)
-    header = None if heard is None else next(each for each in heard if each.limit is not None)
-
-    assert (None if header is None else (header.limit, header.remaining)) == found

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consumers.limits.estimates import Estimates, UsageClass, task_of
+from consumers.limits.estimates import Estimates, UsageClass
 
 pytestmark = pytest.mark.slow
 
@@ -45,9 +45,3 @@ def test_whatever_was_learned_an_estimate_is_a_number_of_tokens(
         answer(made, text_bytes=text, media_tokens=media, input_tokens=used)
 
     assert 1 <= made.input_tokens("m", text_bytes) < float("inf")
-
-
-def test_the_kind_of_a_request_is_two_words_of_its_routing_key() -> None:
-    assert task_of("critical.support.chat.eu.7") == "support.chat"
-    assert task_of("batch.crm") == "crm"
-    assert task_of("batch") == ""

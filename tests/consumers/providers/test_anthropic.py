@@ -103,32 +103,6 @@ def test_the_body_gets_the_right_stream_field_and_is_otherwise_unchanged(
     assert set_stream(body, streamed) == sent
 
 
-def test_a_body_that_certainly_states_nothing_is_not_read() -> None:
-    assert set_stream(b'{"stream" no json', True, is_stated=False) == b'{"stream":true,"stream" no json'
-    assert set_stream(b'{"stream" no json', False, is_stated=False) == b'{"stream" no json'
-    with pytest.raises(RejectedError, match="too large"):
-        set_stream(b'{"stream": false, "a": 1e999}', True)
-
-
-async def test_the_callers_headers_are_passed_on_and_the_version_is_stated_by_the_rules(
-    api: FaultyAPI, asked: AskedFor
-) -> None:
-    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    provider = AnthropicProvider.at(api.base_url, api_key=KEY)
-    given = {"anthropic-beta": "one-2026-01-01,two", "anthropic-version": "2026-10-21", "anthropic-new-thing": "x y"}
-
-    await provider.stream(asked(headers=given), timeout_s=60, parts=None, traceparent=parent)
-    await provider.stream(asked(), timeout_s=60, parts=None)
-    await provider.aclose()
-
-    first, second = (call.headers for call in api.calls)
-    assert first["authorization"] == f"Bearer {KEY}"
-    assert {name: first[name] for name in given} == given
-    assert first["traceparent"] == parent
-    assert second["anthropic-version"] == "2023-06-01"
-    assert not {*given, "traceparent", "tracestate", "baggage"} - {"anthropic-version"} & {*map(str.lower, second)}
-
-
 async def test_a_setting_narrows_the_headers_that_are_passed_on(api: FaultyAPI, asked: AskedFor) -> None:
     rules = HeaderRules(version="2025-01-01", passed=("anthropic-user-*",))
     provider = AnthropicProvider.at(api.base_url, api_key=KEY, header_rules=rules)
@@ -371,59 +345,6 @@ def failing(*answers: Response | None) -> tuple[Sequence[web.BaseRequest], Handl
 GOOD: Response = (200, SHORT, {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "failure",
-    [
-        (400, ERROR % b"invalid_request_error", {"request-id": "req_1"}),
-        (429, ERROR % b"rate_limit_error", {"retry-after": "7"}),
-        (529, ERROR % b"overloaded_error", {}),
-        (500, b"", {}),
-        (502, b"<html>bad gateway</html>", {"content-type": "text/html"}),
-        (302, b"", {"location": "https://elsewhere.test/v1/messages"}),
-        None,
-    ],
-    ids=["400", "429", "529", "nothing", "html", "redirect", "connection lost"],
-)
-async def test_a_later_call_raises_the_same_error_as_a_first_one(
-    failure: Response | None, answering: Answering, asked: AskedFor
-) -> None:
-    errors = []
-    for answers in ([failure], [GOOD, failure]):
-        _, handler = failing(*answers)
-        async with answering(handler) as provider:
-            for _ in answers[1:]:
-                await provider.stream(asked(), timeout_s=60, parts=None)
-            with pytest.raises(ProviderError) as failed:
-                await provider.stream(asked(), timeout_s=60, parts=None)
-            errors.append(failed.value)
-
-    first, later = errors
-    assert type(later) is type(first)
-    assert repr(vars(later)) == repr(vars(first))
-    assert later.detail == first.detail
-
-
-async def test_a_later_call_to_a_server_that_is_gone_raises_the_same_error_as_a_first_one(asked: AskedFor) -> None:
-    errors = []
-    for is_later in (False, True):
-        _, handler = failing(GOOD)
-        server = RawTestServer(handler)
-        await server.start_server()
-        provider = AnthropicProvider.at(str(server.make_url("")), api_key=KEY)
-        if is_later:
-            await provider.stream(asked(), timeout_s=60, parts=None)
-        await server.close()
-        with pytest.raises(TransientError) as failed:
-            await provider.stream(asked(), timeout_s=60, parts=None)
-        errors.append(failed.value)
-        await provider.aclose()
-
-    first, later = errors
-    assert repr(vars(later)) == repr(vars(first))
-    assert "no connection could be opened" in later.detail
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_later_answer_may_be_compressed(answering: Answering, asked: AskedFor, streamed: bool) -> None:
     packed = gzip.compress(EVENTS if streamed else SHORT)
@@ -495,22 +416,6 @@ async def test_a_free_probe_lists_the_models_and_calls_one_where_there_is_no_lis
         made.clear()
         await provider.probe("m", by_call=True)
         assert made == [CALLED]
-
-
-@pytest.mark.parametrize(("max_tokens", "streamed"), [(21_333, False), (21_334, True)])
-async def test_an_answer_that_may_take_longer_than_ten_minutes_is_streamed(
-    max_tokens: int, streamed: bool, answering: Answering, asked: AskedFor
-) -> None:
-    bodies: list[dict[str, Any]] = []
-
-    async def answer(request: web.BaseRequest) -> web.Response:
-        bodies.append(await request.json())
-        return web.Response(status=400)
-
-    async with answering(answer) as provider:
-        with pytest.raises(RejectedError):
-            await provider.stream(asked(max_tokens=max_tokens), timeout_s=60, parts=None)
-    assert bodies[0].get("stream", False) == streamed
 
 
 @pytest.mark.parametrize(

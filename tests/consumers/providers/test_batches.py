@@ -26,7 +26,6 @@ from consumers.prices import Prices, Usage
 from consumers.providers import batches as module
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.batches import Batches, BatchInfo, ResultLine
-from consumers.providers.cloud import foundry
 from consumers.providers.registry import Registry
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
@@ -265,16 +264,6 @@ async def test_results_in_any_pieces_are_split_into_lines(answering: Answering) 
         assert len(lines["long"].line) < 1000
 
 
-async def test_a_line_is_read_when_the_one_before_it_was_worked_on(batches: Batches, api: FaultyAPI) -> None:
-    batch = await batches.create([(f"a-{nth}", body(str(nth))) for nth in range(3)])
-    await batches.retrieve(batch.id)
-
-    async with aclosing(batches.results(batch.id)) as lines:
-        first = await anext(lines)
-
-    assert first.kind == "succeeded"  # and closing it early leaves nothing open: the fixtures check that
-
-
 @pytest.mark.parametrize("fault", ["truncated", "cut", "reset at=middle", "stall delay=1h", "broken_json"])
 async def test_results_that_break_off_are_a_failure_after_the_lines_that_came(
     batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch, fault: str
@@ -289,42 +278,6 @@ async def test_results_that_break_off_are_a_failure_after_the_lines_that_came(
         assert (await anext(lines)).custom_id == "a-0"
         with pytest.raises(TransientError):
             await anext(lines)
-
-
-ENDPOINT_FAULTS = [
-    ("overloaded retry_after=3", OverloadedError),
-    ("rate_limited retry_after=2", RateLimitedError),
-    ("server_error", TransientError),
-    ("unavailable", TransientError),
-    ("invalid", RejectedError),
-    ("too_large", RejectedError),
-    ("authentication", AccountError),
-    ("billing", AccountError),
-    ("permission", AccountError),
-    ("spend_limit", AccountError),
-    ("html", AccountError),
-    ("reset at=start", TransientError),
-    ("truncated", TransientError),
-    ("cut", TransientError),
-    ("broken_json", TransientError),
-    ("not_a_message", TransientError),
-    ("hang", TransientError),
-]
-
-
-@pytest.mark.parametrize(("fault", "expected"), ENDPOINT_FAULTS)
-async def test_the_endpoints_errors_are_those_of_live_calls(
-    batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch, fault: str, expected: type[ProviderError]
-) -> None:
-    monkeypatch.setattr(module, "CREATE_WITHIN_S", 0.3)
-    api.batches.fail("create", fault)
-
-    with pytest.raises(expected) as caught:
-        await batches.create([("a-1", body())])
-
-    told = (3.0 if "overloaded" in fault else 2.0) if "retry_after" in fault else None
-    assert caught.value.retry_after_s == told
-    assert not batches.is_missing
 
 
 async def test_a_batch_may_exist_although_its_answer_was_lost(batches: Batches, api: FaultyAPI) -> None:
@@ -366,16 +319,6 @@ async def test_a_batch_that_is_gone_is_told_apart_from_a_provider_without_batche
     assert caught.value.status == 404
     assert batches.is_missing
     assert registry.batches("anthropic") is batches, "others were created before"
-
-
-async def test_only_providers_with_batches_have_some(registry: Registry) -> None:
-    other = foundry(name="azure", api_key=KEY, base_url="http://127.0.0.1:1")
-    both = Registry(other, tracing=Tracing())
-
-    assert both.batches("azure") is both.batches("unknown") is None
-    with pytest.raises(TransientError, match="gone"):
-        await both.from_batch(ROUTE, b"")
-    await other.aclose()
 
 
 @pytest.mark.parametrize(

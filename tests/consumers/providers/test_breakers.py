@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from structlog.testing import capture_logs
 
-from consumers.brake import Brake
 from consumers.failures import (
     AccountError,
     ProviderError,
@@ -25,7 +24,6 @@ from consumers.providers.breakers import (
     Pauses,
     Permit,
 )
-from tests.support.jobs import NOW_MS, HeldPauses, a_pause
 from tests.support.virtual_time import virtually
 
 FAILURES, OPEN_S, PROBE_EVERY_S = 10, 1.0, 60.0
@@ -75,56 +73,6 @@ def test_failures_of_more_than_two_minutes_ago_do_not_count(later_s: float, stat
     assert failed(some, 5, at_s=50.0 + later_s) is state
 
 
-def test_each_time_it_opens_for_twice_as_long_up_to_five_seconds() -> None:
-    waits: list[list[float]] = []
-    for seed in range(200):
-        some = Breaker(random.Random(seed))
-        waits.append([])
-        for at_s in range(0, 700, 100):
-            some.open(at_s)
-            waits[-1].append(some.wait_s(at_s))
-
-    for each, most_s in zip(zip(*waits, strict=True), (1, 2, 4, 5, 5, 5, 5), strict=True):
-        assert most_s / 2 <= min(each) < 0.52 * most_s
-        assert 0.98 * most_s < max(each) <= most_s
-
-
-def test_while_one_call_probes_the_others_look_again_within_a_second() -> None:
-    some = breaker()
-    some.open(100.0)
-    some.probe(110.0)
-    assert [some.wait_s(each) for each in (110.0, 139.0, 139.75, 140.0, 150.0)] == [1.0, 1.0, 0.25, 0.0, 0.0]
-
-
-def test_only_a_failure_of_the_probe_opens_it_again() -> None:
-    some = breaker()
-    some.open(100.0)
-    some.probe(110.0)
-    some.failed(FailedCall(111.0, "other", True), probe=False)
-    after_another = some.state
-    some.failed(FailedCall(112.0, "probe", False), probe=True)
-    assert (after_another, some.state) == (BreakerState.PROBING, BreakerState.OPEN)
-    assert some.wait_s(112.0) >= 1.0
-
-
-def test_a_late_failure_does_not_lengthen_an_open_breaker() -> None:
-    some = breaker()
-    some.open(100.0)
-    before = some.wait_s(100.0)
-    some.failed(FailedCall(100.5, "late", True), probe=True)
-    assert some.wait_s(100.0) == before
-
-
-def test_after_a_probe_without_a_result_the_next_call_is_the_probe_at_once() -> None:
-    some = breaker()
-    some.open(100.0)
-    some.probe(110.0)
-    some.unknown(111.0, probe=False)
-    assert some.state is BreakerState.PROBING
-    some.unknown(111.0, probe=True)
-    assert (some.state, some.wait_s(111.0)) == (BreakerState.OPEN, 0.0)
-
-
 HERE = Route(provider="anthropic", model="m", name="m", account="anthropic/m")
 ELSEWHERE = Route(provider="eu", model="m", name="m", account="eu/m")
 DOWN = TransientError("500", status=500)
@@ -166,33 +114,6 @@ def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() -> Non
     assert these.states(0)["anthropic m"]["state"] == "open"
 
 
-def test_a_breaker_that_opens_is_told_with_its_error_and_the_tenths_of_a_second_until_its_probe() -> None:
-    these = breakers()
-    fail(these, 0, times=FAILURES - 1)
-    permit = enter(these, 0)
-    assert permit is not None
-    change = these.failed(permit, DOWN, 0, timeout_s=60)
-
-    assert change is not None
-    left_s = these.wait_s(HERE, 0)
-    assert left_s != round(left_s, 1)
-    assert change.fields == {
-        "provider": "anthropic", "model": "m", "state": "open", "error": DOWN.brief, "retry_in_s": round(left_s, 1),
-    }  # fmt: skip
-    assert these.states(0) == {"anthropic m": {"state": "open", "retry_in_s": round(left_s, 1)}}
-
-
-def test_a_breaker_that_nobody_asks_is_not_told_as_open_for_ever_and_its_next_call_is_a_probe() -> None:
-    these = opened()
-
-    assert these.states(120)
-    assert these.states(122) == {}
-
-    permit = enter(these, 122)
-    assert permit is not None
-    assert permit.is_probe
-
-
 @pytest.mark.parametrize("is_probe", [False, True])
 def test_a_probe_that_ended_without_a_result_lets_the_next_call_probe(is_probe: bool) -> None:
     these = breakers()
@@ -203,16 +124,6 @@ def test_a_probe_that_ended_without_a_result_lets_the_next_call_probe(is_probe: 
     assert permit is not None
     these.unknown(permit, OPEN_S)
     assert (enter(these, OPEN_S) is not None) == is_probe
-
-
-@pytest.mark.parametrize(("kind", "name"), [("provider", "anthropic"), ("model", "m")])
-async def test_what_an_operator_has_paused_is_not_called_and_all_else_is(kind: str, name: str) -> None:
-    brake = Brake(HeldPauses(a_pause(kind, name)), now_ms=lambda: NOW_MS)
-    await brake.read()
-    these = Breakers(brake=brake)
-    other = Route(provider="eu", model="other", name="other", account="eu/other")
-    assert (these.wait_s(HERE, 0), these.wait_s(other, 0)) == (1, 0)
-    assert (enter(these, 0), enter(these, 0, other) is not None) == (None, True)
 
 
 def test_an_answer_resets_the_count_of_failures() -> None:
@@ -284,23 +195,7 @@ async def test_providers_known_to_fail_are_left_out_unless_all_are() -> None:
     assert list(these.usable((HERE,))) == [HERE]
 
 
-def test_how_long_a_provider_has_been_down_counts_from_when_its_breaker_first_opened() -> None:
-    these = opened()
-
-    assert (these.down_s(HERE, 0), these.down_s(HERE, 7), these.down_s(ELSEWHERE, 7)) == (0, 7, 0)
-    permit = enter(these, 7)
-    assert permit is not None
-    assert permit.is_probe
-    these.failed(permit, DOWN, 7, timeout_s=60)
-    assert these.down_s(HERE, 9) == 9
-    answered = enter(these, 30)
-    assert answered is not None
-    these.answered(answered, 30)
-    assert these.down_s(HERE, 31) == 0
-
-
 ONE = Route(provider="one", model="m", name="m", account="one/m")
-OTHER = Route(provider="one", model="other", name="other", account="one/other")
 KEY = AccountError("401", reason="it refuses the key", status=401)
 
 
@@ -381,24 +276,6 @@ def test_an_unpaid_account_is_probed_by_calls_of_a_model(status: int, by_call: b
         await asyncio.sleep(1.5)
 
     assert [each for *_, each in run(story).probes] == [by_call]
-
-
-def test_a_pause_is_told_with_its_age_and_the_time_to_its_next_probe() -> None:
-    async def story(world: World) -> None:
-        await world.fail()
-        now_s = asyncio.get_running_loop().time()
-        told = world.pauses.figures(now_s + 0.75)
-        assert told == {"one": {"reason": KEY.reason, "error": KEY.brief, "for_s": 0.8, "probe_in_s": 0.2}}
-        assert world.pauses.figures(now_s + 7)["one"]["probe_in_s"] == 0
-        assert world.wait_s == 1
-        assert world.breakers.down_s(ONE, now_s + 7) == 7
-        assert world.breakers.hindrance([ONE, OTHER]) == "one: it refuses the key"
-        world.error = None
-        await asyncio.sleep(1.5)
-        assert world.breakers.hindrance([ONE]) is None
-        assert world.pauses.figures(now_s) == {}
-
-    run(story)
 
 
 def test_while_requests_wait_for_a_paused_provider_it_is_probed_every_two_seconds_and_no_more_often() -> None:
@@ -503,16 +380,6 @@ def test_an_error_that_a_call_of_our_own_meets_too_is_the_accounts(error: Except
         assert world.wait_s == 0
 
     run(story, World(error))
-
-
-def test_a_check_calls_a_model_that_has_answered_before() -> None:
-    async def story(world: World) -> None:
-        permit = world.breakers.enter(OTHER, 1000.0, request="r")
-        assert permit is not None
-        world.breakers.answered(permit, 1000.0)
-        await world.pauses.judge(ONE, of_the_request())
-
-    assert [model for _, model, _ in run(story).probes] == ["other"]
 
 
 def test_a_check_goes_on_if_the_request_that_waits_for_it_is_cancelled() -> None:

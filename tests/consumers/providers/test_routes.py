@@ -10,18 +10,10 @@ from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 OPUS, SONNET, HAIKU = "claude-opus-5-5", "claude-sonnet-5-5", "claude-haiku-5-5"
 FIRST = ProviderModels(name="anthropic")
 BEDROCK = ProviderModels(name="bedrock", models={SONNET: "eu.anthropic.sonnet", HAIKU: "eu.anthropic.haiku"})
-KNOWN = frozenset({OPUS, SONNET, HAIKU})
 
 
 def names(chain: Chain) -> list[str]:
     return [f"{each.provider}:{each.name}" for each in chain.routes]
-
-
-def test_a_chain_has_every_provider_with_the_model_in_order() -> None:
-    routes = Routes(RoutesSpec(providers=(FIRST, BEDROCK)))
-
-    assert names(routes.of("normal", "", SONNET)) == [f"anthropic:{SONNET}", "bedrock:eu.anthropic.sonnet"]
-    assert names(routes.of("normal", "", OPUS)) == [f"anthropic:{OPUS}"]
 
 
 def test_a_lanes_providers_setting_chooses_and_orders_them() -> None:
@@ -133,13 +125,3 @@ def test_all_errors_in_a_table_are_reported_at_once_by_name() -> None:
         f"{OPUS} -> {SONNET} -> {OPUS}",
         f"{HAIKU} -> {HAIKU}",
     ]
-
-
-def test_a_correct_table_has_no_errors() -> None:
-    spec = RoutesSpec(
-        providers=(FIRST, BEDROCK),
-        fallbacks={OPUS: SONNET, SONNET: HAIKU},
-        lane_models={"batch": {HAIKU}, "normal": None},
-    )
-
-    assert [*spec.problems(), *spec.circles()] == []

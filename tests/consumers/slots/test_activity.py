@@ -1,115 +1,13 @@
 """A lane's figures: counts, and a limited number of the latest waits and run times."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from consumers.background import background_task
-from consumers.outcomes import (
-    Answered,
-    Batched,
-    DeadLettered,
-    Deferred,
-    Outcome,
-    PipelineAdvanced,
-    Refused,
-    Replayed,
-    Retried,
-    Superseded,
-)
-from consumers.slots.activity import WINDOWS, LaneActivity, ended_per_s, note_ends
+from consumers.slots.activity import LaneActivity, ended_per_s, note_ends
 from consumers.state.base import AllowanceReservation, AllowanceTaken, Period, StoreUnavailable
-from lanekeeper.contract.problems import RequestProblem
-from tests.support.completions import answered
 from tests.support.virtual_time import virtually
-from topology.codec.headers import FlowHop
-
-PROBLEM = RequestProblem("internal", "…")
-ANSWERED = Answered(body=b"{}", model="m", provider="p")
-STEPPED = PipelineAdvanced(flow=FlowHop(step="s", deadline_ms=0), state=b"", lane="critical", step="s")
-FIGURES = ("answered", "failed", "retried", "deferred", "dropped", "throughput_per_min")
-
-
-@pytest.mark.parametrize(
-    ("outcome", "figures"),
-    [
-        (ANSWERED, (1, 0, 0, 0, 0, 1)),
-        (Refused(PROBLEM), (0, 1, 0, 0, 0, 1)),
-        (DeadLettered(PROBLEM), (0, 1, 0, 0, 0, 1)),
-        (Superseded(PROBLEM), (0, 0, 0, 0, 1, 1)),
-        (Retried(delay_ms=0, error="x"), (0, 0, 1, 0, 0, 0)),
-        (Deferred(delay_ms=0, reason="x"), (0, 0, 0, 1, 0, 0)),
-        (Batched(params=b""), (0, 0, 0, 1, 0, 0)),
-        (replace(STEPPED, answer=ANSWERED), (1, 0, 0, 0, 0, 1)),
-        (STEPPED, (0, 0, 0, 0, 0, 0)),
-    ],
-)
-def test_each_outcome_is_counted_once(outcome: Outcome, figures: tuple[int, ...]) -> None:
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    activity.record(outcome, wait_ms=5, run_ms=None)
-    told = activity.snapshot()
-    assert tuple(told[name] for name in FIGURES) == figures
-    assert activity.attempts == sum(activity.waits.counts) == 0
-    assert activity.recent.over(60)[0].count == 0
-    assert told["deferred_for"] == {Deferred: {"x": 1}, Batched: {"batch": 1}}.get(type(outcome), {})
-
-
-def test_waits_and_run_times_are_kept_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 6000.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    for minute in range(90):
-        now_s = 6000.0 + 60 * minute
-        activity.record(ANSWERED, wait_ms=1000 * minute, run_ms=1)
-    for window, minutes, p50 in (("5m", 5, 87_000), ("1h", 60, 60_000)):
-        waits, runs = activity.recent.over(WINDOWS[window])
-        assert (waits.count, runs.count) == (minutes, minutes)
-        assert waits.get_quantile_value(0.5) == pytest.approx(p50, rel=0.03)
-    now_s += 3600
-    assert activity.recent.over(60)[0].count == 0
-
-
-def test_ends_are_counted_by_code_and_retries_by_cause() -> None:
-    activity = LaneActivity("critical", slots=16, due_slots=4)
-    for outcome in (ANSWERED, Refused(PROBLEM), Refused(PROBLEM), DeadLettered(PROBLEM), Superseded(PROBLEM)):
-        activity.record(outcome, wait_ms=0, run_ms=1, total_ms=2000)
-    activity.record(Retried(delay_ms=0, error="x"), wait_ms=0, run_ms=1, cause="overloaded")
-    assert activity.ended_by == {"ok": 1, "internal": 4}
-    assert (activity.buried_by, activity.retried_for) == ({"internal": 1}, {"overloaded": 1})
-    assert activity.totals.sum == 10
-
-
-def test_what_waits_in_delays_is_told_by_reason_until_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    activity = LaneActivity("batch", slots=4, due_slots=1)
-    for _ in range(86):
-        activity.record(Deferred(delay_ms=36_000_000, reason="daily cap"), wait_ms=0, run_ms=None)
-    activity.record(Retried(delay_ms=2_000, error="x"), wait_ms=0, run_ms=1)
-    told = activity.snapshot()["delayed_for"]
-    assert (told["daily cap"]["count"], told["retry"]) == (86, {"count": 1, "last_in_s": 2})
-    assert 36_000 <= told["daily cap"]["last_in_s"] <= 36_000 * 17 / 16
-    now_s += 3
-    assert "retry" not in activity.snapshot()["delayed_for"]
-    now_s += 36_000 * 17 / 16
-    assert activity.snapshot()["delayed_for"] == {}
-
-
-@pytest.mark.parametrize(("items", "counts"), [(0, {}), (3, {"pipeline": 1})])
-def test_a_pipeline_is_delayed_only_while_it_waits_for_its_items(items: int, counts: dict[str, int]) -> None:
-    lane = activity()
-    lane.record(replace(STEPPED, of=items, delay_ms=2000), wait_ms=0, run_ms=None)
-    assert {reason: told["count"] for reason, told in lane.still_delayed().items()} == counts
-
-
-def test_what_waits_in_delays_takes_little_memory_although_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now_s)
-    lane = activity()
-    for now_s in range(2000):  # noqa: B007
-        lane.record(Retried(delay_ms=1000, error="x"), wait_ms=0, run_ms=1)
-    assert len(lane._delayed["retry"]) <= 1024
 
 
 class Counted:
@@ -144,15 +42,6 @@ class Counted:
 
 def activity() -> LaneActivity:
     return LaneActivity("batch", slots=1, due_slots=1)
-
-
-@pytest.mark.parametrize(("is_reply_only", "counted"), [(False, 1), (True, 0)])
-def test_a_result_that_is_sent_again_is_counted_unless_its_reply_alone_was_missing(
-    is_reply_only: bool, counted: int
-) -> None:
-    lane = activity()
-    lane.record(Replayed(completion=answered(), is_reply_only=is_reply_only), wait_ms=0, run_ms=None)
-    assert (lane.snapshot()["replayed"], lane.ended_by["replayed"], lane.ended) == (counted, counted, counted)
 
 
 def test_what_ends_in_all_workers_is_noted_every_five_seconds_and_is_the_pace() -> None:

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import structlog
@@ -37,13 +36,6 @@ class Taker:
             self.told.append("resume")
 
 
-class LateTaker(Taker):
-    looked = 0
-
-    async def end_late(self) -> None:
-        self.looked += 1
-
-
 class World:
     def __init__(self) -> None:
         self.broker: str | None = None
@@ -59,12 +51,6 @@ class World:
         await asyncio.wait([running])
 
 
-async def test_without_a_reason_to_pause_no_call_waits_even_if_run_was_not_started() -> None:
-    world = World()
-    await asyncio.wait_for(world.pausing.opened(), 30)
-    assert world.pausing.reasons() == {}
-
-
 async def test_pools_are_paused_once_with_all_reasons_and_resumed_when_the_last_reason_is_gone() -> None:
     world = World()
     async with world.watched():
@@ -76,39 +62,6 @@ async def test_pools_are_paused_once_with_all_reasons_and_resumed_when_the_last_
         assert world.pausing.reasons() == {"store": "locked"}
         world.store = None
         await until(lambda: world.taker.told[1:] == ["resume"])
-
-
-async def test_a_pool_is_paused_while_an_operator_pauses_its_lane_and_calls_of_others_go_on() -> None:
-    world = World()
-    async with world.watched():
-        world.taker.brake = "paused by an operator"
-        await until(lambda: world.taker.told == ["paused by an operator"])
-        await asyncio.wait_for(world.pausing.opened(), 30)
-        world.store = "locked"
-        await asyncio.sleep(0.12)
-        world.taker.brake = None
-        await asyncio.sleep(0.12)
-        assert world.taker.is_paused
-        world.store = None
-        await until(lambda: world.taker.told[1:] == ["resume"])
-
-
-@pytest.mark.parametrize(
-    ("brake", "told", "store", "looks"),
-    [("b", "b", None, 1), (None, "b", None, 0), ("b", "resume", None, 0), ("b", "b", "locked", 0)],
-)
-def test_late_requests_are_ended_only_in_a_queue_that_an_operator_pauses(
-    brake: str | None, told: str, store: str | None, looks: int
-) -> None:
-    async def story() -> int:
-        world, queue = World(), LateTaker()
-        queue.brake, queue.told, world.store = brake, [told], store
-        looking = asyncio.create_task(world.pausing.end_late([queue]))
-        await asyncio.sleep(3)
-        looking.cancel()
-        return queue.looked
-
-    assert virtually(story()) == looks
 
 
 async def test_a_call_waits_from_the_moment_a_reason_to_pause_exists() -> None:
@@ -134,23 +87,6 @@ async def test_a_pool_that_could_not_resume_is_asked_again() -> None:
         assert world.taker.is_paused
         world.taker.hands_full = False
         await until(lambda: not world.taker.is_paused)
-
-
-@pytest.mark.parametrize(("paused_s", "logged"), [(0.4, []), (0.8, [signals.TAKING_PAUSED, signals.TAKING_RESUMED])])
-def test_a_pause_that_is_not_short_is_logged_with_its_end_and_length(paused_s: float, logged: list[str]) -> None:
-    async def story() -> list[Any]:
-        world = World()
-        with structlog.testing.capture_logs() as logs:
-            async with world.watched():
-                world.store = "locked"
-                await asyncio.sleep(paused_s)
-                world.store = None
-                await asyncio.sleep(60)
-        return list(logs)
-
-    found = virtually(story())
-    assert [each["event"] for each in found] == logged
-    assert [each["paused_s"] for each in found[1:]] == [pytest.approx(paused_s, abs=0.2)] * len(found[1:])
 
 
 QUEUE = "lane.batch"
@@ -217,58 +153,8 @@ def test_a_queue_that_is_not_delivered_is_consumed_again_and_the_process_is_read
     assert troubles[-1] is None
 
 
-def test_a_queue_that_stays_undelivered_is_consumed_again_every_half_minute_and_named_all_the_time() -> None:
-    bench = Bench()
-    bench.pool.is_mended = False
-    assert len(bench.errors(3 * STILL_S + 4)) == len(bench.pool.repairs_s) == 3
-    assert bench.watchdog.trouble == f"{QUEUE} is not delivered"
-
-
 def is_paused(on: Bench) -> None:
     on.pool.trouble = "paused: store"
-
-
-def is_braked(on: Bench) -> None:
-    on.pool.is_paused = True
-
-
-def has_no_room(on: Bench) -> None:
-    on.pool.has_room = False
-
-
-def has_no_messages(on: Bench) -> None:
-    on.ready = 0
-
-
-def has_no_broker(on: Bench) -> None:
-    on.is_broker_away = True
-
-
-def is_paused_at_times(on: Bench) -> None:
-    at_s = asyncio.get_running_loop().time()
-    on.pool.trouble = "paused: store" if at_s % 20 < 4 else None
-
-
-def gets_a_delivery_at_times(on: Bench) -> None:
-    on.pool.taken += asyncio.get_running_loop().time() % 25 < 1
-
-
-def counts_a_slot_a_moment_early(on: Bench) -> None:
-    on.ready, on.lost = 0, int(asyncio.get_running_loop().time() % 20 < 15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "why",
-    [
-        is_paused, has_no_room, has_no_messages, has_no_broker, is_paused_at_times, gets_a_delivery_at_times,
-        counts_a_slot_a_moment_early,
-    ],
-)  # fmt: skip
-def test_a_lane_that_waits_for_a_reason_is_left_alone(why: Callable[[Bench], None]) -> None:
-    bench = Bench()
-    assert bench.errors(300, each_second=why) == []
-    assert (bench.pool.repairs_s, bench.watchdog.trouble, bench.has_ended) == ([], None, False)
 
 
 def test_a_lane_that_has_lost_slots_ends_the_process() -> None:

@@ -5,7 +5,6 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, ParamSpec
 
 import pytest
@@ -137,19 +136,6 @@ async def test_lent_slots_are_taken_back_within_a_second_what_runs_on_them_ends_
 
 
 @in_virtual_time
-async def test_slots_that_nobody_uses_for_a_second_are_given_up() -> None:
-    world = World()
-    async with world.watched():
-        world.low.wanted = 500
-        await asyncio.sleep(1)
-        world.low.wanted = 3
-        await asyncio.sleep(SECOND)
-        assert world.low.slots.size == 3
-        await asyncio.sleep(SECOND)
-        assert world.low.pool.prefetch == 3
-
-
-@in_virtual_time
 async def test_while_a_load_goes_up_and_down_the_consumers_stay() -> None:
     world = World()
     async with world.watched():
@@ -174,23 +160,6 @@ async def test_if_the_broker_cannot_be_asked_nothing_changes() -> None:
         await asyncio.sleep(5)
         assert world.asked
         assert world.low.pool.resizes == 0
-
-
-@in_virtual_time
-async def test_a_paused_lane_gives_back_what_was_lent_to_it_and_gets_it_again_afterwards() -> None:
-    world = World()
-    async with world.watched():
-        world.low.wanted = 500
-        await asyncio.sleep(1)
-        world.low.pool.is_taking = False
-        await asyncio.sleep(0.3)
-        assert (world.low.slots.size, world.low.activity.extra_slots) == (2, 0)
-        asked = world.asked
-        await asyncio.sleep(5)
-        assert world.asked == asked
-        world.low.pool.is_taking = True
-        await asyncio.sleep(SECOND)
-        assert world.low.slots.size == 8
 
 
 @in_virtual_time
@@ -221,37 +190,6 @@ async def test_a_lane_that_waits_for_a_providers_budget_gets_no_more() -> None:
         world.limited.clear()
         await asyncio.sleep(3)
         assert world.low.slots.size == 20
-
-
-CRITICAL = QueueLoad(slots=16, reserved=2, max_slots=128)
-NORMAL = QueueLoad(slots=8, reserved=1, max_slots=64)
-BATCH = QueueLoad(slots=4, reserved=1, max_slots=32)
-
-
-def flooded(lane: QueueLoad, **given: Any) -> QueueLoad:
-    return replace(lane, **{"busiest": lane.slots, "running": lane.slots, "waiting": 500, **given})
-
-
-def shares(*lanes: QueueLoad) -> list[ExtraSlots]:
-    return share_out([(lane, ExtraSlots()) for lane in lanes])
-
-
-def test_the_most_urgent_lane_borrows_first_and_no_more_than_requests_wait() -> None:
-    assert shares(CRITICAL, flooded(NORMAL, waiting=10), flooded(BATCH)) == [
-        ExtraSlots(),
-        ExtraSlots(lent=10),
-        ExtraSlots(lent=4),
-    ]
-
-
-def test_slots_in_use_are_not_lent_and_the_reserve_is_kept_in_addition() -> None:
-    assert shares(replace(CRITICAL, busiest=9), flooded(BATCH))[1] == ExtraSlots(lent=16 - 9 - 2)
-
-
-def test_a_lane_whose_slots_are_fixed_gets_none_but_lends() -> None:
-    fixed = replace(CRITICAL, max_slots=16)
-    assert shares(flooded(fixed, is_late=True), flooded(BATCH))[0] == ExtraSlots(limit=AT_MOST)
-    assert shares(fixed, flooded(BATCH))[1].lent == 14
 
 
 @st.composite
@@ -332,22 +270,6 @@ async def test_a_queue_is_scouted_after_a_second_in_which_no_slot_became_free_un
         assert not lane.is_scouted()
 
 
-@in_virtual_time
-async def test_a_queue_is_not_scouted_in_a_shorter_burst_or_while_no_request_waits() -> None:
-    lane = Crowd(waiting=1)
-    async with lane.watched():
-        for _ in range(5):
-            lane.fill()
-            await asyncio.sleep(0.7)
-            lane.slots.end("crm")
-            await asyncio.sleep(0.3)
-            assert not lane.is_scouted()
-        lane.waiting = 0
-        lane.fill()
-        await asyncio.sleep(10)
-        assert not lane.is_scouted()
-
-
 @pytest.mark.parametrize(("tenants", "is_scouted"), [(("crm",), False), (("crm", "chat"), True)])
 @in_virtual_time
 async def test_while_slots_become_free_quickly_a_queue_is_scouted_only_between_several_tenants(
@@ -367,40 +289,3 @@ async def test_while_slots_become_free_quickly_a_queue_is_scouted_only_between_s
             await asyncio.sleep(0.06)
             lane.slots.end("crm")
         assert lane.is_scouted() == is_scouted
-
-
-@in_virtual_time
-async def test_a_side_queue_is_prefetched_only_as_far_as_its_requests_run() -> None:
-    lane, side = Crowd(waiting=0), SizedPool("lane.normal.side.00", 1)
-    lane.queue.sides = [side]
-    lane.queue.load = replace(lane.queue.load, slots=16, max_slots=16)
-    lane.slots.resize(16)
-    async with lane.watched():
-        side.in_hand = 1
-        await asyncio.sleep(1)
-        assert side.prefetch == 1, "it waits for a slot"
-        for _ in range(200):
-            side.in_hand = side.running = side.prefetch
-            await asyncio.sleep(0.01)
-        assert side.prefetch == 16
-        side.running = 3
-        await asyncio.sleep(1)
-        assert side.prefetch == 16
-        side.in_hand = side.running = 0
-        await asyncio.sleep(0.3)
-        assert side.prefetch == 1
-
-
-@in_virtual_time
-async def test_a_paused_queue_is_not_scouted() -> None:
-    lane = Crowd(waiting=10)
-    async with lane.watched():
-        lane.fill()
-        await asyncio.sleep(2)
-        assert lane.is_scouted()
-        lane.pool.is_taking = False
-        await asyncio.sleep(0.3)
-        assert not lane.is_scouted()
-        lane.pool.is_taking = True
-        await asyncio.sleep(2)
-        assert lane.is_scouted()

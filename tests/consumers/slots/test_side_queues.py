@@ -51,18 +51,6 @@ async def test_requests_of_one_tenant_share_a_side_queue_and_another_tenant_gets
     assert len(set(side.used)) == len(tenants)
 
 
-async def test_an_empty_side_queue_that_is_kept_for_a_tenant_is_not_given_to_another() -> None:
-    for number in range(20):  # a quarter of them prefer that queue
-        side = Side()
-        await side.aside.put(side.job("crm"))
-        (kept,) = (each for each in range(LANE.side_queues) if NAMES.side_exchange(each) == side.used[0])
-        held = side.held("crm", kept)
-        side.aside.add(held)
-        side.aside.discard(held)
-        await side.aside.put(side.job(f"tenant-{number}"))
-        assert side.used[1] != side.used[0]
-
-
 async def test_a_side_queue_with_messages_of_another_tenant_is_not_used_while_an_empty_one_exists() -> None:
     side = Side()
     side.aside.add(side.held("crm", 2))
@@ -112,38 +100,6 @@ def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> 
         return found
 
     assert virtually(story()) == [True, False]
-
-
-def test_a_tenant_keeps_its_side_queue_while_its_requests_are_worked_on_and_a_second_longer() -> None:
-    async def story() -> list[bool]:
-        side, found = Side(), []
-        first, second = side.held("crm", 1), side.held("crm", 1)
-        side.aside.add(first)
-        side.aside.add(second)
-        side.aside.discard(first)
-        await asyncio.sleep(5)
-        found.append(side.aside.has("crm"))
-        side.aside.discard(second)
-        for pause_s in (0.9, 0.2):
-            await asyncio.sleep(pause_s)
-            found.append(side.aside.has("crm"))
-        return found
-
-    assert virtually(story()) == [True, True, False]
-
-
-def test_a_side_queue_that_was_full_is_tried_again_after_a_second() -> None:
-    async def story() -> list[bool]:
-        side, found = Side(), []
-        side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
-        await side.aside.put(side.job("crm"))
-        side.bench.publisher.failing = {}
-        for pause_s in (0.0, 0.9, 0.2):
-            await asyncio.sleep(pause_s)
-            found.append(isinstance(await side.aside.put(side.job("crm")), Refused))
-        return found
-
-    assert virtually(story()) == [True, True, False]
 
 
 async def test_the_highest_priority_may_be_set_aside_and_a_request_with_only_its_reply_left_may_not() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from consumers.state import base
 from consumers.state.base import Identity, Store
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
@@ -69,15 +68,6 @@ async def test_what_left_a_ticket_is_not_gathered_for_a_while_unless_it_came_fro
     assert await submitted(store, "a1", ONE, TWO) == {TWO: True}
 
 
-async def test_what_left_a_ticket_is_known_for_a_while(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "LEFT_MS", 20)
-    await gathered(store, "a1", ONE, TWO)
-    await submitted(store, "a1", ONE, TWO)
-    await store.clear("a1", [ONE])
-    await asyncio.sleep(0.05)  # until then it is known
-    assert await gathered(store, "b1", ONE, TWO) == {ONE}
-
-
 async def test_the_parts_of_a_ticket_take_its_requests_and_it_cannot_have_them_back(store: Store) -> None:
     await gathered(store, "a1", ONE, TWO)
     await submitted(store, "a1", ONE, TWO)
@@ -91,21 +81,6 @@ async def test_the_parts_of_a_ticket_take_its_requests_and_it_cannot_have_them_b
 async def test_if_the_store_was_lost_a_ticket_gets_its_requests_as_if_it_had_submitted_them(store: Store) -> None:
     assert await submitted(store, "a1", ONE) == {ONE: True}
     assert await gathered(store, "b1", ONE) == set()
-
-
-async def test_requests_of_tenants_are_apart(store: Store) -> None:
-    await gathered(store, "a1", ONE)
-    await submitted(store, "a1", ONE)
-    assert await gathered(store, "b1", Identity("", ONE.id)) == {Identity("", ONE.id)}
-
-
-async def test_a_mark_is_kept_until_its_time(opened: Opened) -> None:
-    here, there = await opened(), await opened()
-    await gathered(here, "a1", ONE)
-    await here.submit("a1", [ONE], until_ms=in_ms(1))
-    await asyncio.sleep(0.05)  # until then it is known
-    await here.sweep()
-    assert await gathered(there, "b1", ONE) == {ONE}
 
 
 async def test_a_mark_that_has_ended_is_none_also_before_it_is_removed(store: Store) -> None:
@@ -151,13 +126,6 @@ async def test_a_ticket_counts_once_and_as_it_was_last(store: Store) -> None:
     assert await enqueued(store, "a", 70)
     assert not await enqueued(store, "b", 31)
     assert await enqueued(store, "b", 30)
-
-
-async def test_tokens_have_a_limit_of_their_own(store: Store) -> None:
-    assert await enqueued(store, "a", 1, 500, most_tokens=1000)
-    assert not await enqueued(store, "b", 1, 501, most_tokens=1000)
-    assert await enqueued(store, "b", 1, 500, most_tokens=1000)
-    assert await enqueued(store, "b", 1, 501)
 
 
 async def test_a_ticket_that_is_larger_than_the_limit_gets_room_when_it_is_alone(store: Store) -> None:

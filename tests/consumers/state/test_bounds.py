@@ -18,7 +18,7 @@ from consumers.state.base import (
     WaitingLimit,
 )
 from tests.consumers.state.conftest import Opened
-from tests.support.completions import CANCELLED, ME, answered, fingerprint, untried
+from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
 
 OTHER = "other tenant"
@@ -48,15 +48,6 @@ async def test_beyond_the_limit_a_tenants_oldest_unseen_cancellation_is_forgotte
     assert isinstance(await store.claim(Identity(ME.tenant, "a"), fingerprint()), Granted)
     assert [await is_cancelled(store, id) for id in "bc"] == [True, True]
     assert await is_cancelled(store, "theirs", OTHER)
-
-
-async def test_cancellations_of_seen_requests_do_not_count_as_unseen(opened: Opened) -> None:
-    store = await opened(unseen_per_tenant=1)
-    await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
-    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
-    await cancelled(store, "a", "b")
-
-    assert await is_cancelled(store, ME.id)
 
 
 @pytest.mark.slow
@@ -158,13 +149,6 @@ async def test_a_row_that_has_changed_since_it_was_chosen_is_not_removed(opened:
     assert await kept(store, "flood", *left) == left
 
 
-async def test_while_there_is_room_nothing_is_removed(opened: Opened) -> None:
-    store = await opened()
-    await ended(store, "flood", *numbered(20), ending=untried())
-    assert await store.sweep() == 0
-    assert await kept(store, "flood", *numbered(20)) == numbered(20)
-
-
 @pytest.mark.slow
 async def test_a_cancelled_wait_is_kept_no_longer_than_its_message_or_a_result(opened: Opened) -> None:
     store = await opened(keep_s=1)
@@ -190,13 +174,6 @@ async def test_waiting_requests_are_limited_for_one_tenant_and_in_total(opened: 
     assert await reserved(store, "a", "more") == WaitingLimit.TENANT
     assert await reserved(store, "b", "large", weight=2) == WaitingLimit.TOTAL
     assert [await reserved(store, "b", mark) for mark in "xy"] == [WaitingLimit.WITHIN, WaitingLimit.TOTAL]
-
-
-async def test_a_large_waiting_request_counts_as_several(opened: Opened) -> None:
-    store = await opened(waiting_per_tenant=10)
-    assert await reserved(store, "a", "x", weight=8) == WaitingLimit.WITHIN
-    assert await reserved(store, "a", "y", weight=3) == WaitingLimit.TENANT
-    assert await reserved(store, "a", "z", weight=2) == WaitingLimit.WITHIN
 
 
 async def test_a_redelivered_waiting_request_is_counted_once_and_each_copy_separately(opened: Opened) -> None:

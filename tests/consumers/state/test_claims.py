@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +20,8 @@ from consumers.state.base import (
     Running,
     Stop,
     Store,
-    StoreSpec,
     StoreUnavailable,
 )
-from consumers.state.sqlite.store import SqliteStore
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
@@ -96,37 +93,6 @@ async def test_a_claim_that_is_renewed_is_kept(opened: Opened) -> None:
         assert await store.renew([held]) == {}
         assert isinstance(await store.claim(ME, fingerprint(mark="other")), Running)
         await asyncio.sleep(RENEWED / 20)
-
-
-async def test_a_running_claim_says_how_long_it_lasts(store: Store) -> None:
-    await granted(store)
-    first = await store.claim(ME, fingerprint())
-    assert isinstance(first, Running)
-
-    async def longer() -> bool:
-        found = await store.claim(ME, fingerprint())
-        assert isinstance(found, Running)
-        return found.for_ms > first.for_ms
-
-    assert 0 <= first.for_ms < 5_000
-    await until(longer)
-
-
-async def test_where_a_pipeline_stands_is_known_while_it_waits_and_while_its_next_step_runs(store: Store) -> None:
-    held = Held(ME, await granted(store))
-    await store.release(held, step="summaries, 37 of 100")
-    waiting = await store.find(ME)
-    assert waiting is not None
-    assert (waiting.running, waiting.step) == (False, "summaries, 37 of 100")
-    token = await granted(store)
-    running = await store.find(ME)
-    assert running is not None
-    assert (running.running, running.step) == (True, "summaries, 37 of 100")
-    answer = answered()
-    await store.complete(ME, fingerprint(), answer, token=token)
-    ended = await store.find(ME)
-    assert ended is not None
-    assert (ended.completion, ended.step) == (answer, "")
 
 
 async def test_a_renewal_reports_lost_claims_and_cancellations(store: Store) -> None:
@@ -436,13 +402,6 @@ async def claimed(store: Store) -> Held:
     return Held(ME, found.token)
 
 
-async def test_a_request_cancelled_before_it_arrives_ends_as_cancelled(store: Store) -> None:
-    assert await store.cancel(ME, CANCELLED) == Cancelling.UNSEEN
-
-    assert await store.claim(ME, fingerprint()) == CANCELLED_FIRST
-    assert await store.complete(ME, fingerprint(), failed("deadline_exceeded"), token=None) == CANCELLED
-
-
 @pytest.mark.parametrize("first", ["claim", "complete"])
 async def test_the_first_copy_of_a_request_that_was_cancelled_before_leaves_its_mark(store: Store, first: str) -> None:
     await store.cancel(ME, CANCELLED)
@@ -461,24 +420,6 @@ async def test_a_request_that_was_cancelled_while_it_waited_keeps_the_mark_of_it
     await store.cancel(ME, CANCELLED)
 
     assert await _ending(store, "second") == (CANCELLED, fingerprint().mark)
-
-
-async def test_a_request_that_waits_for_its_next_attempt_ends_as_cancelled(store: Store) -> None:
-    await store.release(await claimed(store), attempts=1)
-
-    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
-    assert await store.claim(ME, fingerprint()) == CANCELLED_FIRST
-    assert await store.claim(ME, fingerprint("other body")) == Conflict()
-
-
-async def test_the_holder_of_a_running_request_learns_of_its_cancellation_and_ends_it(store: Store) -> None:
-    held = await claimed(store)
-
-    assert await store.cancel(ME, CANCELLED) == Cancelling.TOLD
-    assert await store.cancel(ME, failed("cancelled", ended_ms=9)) == Cancelling.TOLD
-    assert await store.renew([held]) == {held: Stop.CANCELLED}
-    assert await store.complete(ME, fingerprint(), answered(), token=held.token) == answered()
-    assert await store.cancel(ME, CANCELLED) == Cancelling.ENDED
 
 
 async def test_a_cancelled_request_ends_as_cancelled_if_its_holder_dies(store: Store) -> None:
@@ -532,29 +473,6 @@ async def deferred(store: Store) -> None:
     await store.defer(ME, due_ms=DUE_MS, keep_until_ms=in_ms(60_000))
 
 
-async def test_a_deferred_request_waits_until_its_due_time(store: Store) -> None:
-    await deferred(store)
-
-    assert await store.find(ME) == Found(completion=None, running=False, due_ms=DUE_MS)
-
-
-async def test_a_deferred_request_is_claimed_like_any_other(store: Store) -> None:
-    await deferred(store)
-
-    found = await store.claim(ME, fingerprint())
-    assert isinstance(found, Granted)
-    assert found.deaths == 0
-    assert await store.find(ME) == Found(completion=None, running=True)
-
-
-async def test_a_request_between_two_attempts_waits_until_the_next(store: Store) -> None:
-    found = await store.claim(ME, fingerprint())
-    assert isinstance(found, Granted)
-    await store.release(Held(ME, found.token), attempts=2, due_ms=DUE_MS)
-
-    assert await store.find(ME) == Found(completion=None, running=False, attempts=2, due_ms=DUE_MS)
-
-
 async def test_deferring_does_not_change_a_claimed_request(store: Store) -> None:
     found = await store.claim(ME, fingerprint())
     assert isinstance(found, Granted)
@@ -571,27 +489,12 @@ async def test_deferring_does_not_change_a_request_that_has_ended(store: Store) 
     assert await store.find(ME) == Found(completion=answered(), running=False)
 
 
-async def test_a_deferred_request_can_be_cancelled(store: Store) -> None:
-    await deferred(store)
-
-    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
-    await deferred(store)
-    assert await store.claim(ME, fingerprint()) == Ended(completion=CANCELLED, is_same_message=True)
-
-
 async def test_an_invalid_request_with_the_same_id_does_not_hide_a_deferred_one(store: Store) -> None:
     await store.note(ME, failed("invalid_request"))
     await deferred(store)
     await store.note(ME, failed("invalid_request"))
 
     assert await store.find(ME) == Found(completion=None, running=False, due_ms=DUE_MS)
-
-
-async def test_a_deferred_request_whose_deadline_passes_before_a_claim_ends(store: Store) -> None:
-    await deferred(store)
-    late = failed("deadline_exceeded")
-
-    assert await store.complete(ME, fingerprint(), late, token=None) == late
 
 
 async def test_a_deferred_request_is_forgotten_after_its_keeping_time(opened: Opened) -> None:
@@ -607,21 +510,10 @@ async def test_a_deferred_request_is_forgotten_after_its_keeping_time(opened: Op
     assert await store.find(ME) is None
 
 
-KB = 1024
-
-
 async def end(store: Store, identity: Identity, text: str = "answer") -> None:
     found = await store.claim(identity, fingerprint())
     assert isinstance(found, Granted), found
     assert await store.complete(identity, fingerprint(), answered(text), token=found.token) is not None
-
-
-async def test_a_request_is_unknown_then_running_then_ended(store: Store) -> None:
-    assert await store.find(ME) is None
-    await store.claim(ME, fingerprint())
-    assert await store.find(ME) == Found(completion=None, running=True, attempts=0)
-    await store.complete(ME, fingerprint(redelivered=True), answered(), token=None)
-    assert await store.find(ME) == Found(completion=answered(), running=False, attempts=0)
 
 
 @pytest.mark.slow
@@ -648,33 +540,6 @@ async def test_a_claim_is_kept_while_it_is_held(opened: Opened) -> None:
 
     await until(is_forgotten)
     assert isinstance(await store.claim(ME, fingerprint()), Running)
-
-
-async def test_a_sweep_removes_expired_results_in_steps(tmp_path: Path) -> None:
-    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=StoreSpec(keep_s=0)) as store:
-        await asyncio.gather(*(store.note(Identity("", str(each)), answered()) for each in range(450)))
-
-        assert [await store.sweep() for _ in range(4)] == [200, 200, 50, 0]
-
-
-@pytest.mark.slow
-async def test_beyond_the_size_limit_the_results_that_ended_first_are_removed(tmp_path: Path) -> None:
-    spec = StoreSpec(max_bytes=1024 * KB)
-    async with SqliteStore(tmp_path / "a.sqlite", namespace="lane", spec=spec) as store:
-        await store.claim(Identity("", "running"), fingerprint())
-        every = [Identity("", str(each)) for each in range(300)]
-        for few in range(0, 300, 50):
-            await asyncio.gather(*(end(store, each, "x" * 10 * KB) for each in every[few : few + 50]))
-        removed = 0
-        while step := await store.sweep():
-            removed += step
-        found = await asyncio.gather(*(store.find(each) for each in every))
-        kept = [each for each in range(300) if found[each] is not None]
-
-        assert len(kept) == 300 - removed
-        assert kept[-50:] == list(range(250, 300))
-        assert 20 < len(kept) < 105
-        assert isinstance(await store.claim(Identity("", "running"), fingerprint()), Running)
 
 
 LONG = "x" * 10_000

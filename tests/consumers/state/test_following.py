@@ -7,9 +7,7 @@ import pytest
 
 from consumers.state.base import (
     AppendRefusal,
-    Cancelling,
     FollowedStore,
-    Found,
     Granted,
     Held,
     Identity,
@@ -61,25 +59,6 @@ async def look(store: FollowedStore, after: int = 0, me: Identity = ME) -> Look:
     return found
 
 
-async def test_a_submitted_request_is_known_before_a_worker_sees_it(store: FollowedStore) -> None:
-    assert await store.submission(ME) is None
-    assert await followed(store, due_ms=5000) is Submitted.NEW
-
-    assert await store.submission(ME) == submission(due_ms=5000)
-    assert await store.find(ME) == Found(completion=None, running=False)
-    assert [each.kind for each in (await look(store)).entries] == ["queued"]
-
-
-async def test_the_same_request_again_is_known_and_another_body_is_a_conflict(store: FollowedStore) -> None:
-    await followed(store)
-    assert await followed(store) is Submitted.KNOWN
-    assert await followed(store, body_hash=b"x" * 16) is Submitted.CONFLICT
-    await held(store)
-    assert await followed(store) is Submitted.KNOWN
-    assert await followed(store, body_hash=b"x" * 16) is Submitted.CONFLICT
-    assert await followed(store, Identity("other", ME.id), body_hash=b"x" * 16) is Submitted.NEW
-
-
 async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(store: FollowedStore) -> None:
     await followed(store)
     await store.unfollow(ME)
@@ -110,44 +89,6 @@ async def test_an_answer_can_be_forgotten_but_neither_a_request_that_runs_nor_a_
     await store.cancel(ME, CANCELLED)
     await store.forget(ME)
     assert await store.find(ME) is not None
-
-
-async def test_its_claim_says_that_it_is_followed(store: FollowedStore) -> None:
-    await followed(store)
-    found = await store.claim(ME, fingerprint())
-    assert isinstance(found, Granted)
-    assert found.followed
-    await store.release(Held(ME, found.token))
-    found = await store.claim(ME, fingerprint())
-    assert isinstance(found, Granted)
-    assert found.followed
-    await store.defer(Identity("", "another"), due_ms=1, keep_until_ms=2**45)
-    other = await store.claim(Identity("", "another"), fingerprint())
-    assert isinstance(other, Granted)
-    assert not other.followed
-
-
-async def test_entries_are_numbered_and_read_after_any_number(store: FollowedStore) -> None:
-    await followed(store)
-    holder = await held(store)
-    assert await store.append([part(holder, ("started", b"1"), ("event", b"a"))]) == [None]
-    assert await store.append([part(holder, ("event", b"b"))]) == [None]
-
-    found = await look(store)
-    assert found == Look(
-        entries=[(1, "queued", b"{}"), (2, "started", b"1"), (3, "event", b"a"), (4, "event", b"b")],  # type: ignore[list-item]
-        last=4,
-    )
-    assert [each.number for each in (await look(store, after=3)).entries] == [4]
-    assert await store.look([(ME, 4)]) == [None]
-
-
-async def test_a_request_that_nobody_submitted_gets_entries_too(store: FollowedStore) -> None:
-    holder = await held(store)
-    assert await store.append([part(holder, ("event", b"a"))]) == [None]
-
-    assert [each.body for each in (await look(store)).entries] == [b"a"]
-    assert await store.submission(ME) == submission()
 
 
 async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store: FollowedStore) -> None:
@@ -263,31 +204,6 @@ async def test_events_that_are_refused_remove_none_of_those_before(opened: Opene
     assert [each.body for each in (await look(store)).entries] == [b"a"]
 
 
-@pytest.mark.parametrize("ending", ["complete", "cancel"])
-async def test_a_look_tells_of_the_end(store: FollowedStore, ending: str) -> None:
-    await followed(store)
-    assert await store.look([(ME, 1)]) == [None]
-    if ending == "complete":
-        holder = await held(store)
-        await store.complete(ME, fingerprint(), answered("{}"), token=holder.token)
-    else:
-        assert await store.cancel(ME, CANCELLED) is Cancelling.RECORDED
-
-    assert (await look(store, after=1)).ended
-
-
-async def test_one_look_serves_many(store: FollowedStore) -> None:
-    many = [*(Identity("", f"m-{number}") for number in range(69)), Identity("", "m-0\0")]
-    for each in many[:-1]:
-        await followed(store, each)
-
-    found = await store.look([(each, 0 if number % 2 else 1) for number, each in enumerate(many)])
-    assert [number for number, each in enumerate(found) if each is not None] == list(range(1, 70, 2))
-    last = found[-1]
-    assert last is not None
-    assert not last.is_known
-
-
 async def test_entries_go_with_the_result(opened: Opened) -> None:
     store: FollowedStore = await opened(keep_s=0.05)  # type: ignore[assignment]
     holder = await held(store)
@@ -311,12 +227,3 @@ async def test_a_look_returns_at_most_200_entries_of_a_request_and_the_next_look
 
     assert (len(first.entries), len(second.entries)) == (200, first.last - first.entries[-1].number)
     assert [each.number for each in (*first.entries, *second.entries)] == list(range(1, first.last + 1))
-
-
-async def test_a_request_is_found_by_its_id_alone(store: Store) -> None:
-    now_ms = int(1000 * time.time())
-    for tenant, id in (("", "k-1"), ("crm", "k-1"), ("a:b/c", "k-1"), ("shop", "x:k-1"), ("shop", "k-2")):
-        await store.defer(Identity(tenant, id), due_ms=now_ms, keep_until_ms=now_ms + 60_000)
-    assert await store.tenants_of("k-1") == ["", "a:b/c", "crm"]
-    assert await store.tenants_of("x:k-1") == ["shop"]
-    assert await store.tenants_of("k") == []

@@ -73,16 +73,6 @@ async def test_its_counts_are_true_from_the_first_request_to_the_last(store: Gro
     assert await counts(store) == "processing=1 succeeded=1 errored=1 canceled=1"
 
 
-async def test_it_has_ended_with_the_last_of_its_requests(store: GroupedStore) -> None:
-    await created(store)
-    for id in IDS:
-        await runs(store, id, last := ended())
-
-    group = await found(store)
-    assert group.has_ended
-    assert group.last_ended_ms == last.ended_ms
-
-
 async def test_a_request_that_ends_twice_counts_once(store: GroupedStore) -> None:
     await created(store)
     await runs(store, IDS[0], ended())
@@ -147,53 +137,6 @@ async def test_a_tenant_has_no_more_of_them_than_it_may(opened: Any) -> None:
     assert await store.group(Identity("crm", "g-2")) is None
 
 
-async def test_its_results_come_in_its_order_and_in_pages(store: GroupedStore) -> None:
-    await created(store)
-    for id in reversed(IDS[1:]):
-        await runs(store, id, ended(body=id.encode()))
-
-    first = await store.members(GROUP, most=3)
-    second = await store.members(GROUP, after=first[-1].position, most=3)
-
-    assert [each.id for each in (*first, *second)] == IDS
-    assert first[0].completion is None
-    assert [each.completion and each.completion.body for each in (*first, *second)][1:] == [
-        id.encode() for id in IDS[1:]
-    ]
-    assert await store.members(GROUP, after=second[-1].position) == []
-
-
-@pytest.mark.slow
-async def test_large_results_come_in_smaller_pages(store: GroupedStore) -> None:
-    await created(store)
-    for id in IDS:
-        await runs(store, id, ended(body=b"x" * 3 * 1024 * 1024))
-
-    assert [each.id for each in await store.members(GROUP)] == IDS[:2]
-
-
-async def test_a_cancelled_group_ends_what_does_not_run(store: GroupedStore) -> None:
-    await created(store)
-    await store.claim(Identity("crm", IDS[0]), message())
-    assert (await found(store)).head.cancelled_ms == 0
-
-    await store.cancel_group(GROUP)
-    cancelled = ended("error", "cancelled")
-    await store.cancel_waiting([(Identity("crm", id), cancelled) for id in IDS])
-
-    assert (await found(store)).head.cancelled_ms > 0
-    assert await counts(store) == "processing=1 canceled=3"
-
-
-async def test_the_same_group_again_is_known_and_another_one_under_its_id_a_conflict(store: GroupedStore) -> None:
-    assert await store.open_group(GROUP, head()) is Opened.NEW
-    assert await store.open_group(GROUP, head()) is Opened.BUSY
-    await store.seal_group(GROUP)
-
-    assert await store.open_group(GROUP, head()) is Opened.KNOWN
-    assert await store.open_group(GROUP, head(digest="other")) is Opened.CONFLICT
-
-
 async def test_a_group_whose_creator_died_is_void_for_good_and_may_be_created_again(store: GroupedStore) -> None:
     await store.open_group(GROUP, head(lease_ms=now_ms() + 50))
     await asyncio.sleep(0.1)
@@ -220,15 +163,6 @@ async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: Gr
     assert (await found(store)).head.state is State.VOID
     assert await store.members(GROUP) == []
     assert await store.find(Identity("crm", IDS[0])) is None
-
-
-async def test_each_tenant_has_its_own_groups(store: GroupedStore) -> None:
-    await store.open_group(GROUP, head())
-    await store.open_group(Identity("crm", "msgbatch_2"), head())
-    await store.open_group(Identity("other", GROUP.id), head(digest="x"))
-
-    assert {each.identity.id for each in await store.groups_of("crm")} == {"msgbatch_1", "msgbatch_2"}
-    assert [each.head.digest for each in await store.groups_of("other")] == ["x"]
 
 
 @pytest.mark.parametrize("opened_with", [{"keep_s": 0.05}])

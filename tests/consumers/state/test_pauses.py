@@ -8,7 +8,6 @@ import pytest
 
 from consumers.state import base
 from consumers.state.base import Pause, Store
-from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 
 
@@ -26,30 +25,6 @@ def a_pause(name: str = "batch", **given: Any) -> Pause:
 
 def in_ms(ms: int) -> int:
     return time.time_ns() // 1_000_000 + ms
-
-
-async def test_a_pause_is_seen_by_every_process_until_it_is_removed(opened: Opened) -> None:
-    here, there = await opened(), await opened()
-    odd = a_pause('o\'neil "ü" 🚦', kind="tenant", since_ms=1_790_000_000_001, until_ms=in_ms(60_000), why="")
-
-    assert await here.pause(a_pause())
-    assert await here.pause(odd)
-    assert await there.pauses() == [a_pause(), odd]
-
-    assert await there.resume(odd.id) == odd
-    assert await here.pauses() == [a_pause()]
-    assert await here.resume(odd.id) is None
-
-
-async def test_a_later_pause_of_the_same_name_replaces_the_one_before(store: Store) -> None:
-    later = a_pause(until_ms=in_ms(60_000), who="bob@desk")
-    await store.pause(a_pause())
-    await store.pause(later)
-    await store.pause(a_pause(kind="app"))
-    assert set(await store.pauses()) == {later, a_pause(kind="app")}
-
-    await store.pause(a_pause())
-    assert set(await store.pauses()) == {a_pause(), a_pause(kind="app")}
 
 
 async def test_a_pause_ends_by_itself(store: Store) -> None:

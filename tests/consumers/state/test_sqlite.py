@@ -24,7 +24,6 @@ from consumers.state.base import (
     Identity,
     NewEntry,
     Running,
-    Stop,
     StoreSpec,
     StoreUnavailable,
     Submission,
@@ -179,30 +178,6 @@ async def test_a_reboot_ends_all_leases(tmp_path: Path, before: str, after: str)
         assert await store.hold("sweep", "b", for_s=60)
 
 
-@pytest.mark.parametrize("boot", ["1", ""])
-async def test_a_file_that_is_opened_again_keeps_its_leases(tmp_path: Path, boot: str) -> None:
-    clock = Calendar()
-    clock.booted = boot
-    async with a_store(tmp_path, clock) as store:
-        assert isinstance(await store.claim(ME, fingerprint()), Granted)
-        assert await store.hold("sweep", "a", for_s=60)
-    async with a_store(tmp_path, clock) as store:
-        assert isinstance(await store.claim(ME, fingerprint(mark="other")), Running)
-        assert not await store.hold("sweep", "b", for_s=60)
-
-
-async def test_leases_that_have_ended_take_no_room(tmp_path: Path) -> None:
-    clock = Calendar()
-    async with a_store(tmp_path, clock) as store:
-        assert await store.hold("create", "a", for_s=1)
-        clock.uptime_ms += 2_000
-        clock.ahead_ms += 86_402_000
-        assert await store.hold("sweep", "a", for_s=60)
-        assert await store.sweep() > 0
-        assert await store.sweep() == 0
-        assert not await store.hold("sweep", "b", for_s=60), "it has not ended"
-
-
 def waits_for_the_disk(tables: Tables, _: Times) -> bool:
     return bool(tables.connection.execute("PRAGMA synchronous").fetchone()[0] == 2)
 
@@ -259,20 +234,6 @@ async def test_at_the_moment_a_lease_ends_its_request_is_free(tmp_path: Path) ->
         assert again.deaths == 1
         clock.ms += 10_000
         assert Granted(token=again.token + 1, deaths=2) == await store.claim(ME, fingerprint())
-
-
-async def test_who_lost_a_claim_does_not_prolong_its_next_holders(tmp_path: Path) -> None:
-    clock = StandingClock()
-    async with a_store(tmp_path, clock) as store:
-        first = await store.claim(ME, fingerprint(nonce=b"q1"))
-        assert isinstance(first, Granted)
-        await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2"))
-        clock.ms += 9_999
-        assert await store.renew([Held(ME, first.token)]) == {Held(ME, first.token): Stop.FENCED}
-        clock.ms += 1
-        assert await store.find(ME) == Found(completion=None, running=False)
-        clock.ms += 8 * 86_400_000
-        assert await store.renew([Held(ME, first.token)]) == {}, "nothing is known of a request that is not kept"
 
 
 async def test_what_waited_in_the_broker_leaves_nothing_behind(tmp_path: Path) -> None:
