@@ -4,9 +4,7 @@ import pytest
 
 from consumers.brake import Brake
 from consumers.state.base import Pause, StoreUnavailable
-from tests.support.jobs import NOW_MS, HeldPauses, a_pause, routes_of
-
-ONE, TWO = routes_of("one", "two").of("critical", "", "claude-x").routes
+from tests.support.jobs import NOW_MS, HeldPauses, a_pause
 
 
 class World:

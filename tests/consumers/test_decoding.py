@@ -91,13 +91,6 @@ async def test_a_body_that_is_cancelled_in_its_turn_passes_the_turn_on() -> None
     assert ground.order in (["first", "last"], ["first", "second", "last"])
 
 
-@pytest.mark.parametrize(("numbers", "is_too_many"), [(3_000_000, True), (10, False)])
-def test_a_body_of_many_pieces_is_checked_to_its_end(numbers: int, is_too_many: bool) -> None:
-    raw = b"[" + b" " * 5_000_000 + b"1," * numbers + b"1]"
-    found = virtually(Parsing().excess(raw, max_values=1000, rank=(BATCH, len(raw))))
-    assert (found is not None) is is_too_many
-
-
 @pytest.mark.parametrize("given", [{"type": "echo"}, {"headers": {n.PIPELINE: "two-steps"}}])
 async def test_a_handler_or_a_pipeline_needs_no_provider(given: dict[str, Any]) -> None:
     def none_is_asked_for(*_: str) -> Chain:

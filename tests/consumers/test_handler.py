@@ -171,13 +171,6 @@ class Down(Breakers):
         return 2.0
 
 
-class Shut(Down):
-    """Breakers that allow no call."""
-
-    @override
-    def enter(self, *_: Any, **__: Any) -> None: ...
-
-
 async def test_an_attempt_that_sent_parts_counts_so_that_the_next_sends_a_restart(bench: Bench) -> None:
     job = bench.job(headers={n.STREAM: True})
 
@@ -185,14 +178,6 @@ async def test_an_attempt_that_sent_parts_counts_so_that_the_next_sends_a_restar
 
     assert isinstance(outcome, Retried)
     assert job.attempts == 1
-
-
-async def test_a_request_without_a_call_has_no_started_event(bench: Bench) -> None:
-    job = bench.job()
-    outcome = await handle(bench, job, breakers=Shut())
-
-    assert isinstance(outcome, Deferred)
-    assert (job.attempts, bench.log) == (0, [])
 
 
 @pytest.mark.parametrize("error", [TransientError("cut", type="cut"), TransientError("hangs", type="timeout")])

@@ -32,7 +32,6 @@ from tests.support.waiting import until
 from topology.declaration import RECOMMENDED, is_before
 
 KEY = "normal.tests.remote"
-CRM, SHOP = "lane-crm", "lane-shop"
 
 
 async def outcomes(client: Client, ids: str) -> list[Any]:

@@ -4,7 +4,6 @@ import asyncio
 import io
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +15,7 @@ import lanekeeper as surface
 from lanekeeper import AccessRefused, Client, ClientMisused, InvalidArgument, InvalidUrl
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.replies import Problem
-from lanekeeper.requests import Options, bound_s, request_message
+from lanekeeper.requests import Options, request_message
 from lanekeeper.sync import Client as SyncClient
 from tests.support.fake_gateway import KEY, FakeGateway
 
@@ -84,21 +83,6 @@ async def test_over_http_an_id_that_would_name_another_path_is_not_sent() -> Non
         with pytest.raises(InvalidArgument, match="message_id"):
             await client.publish({}, key="critical.a.b", message_id="..")
         assert not gateway.calls
-
-
-async def test_a_wait_of_another_type_is_refused() -> None:
-    async with FakeGateway() as gateway, Client(gateway.url, api_key=KEY) as client:
-        with pytest.raises(InvalidArgument):
-            await client.request({}, key="critical.a.b", timeout_s="5")  # type: ignore[arg-type]
-        with pytest.raises(InvalidArgument):
-            await client.result("id", wait_s=None)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("settings", "user"), [({"identified": True}, "app"), ({}, None)])
-async def test_an_identified_client_names_its_user_in_each_message(settings: Any, user: str | None) -> None:
-    client = Client("amqp://app:secret@127.0.0.1:1/", **settings)
-    client._loop = asyncio.get_running_loop()
-    assert client._outgoing({}, "normal.a.b", {}, stream=False).message.user_id == user
 
 
 @pytest.mark.parametrize(
@@ -209,26 +193,6 @@ def test_neither_importing_nor_using_the_client_changes_the_libraries_below_it()
     assert subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_a_tenant_is_sent_together_with_the_user_that_the_broker_checks() -> None:
-    own = request_message({}, Options(tenant="crm"), stream=False, user="crm")
-    other = request_message({}, Options(tenant="acme"), stream=False, user="crm")
-    nobody = request_message({}, Options(), stream=False, user="crm")
-
-    assert (own.user_id, own.headers.get("x-lane-tenant")) == ("crm", None)
-    assert (other.user_id, other.headers.get("x-lane-tenant")) == ("crm", "acme")
-    assert (nobody.user_id, nobody.headers.get("x-lane-tenant")) == (None, None)
-
-
-def test_the_client_waits_until_shortly_after_the_deadline_if_there_is_one() -> None:
-    def awaited_s(**options: object) -> float | None:
-        return bound_s(request_message({}, options, stream=False, user="crm"))  # type: ignore[arg-type]
-
-    assert awaited_s() is None
-    assert awaited_s(deadline_s=10) == 15
-    assert awaited_s(deadline_s=10, delay_s=2) == 17
-    assert awaited_s(deadline_s=10, at=datetime.now(UTC)) is None
-
-
 @pytest.mark.parametrize("priority", [-1, 10, 200, 256, None])
 def test_a_priority_that_workers_refuse_is_not_sent(priority: Any) -> None:
     with pytest.raises(Problem, match=f"priority: found {priority}, allowed are 0 to 9") as refused:
@@ -236,40 +200,10 @@ def test_a_priority_that_workers_refuse_is_not_sent(priority: Any) -> None:
     assert (refused.value.code, refused.value.status) == ("invalid_request", 400)
 
 
-@pytest.mark.parametrize("priority", [0, 9])
-def test_a_priority_from_0_to_9_is_sent(priority: int) -> None:
-    assert request_message({}, Options(priority=priority), stream=False, user="crm").priority == priority
-    assert request_message({}, Options(), stream=False, user="crm").priority == 4
-
-
 def test_an_unknown_option_is_an_error_that_names_it_and_those_that_are_known() -> None:
     with pytest.raises(TypeError, match=r"unknown option: id; known: .*message_id"):
         request_message({}, {"id": "k-1"}, stream=False, user="crm")  # type: ignore[typeddict-unknown-key]
     assert not Options.__required_keys__
-
-
-def test_options_become_headers_and_given_headers_override_them() -> None:
-    options = Options(
-        deadline_s=1.5, delay_s=0.25, at=datetime(2026, 5, 1, tzinfo=UTC), beta="b", pipeline="p",
-        webhook="https://a.example/h", debounce="k", headers={"x-lane-deadline-ms": 7}, message_id="id-1", priority=4,
-        handler="chunk", tenant="crm", cancel_abandoned=True, full_within_s=1,
-    )  # fmt: skip
-    message = request_message(b"{}", options, stream=True, user="crm")
-
-    headers = dict(message.headers)
-    assert headers.pop("x-lane-sent-ms") == pytest.approx(time.time() * 1000, abs=60_000)
-    assert headers == {
-        "x-lane-stream": True,
-        "x-lane-deadline-ms": 7,
-        "x-lane-delay-ms": 250,
-        "x-lane-at": "2026-05-01T00:00:00+00:00",
-        "anthropic-beta": "b",
-        "x-lane-pipeline": "p",
-        "x-lane-webhook": "https://a.example/h",
-        "x-lane-debounce": "k",
-    }
-    assert (message.body, message.priority, message.content_type) == (b"{}", 4, "application/json")
-    assert (message.message_id, message.type) == ("id-1", "chunk")
 
 
 ERRORS = {

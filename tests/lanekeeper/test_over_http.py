@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
-from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 
 from lanekeeper import (
     AccessRefused,
@@ -19,7 +18,6 @@ from lanekeeper import (
     ConfirmUnknown,
     ControlRefused,
     Final,
-    LanekeeperError,
     NotEnded,
     Part,
     Problem,
@@ -27,7 +25,6 @@ from lanekeeper import (
     TopologyMismatch,
     http,
 )
-from lanekeeper.contract.messages import Message
 from lanekeeper.http import HttpAnswer, _error_of
 from tests.support.fake_gateway import CUT, KEY, FakeGateway, Refusal
 from tests.support.waiting import until
@@ -80,22 +77,6 @@ async def test_a_full_lane_is_told_with_how_long_to_wait_or_waited_for(gateway: 
     assert len(gateway.called("POST")) == 4
 
 
-async def test_while_nothing_may_be_published_a_shorter_limit_ends_the_tries(gateway: FakeGateway) -> None:
-    async with Client(gateway.url, api_key=KEY, absent_within_s=0.01) as client:
-        gateway.faults += [503]
-        with pytest.raises(BrokerUnreachable):
-            await client.publish(BODY, key=LANE)
-        gateway.faults += [CUT]
-        await client.publish(BODY, key=LANE)
-
-
-async def test_a_failed_gateway_may_have_taken_the_request(gateway: FakeGateway) -> None:
-    async with Client(gateway.url, api_key=KEY, publish_within_s=0.01) as client:
-        gateway.faults += [500]
-        with pytest.raises(ConfirmUnknown):
-            await client.publish(BODY, key=LANE)
-
-
 @pytest.mark.parametrize("fault", [CUT, 500])
 async def test_a_stream_goes_on_after_its_last_event_when_the_connection_is_lost(
     gateway: FakeGateway, client: Client, fault: str | int, monkeypatch: pytest.MonkeyPatch
@@ -120,35 +101,6 @@ async def test_a_result_is_asked_for_as_long_as_its_caller_waits_and_no_proxy_cl
         await client.result("id-1")
     await client.result("id-1", wait_s=600)
     assert 10 <= float(gateway.calls[-1].query["wait"].removesuffix("s")) <= 30
-
-
-async def test_a_request_carries_the_trace_in_which_it_is_made(gateway: FakeGateway, client: Client) -> None:
-    around = SpanContext(7, 8, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
-    with use_span(NonRecordingSpan(around)):
-        await client.publish(BODY, key=LANE)
-    assert gateway.called("POST")[0].headers["traceparent"] == f"00-{7:032x}-{8:016x}-01"
-
-
-async def test_a_request_is_posted_with_its_id_its_lane_and_its_options(gateway: FakeGateway, client: Client) -> None:
-    headers = {"x-lane-no-batch": True, "x-lane-webhook": "https://a.example/Hook", "baggage": b"a=B"}
-    await client.publish([1], key=LANE, message_id="id-1", handler="chunk", deadline_s=1.5, headers=headers)
-    (call,) = gateway.calls
-    sent = {name.lower(): value for name, value in call.headers.items()}
-    assert (call.body, sent["accept-encoding"], sent["x-api-key"]) == (b"[1]", "identity", KEY)
-    assert sent.keys() >= {"x-lane-sent-ms"}
-    assert {
-        name: value for name, value in sent.items() if name.startswith(("x-lane", "idem", "content-type", "bag"))
-    } == {
-        "content-type": "application/json",
-        "idempotency-key": "id-1",
-        "x-lane-name": "normal",
-        "x-lane-type": "chunk",
-        "x-lane-sent-ms": sent["x-lane-sent-ms"],
-        "x-lane-deadline-ms": "1500",
-        "x-lane-no-batch": "true",
-        "x-lane-webhook": "https://a.example/Hook",
-        "baggage": "a=B",
-    }
 
 
 async def test_a_cancellation_does_not_wait_for_the_answers_of_other_calls(
@@ -231,34 +183,6 @@ async def test_a_request_whose_record_was_lost_is_posted_again_under_its_id(
     assert {call.headers["idempotency-key"] for call in gateway.called("POST")} == {"id-1"}
 
 
-@pytest.mark.parametrize(
-    ("status", "waits"),
-    [("queued", "waiting"), ("delayed", "waiting"), ("retrying", "waiting"), ("running", "running")],
-)
-async def test_a_result_that_is_not_there_yet_says_why(
-    gateway: FakeGateway, client: Client, status: str, waits: str
-) -> None:
-    gateway.status = {"status": status, "attempts": 3, "due_at": "2026-11-22T10:00:00+00:00"}
-    await client.publish(BODY, key=LANE, message_id="id-1")
-
-    with pytest.raises(NotEnded) as waiting:
-        await client.result("id-1")
-    assert (waiting.value.status, waiting.value.attempts) == (waits, 3)
-    assert waiting.value.due_at is not None
-
-
-async def test_a_fetched_result_or_error_tells_how_it_was_posted(gateway: FakeGateway, client: Client) -> None:
-    webhook = {"endpoint": "https://hooks.example", "state": "delivered", "attempts": 2}
-    gateway.status["webhook"] = webhook
-    await client.publish(BODY, key=LANE, message_id="id-1")
-    assert (await client.result("id-1")).webhook == webhook
-
-    gateway.status = {"status": "failed", "problem": CONFLICT, "webhook": webhook}
-    with pytest.raises(Problem, match="another body") as failed:
-        await client.result("id-1")
-    assert failed.value.webhook == webhook
-
-
 async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: Client) -> None:
     with pytest.raises(NotEnded, match="unknown"):
         await client.result("id-1")
@@ -302,12 +226,6 @@ def test_a_result_is_given_in_the_bytes_in_which_it_came(document: str) -> None:
     assert http.final_of_status("id-1", 200, document.encode()).body == b"[1,2.50]"
 
 
-def test_a_result_that_is_not_there_yet_had_no_attempt_unless_it_says_so() -> None:
-    with pytest.raises(NotEnded) as waiting:
-        http.final_of_status("id-1", 200, b'{"status": "queued"}')
-    assert (waiting.value.attempts, waiting.value.due_at, waiting.value.step) == (0, None, None)
-
-
 async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway: FakeGateway, client: Client) -> None:
     gateway.posted["id-1"] = b"{}"
     gateway.faults += [Refusal(202), Refusal(404)]  # for POST and for the events
@@ -341,19 +259,6 @@ async def test_a_caller_that_leaves_while_its_request_is_posted_cancels_it_once_
 
     await until(lambda: gateway.cancelled)
     assert gateway.cancelled == ["id-1"]
-
-
-@pytest.mark.parametrize(
-    ("body", "sent"),
-    [
-        (b"{}", b'{"stream":true}'),
-        (b'{"stream": true, "prompt": ""}', b'{"stream": true, "prompt": ""}'),
-        (b'["a"]', b'["a"]'),
-        (b"{", b"{"),
-    ],
-)
-def test_a_streamed_request_says_so_in_its_body_if_that_is_an_object(body: bytes, sent: bytes) -> None:
-    assert http.body_of(Message(body=body, headers={"x-lane-stream": True})) == sent
 
 
 async def test_a_body_that_does_not_want_the_parts_is_not_streamed(gateway: FakeGateway, client: Client) -> None:
@@ -492,8 +397,3 @@ async def test_a_client_closed_while_its_request_may_be_published_says_so(gatewa
     with pytest.raises(ClientMisused) as misused:
         await asyncio.wait_for(publishing, 10)
     assert misused.value.maybe_published
-
-
-def test_a_loop_that_tries_again_on_the_brokers_errors_does_not_catch_a_misused_client() -> None:
-    assert issubclass(ClientMisused, LanekeeperError)
-    assert not issubclass(ClientMisused, BrokerError)

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from lanekeeper import BrokerUnreachable, ClientMisused, Final, InvalidUrl
+from lanekeeper import BrokerUnreachable, ClientMisused, InvalidUrl
 from lanekeeper.sync import Client, _processes
-from tests.support.fake_gateway import KEY, FakeGateway, Refusal
+from tests.support.fake_gateway import KEY, FakeGateway
 from tests.support.waiting import until
 
 BODY = {"prompt": "hello"}
 LANE = "normal.tests.sync"
-EVENTS = [f'id: {n}\nevent: event\ndata: {{"delta": {{"text": "{n}"}}}}\n\n' for n in range(1, 41)]
 
 
 @pytest.fixture
@@ -33,29 +32,6 @@ async def client(gateway: FakeGateway) -> AsyncIterator[Client]:
 def opened() -> int:
     """How many clients of this process are open."""
     return len(_processes[os.getpid()].opened)
-
-
-async def test_a_stream_gives_all_parts_and_the_answer_last_or_its_error(gateway: FakeGateway, client: Client) -> None:
-    gateway.streams.append(EVENTS)
-    came = await asyncio.to_thread(lambda: list(client.stream(BODY, key=LANE)))
-    assert [part.text for part in came] == [*(str(n) for n in range(1, 41)), "Pô"]
-    assert isinstance(came[-1], Final)
-
-    gateway.faults.append(Refusal(400, {"code": "invalid_request", "detail": "no prompt"}))
-    with pytest.raises(Exception, match="no prompt"):
-        await asyncio.to_thread(lambda: list(client.stream(BODY, key=LANE)))
-
-
-async def test_a_stream_that_is_left_cancels_its_request(gateway: FakeGateway, client: Client) -> None:
-    gateway.streams.append(EVENTS)
-
-    def leave() -> None:
-        parts = client.stream(BODY, key=LANE, message_id="id-1")
-        next(parts)
-        parts.close()
-
-    await asyncio.to_thread(leave)
-    await until(lambda: gateway.cancelled == ["id-1"])
 
 
 async def test_a_with_block_opens_one_connection_and_closes_it(client: Client, gateway: FakeGateway) -> None:

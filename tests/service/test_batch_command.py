@@ -80,20 +80,6 @@ async def test_a_file_is_submitted_followed_and_its_results_are_fetched(told: An
         assert "results.jsonl.part" not in os.listdir()
 
 
-async def test_a_batch_is_cancelled_and_json_is_the_apis_own(told: Any) -> None:
-    async with SimulatedAPI(SimulatedOptions(batches=BatchOptions(processing_s=60))) as api:
-        assert await command(api, "submit", written([line("a-1")]), "--json") == 0
-        id = json.loads(told.readouterr().out)["id"]
-        assert await command(api, "results", id) == 1
-        assert "in_progress: 0 of 1 requests have ended; to wait for its end: --wait" in told.readouterr().err
-        assert await command(api, "cancel", id, "--json") == 0
-        assert json.loads(told.readouterr().out)["id"] == id
-        assert await command(api, "results", id, "--wait") == 1
-        assert "(1 canceled)" in told.readouterr().err
-        assert await command(api, "cancel", id) == 1
-        assert told.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("lines", "wanted"),
     [

@@ -2,17 +2,11 @@
 
 import json
 import re
-from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from consumers.prices import Usage
-from consumers.spending import Cap
 from service.checks import of_models
-from service.config.effective import as_json
 from tests.support.settings import load, wrong
-from topology.codec.bodies import user_hash
-from topology.lanes import DEFAULT_LANES
 
 SECRET = "s3cret"
 
@@ -27,26 +21,6 @@ PROVIDERS = {
     "LANEKEEPER_PROVIDERS__EU_2__API_KEY": SECRET,
     "LANEKEEPER_PROVIDERS__EU_2__BASE_URL": "https://claude.example",
 }
-
-
-def test_further_providers_are_ordered_by_name_after_the_first() -> None:
-    spec = load(env={**PROVIDERS, "ANTHROPIC_API_KEY": SECRET}).routes_spec()
-
-    assert [each.name for each in spec.providers] == ["anthropic", "aws", "eu_2"]
-    assert spec.providers[1].models == {"claude-sonnet-5-5": "eu.anthropic.claude-sonnet-5-5-v1:0"}
-    assert spec.providers[2].models is None
-
-
-def test_the_first_provider_is_left_out_if_it_has_no_key_and_others_are_set() -> None:
-    assert [each.name for each in load(env=PROVIDERS).routes_spec().providers] == ["aws", "eu_2"]
-    assert [each.name for each in load().routes_spec().providers] == ["anthropic"]
-
-
-def test_a_lane_calls_providers_in_its_own_order() -> None:
-    settings = load(env={**PROVIDERS, "LANEKEEPER_LANES__BATCH__PROVIDERS": "aws"})
-
-    assert settings.routes_spec().lanes == {"batch": ("aws",)}
-    assert settings.lane_specs() == DEFAULT_LANES
 
 
 def test_wrong_provider_settings_are_reported_by_name_without_keys() -> None:
@@ -104,66 +78,6 @@ def test_contradicting_settings_are_all_reported_at_once() -> None:
     assert "lanes.batch.model in given.toml: 'house-model-1' has no price, and what is spent is capped" in told
 
 
-def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
-    settings = load(
-        env={
-            "LANEKEEPER_PRICES__MODELS": json.dumps(
-                {
-                    "house-model-1": {"input": 1, "output": 2},
-                    "claude-opus-5-5": {"input": 3, "output": 9, "cache_read": 0, "cache_write": 0.5},
-                }
-            ),
-            "LANEKEEPER_PRICES__AS_OF": "2026-11-01",
-        }
-    )
-
-    prices = settings.prices.table()
-    assert prices.source.endswith("as of 2026-11-01")
-    million = Usage(input_tokens=1_000_000, cache_read_input_tokens=1_000_000)
-    assert prices.cost_usd("house-model-1", million) == pytest.approx(1.1)
-    assert prices.cost_usd("claude-opus-5-5", million) == pytest.approx(3)
-    assert prices.cost_usd("claude-sonnet-5-5", million) == pytest.approx(2.1)
-
-
-def test_prices_may_be_of_today_wherever_that_begins_first_and_not_of_a_later_day() -> None:
-    today = datetime.now(timezone(timedelta(hours=14))).date()
-    load(env={"LANEKEEPER_PRICES__AS_OF": f"{today}"})
-    assert "at the latest" in wrong(env={"LANEKEEPER_PRICES__AS_OF": f"{today + timedelta(days=2)}"})
-
-
-def test_caps_are_set_for_lanes_tenants_keys_and_users_by_day_week_and_month() -> None:
-    settings = load(
-        """
-        [caps.lanes.batch.week]
-        usd = 200
-        [caps.tenants.shop]
-        usd = 5
-        requests = 100
-        tokens = 0.5
-        month = { usd = 50 }
-        [caps.tenants."*"]
-        tokens = 1000
-        [caps.keys.ci.day]
-        usd = 1
-        [caps.users."ann@shop.example"]
-        month = { tokens = 9 }
-        """,
-        env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
-    )
-
-    spec = settings.caps.spec()
-    assert spec.lanes == {"batch": {"day": Cap(usd=50), "week": Cap(usd=200)}}
-    assert spec.tenants == {
-        "shop": {"day": Cap(usd=5, requests=100, tokens=0.5), "month": Cap(usd=50)},
-        "*": {"day": Cap(tokens=1000)},
-    }
-    assert spec.keys == {"ci": {"day": Cap(usd=1)}}
-    assert spec.users == {user_hash("ann@shop.example"): {"month": Cap(tokens=9)}}
-    assert as_json(settings.caps.tenants)["*"] == {"day": {"tokens": 1000}}
-    assert spec.in_money
-    assert not load().caps.spec().in_money
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -200,13 +114,6 @@ def test_a_budget_too_small_for_a_lane_or_an_answer_is_refused_by_name() -> None
     )
 
 
-def test_a_budget_must_allow_the_longest_answer_of_all_lanes() -> None:
-    told = wrong(
-        env={"LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN": "4999", "LANEKEEPER_LANES__BATCH__MAX_TOKENS": "5000"}
-    )
-    assert "4999 is less than one answer of lane batch may have (5000" in told
-
-
 def test_a_key_in_place_of_a_name_is_not_shown() -> None:
     key = "sk-ant-api03-" + "Ab3dE" * 8
     told = wrong(
@@ -221,14 +128,6 @@ def test_a_key_in_place_of_a_name_is_not_shown() -> None:
     )
 
     assert "Ab3dE" not in told
-
-
-def test_an_error_that_follows_from_another_wrong_setting_is_not_reported() -> None:
-    assert wrong(env={"LANEKEEPER_BUDGET__LANES__CRITICAL__SHARE": "1.2"}).count(":") == 2
-    told = wrong(env={"LANEKEEPER_PROVIDERS__EU__KIND": "bedrok"})
-    assert told.startswith("wrong setting: LANEKEEPER_PROVIDERS__EU__KIND: found 'bedrok', allowed is")
-    told = wrong(env={"LANEKEEPER_LANES__BATCH__SLOTS": "0", "LANEKEEPER_LANES__BATCH__SLOTS_MAX": "2"})
-    assert told.startswith("wrong setting: LANEKEEPER_LANES__BATCH__SLOTS: found '0'")
 
 
 @pytest.mark.parametrize(
@@ -273,29 +172,6 @@ def test_with_a_cap_in_dollars_every_model_must_have_a_price() -> None:
     assert told.startswith(
         "wrong setting: LANEKEEPER_LANES__BATCH__MODEL: 'house-1' has no price, and what is spent is"
     )
-
-
-@pytest.mark.parametrize("name", ["LANEKEEPER_LANES__BATCH__PROVIDERS", "LANEKEEPER_LANES__BATCH__MODELS"])
-def test_a_list_with_a_repeated_name_is_refused(name: str) -> None:
-    assert f"{name}: found 'x,y,x', allowed is each name once, and 'x' is there again" in wrong(env={name: "x,y,x"})
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("LANEKEEPER_MODELS__FALLBACKS", '{"a": "b", "a": "c"}', "a name is there twice"),
-        ("LANEKEEPER_CAPS__TENANTS", '{"a": {"usd": 1}, "a": {"usd": 2}}', "a name is there twice"),
-        ("LANEKEEPER_CAPS__TENANTS", '{"a": {"usd": 1}, "b": {"usd": 0}, "c": {}}', "not so: 'b', 'c'"),
-        ("LANEKEEPER_CAPS__TENANTS", '{" ": {"usd": 1}, "a\\u0000": {"usd": 1}}', "not so: ' ', 'a\\x00'"),
-        ("LANEKEEPER_MODELS__TENANTS", '{"*": ["claude-opus-5-5"]}', "without *; not so: '*'"),
-        ("LANEKEEPER_PROVIDERS__EU_2__MODELS", '{"a\\tb": "c"}', "not so: 'a\\tb'"),
-    ],
-)
-def test_a_wrong_entry_of_a_table_is_named_in_the_error(name: str, value: str, what: str) -> None:
-    told = wrong(env={**PROVIDERS, name: value})
-
-    assert told.startswith(f"wrong setting: {name}: found ")
-    assert told.endswith(what)
 
 
 @pytest.mark.parametrize("name", ["EU.1", "1", "", "É", "A" * 41])

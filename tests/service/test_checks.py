@@ -23,13 +23,6 @@ async def finding(what: str, **environ: str) -> Finding:
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
-async def test_a_writable_store_is_reported_as_ok_and_only_it_and_the_folder_of_bodies_are_made(tmp_path: Path) -> None:
-    found = await of_the_store("sqlite:///state/lane.sqlite")
-
-    assert found == Finding("store", True, "sqlite:///state/lane.sqlite can be written")
-    assert {each.name for each in (tmp_path / "state").iterdir()} == {"lane.sqlite", "lane-bodies"}
-
-
 async def test_a_file_that_is_no_store_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("something else, and long enough to be read as a header" * 10)
 
@@ -45,13 +38,6 @@ async def test_an_unreachable_redis_is_reported_without_its_password() -> None:
     assert not found.well
     assert "Redis at redis://127.0.0.1:1 cannot be reached: see that it runs, and LANEKEEPER_STORE_URL" in found.text
     assert "s3cret" not in found.text
-
-
-async def test_bodies_that_can_be_kept_are_reported_as_ok_and_none_stays(tmp_path: Path) -> None:
-    found = await finding("bodies", LANEKEEPER_BODIES__URL=f"file://{tmp_path}/bodies")
-
-    assert found == Finding("bodies", True, f"file://{tmp_path}/bodies can be written, read and cleared")
-    assert list((tmp_path / "bodies").iterdir()) == []
 
 
 async def test_bodies_that_cannot_be_kept_are_reported_with_the_cause_and_the_remedy(tmp_path: Path) -> None:

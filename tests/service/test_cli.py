@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
-from service.cli import dead, main
+from service.cli import main
 
 COMMANDS = (
     "demo",
@@ -76,30 +75,6 @@ def test_a_short_command_imports_no_client_of_a_provider(line: list[str]) -> Non
 
     assert "lanekeeper.amqp.connection" in imported
     assert not imported & {"anthropic", "service.worker.assembly"}
-
-
-def test_a_list_of_dead_letters_fits_into_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    at, id, cause = "2026-11-26T22:41:03.123Z", "7" * 32, "5f3a09c1"
-    error = "the model's own limit of tokens was exceeded, so " + "give fewer tokens, or " * 10
-    counts = {"count": 2, "relapses": 1, "last_hour": 2}
-    group = {"cause": cause, **counts, "newest": at, "code": "provider_rejected", "error": error}
-    letter = {"at": at, "id": id, "lane": "critical", "app": "support", "tenant": "", "cause": cause, "replays": 1}
-    long = {**letter, "app": "support-of-a-long-name", "replays": 0}
-
-    dead._print_overview({"matched": 2, "total": 2, "groups": [group], "letters": [letter, long], "next": None})
-
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    told = "\n".join(lines)
-    assert "tenant" not in told  # its column is empty
-    assert "…" in told.partition(id)[0]  # the error goes on
-    first, second = (line.split() for line in lines if id in line)
-    assert first == ["11-26", "22:41:03", id, "critical", "support", cause, "1"]
-    assert second[3] == "critical"
-    assert second[4] == "support…"
 
 
 @pytest.mark.parametrize(
@@ -244,20 +219,6 @@ def test_an_unexpected_error_is_one_line_and_its_traceback_is_shown_only_on_requ
     assert "s3cret" not in told
 
 
-def test_errors_in_a_task_group_are_reported_by_its_inner_errors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from lanekeeper.contract.problems import BrokerUnreachable
-
-    def broken(*_: object, **__: object) -> None:
-        raise ExceptionGroup("several", [ValueError("x"), ExceptionGroup("in", [BrokerUnreachable("gone")])])
-
-    monkeypatch.setattr("service.config.loading.load_settings", broken)
-
-    assert main.run(["status"]) == 1
-    assert "gone" in one_line(capsys)
-
-
 @pytest.mark.parametrize(("text", "why"), [(b"\xff", "not UTF-8"), (b" \n", "empty")])
 def test_standard_input_that_is_not_text_is_wrong_usage(
     text: bytes, why: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -278,15 +239,6 @@ def test_export_generates_passwords_shows_them_once_and_exports_only_hashes(caps
     assert definitions["vhosts"] == [{"name": "prod"}]
     assert len(password) >= 24
     assert password not in out
-
-
-def test_export_reads_passwords_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "passwords").write_text("worker:with:colon\n\noperator:x\ndeployer:y\n")
-
-    assert main.run(["topology", "export", "--for", "4.3", "--passwords", "passwords"]) == 0
-    out, err = capsys.readouterr()
-    assert [user["name"] for user in json.loads(out)["users"]] == ["worker", "operator", "deployer"]
-    assert err == ""
 
 
 def test_apply_generates_no_password(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,39 +265,3 @@ def test_what_others_wrote_does_not_control_the_terminal_and_forges_no_line(caps
     assert err == f"lanekeeper: {SHOWN}\n"
     assert not set(told) & set("\x1b\x9b\u202e\u2066\u200f")
     assert json.loads(told) == {HOSTILE: [HOSTILE]}, "it means what it meant"
-
-
-def test_a_status_shows_what_workers_tell_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
-    from service.cli.status import _show_status
-    from service.status import Status
-
-    waiting = (f"normal: model {HOSTILE} [bold]x[/bold]",)
-    _show_status(Status(lanes=(), workers=(), waiting=waiting), Console())
-    assert f"normal: model {SHOWN} [bold]x[/bold]" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("page", "link"), [("", ""), ("https://jaeger.example/", " https://jaeger.example/trace/4bf9")]
-)
-def test_the_trace_of_a_failed_request_is_told_with_a_link_where_jaegers_address_is_set(
-    page: str, link: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from lanekeeper.replies import Problem
-    from service.cli.requests import _problem_told
-    from tests.support.settings import load
-
-    settings = load(env={"LANEKEEPER_JAEGER_URL": page} if page else {})
-    with pytest.raises(typer.Exit), _problem_told(settings):
-        raise Problem({"code": "internal", "detail": "ours", "request": "r", "attempts": 1, "trace": "4bf9"})
-
-    assert capsys.readouterr().err.splitlines()[1:] == [f"lanekeeper: trace 4bf9{link}"]
-
-
-def test_an_edit_that_is_no_file_is_told_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["dead", "replay", "--all", "--edit", '{"max_tokens":5}']) == 2
-
-    told = " ".join(capsys.readouterr().err.replace("│", " ").split())  # in a frame, if the terminal has one
-    assert "Errno" not in told
-    assert "give a file that holds a JSON Merge Patch" in told

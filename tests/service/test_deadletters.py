@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 
-from consumers.clock import moment_text, now_ms
 from lanekeeper.contract.messages import Message
-from service.deadletters import HOUR_MS, Filter, LetterEdit, Overview, ReplayRefused, merge_patch, position
-from tests.support.settings import load
+from service.deadletters import Filter, merge_patch
 from topology.broker.deadletters import DeadLetter, cause_of, line_of, message_of_line
 
 HEADERS = {
@@ -96,42 +94,6 @@ def test_a_merge_patch_is_applied_as_rfc_7396_says(target: Any, patch: Any, resu
     assert merge_patch(target, patch) == result
 
 
-def test_an_edit_is_an_object() -> None:
-    with pytest.raises(ReplayRefused, match="JSON object"):
-        LetterEdit(patch=[1])
-
-
-def test_a_page_has_the_newest_and_the_next_goes_on_after_it() -> None:
-    letters = [letter(f"m-{n}", **{"x-lane-dead-at": f"2026-11-21T18:00:{n // 2:02}Z"}) for n in range(50)]
-    letters[3] = letter("m-3", **{"x-lane-replays": 2})
-    ids, after = [], None
-    while True:
-        overview = Overview(Filter(), limit=7, after=after)
-        for each in letters:
-            overview.keeps(Message(body=b"x" * 10, message_id=each.id, headers=each.message.headers), 1)
-        page = overview.as_json(jaeger_url=None)
-        assert (page["total"], page["matched"]) == (50, 50)
-        ids += [each["id"] for each in page["letters"]]
-        assert {each["body_bytes"] for each in page["letters"]} == {10}
-        if page["next"] is None:
-            break
-        after = position(page["next"])
-    assert sorted(ids) == sorted(each.id for each in letters)
-    (group,) = page["groups"]
-    assert (group["count"], group["relapses"], group["last_hour"]) == (50, 1, 0)
-
-
-def test_a_cause_names_its_lanes_and_tenants_and_counts_what_is_new() -> None:
-    overview = Overview(Filter())
-    for number, tenant in enumerate(("crm", "shop", "crm")):
-        headers = {"x-lane-dead-at": moment_text(now_ms() - number * 2 * HOUR_MS), "x-lane-tenant": tenant}
-        overview.keeps(letter(f"m-{number}", **headers).message, 1)
-
-    (group,) = overview.as_json(jaeger_url=None)["groups"]
-
-    assert (group["count"], group["last_hour"], group["tenants"]) == (3, 1, ["crm", "shop"])
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -152,10 +114,3 @@ def test_a_cause_names_its_lanes_and_tenants_and_counts_what_is_new() -> None:
 def test_a_line_that_is_no_exported_letter_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError):
         message_of_line(line)
-
-
-def test_the_link_to_traces_has_no_double_slash() -> None:
-    assert (
-        load(env={"LANEKEEPER_JAEGER_URL": "https://jaeger.example.com/"}).traces_page == "https://jaeger.example.com"
-    )
-    assert load().traces_page is None

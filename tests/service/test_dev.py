@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import debian
-from tests.support.debian import NotInstalled, install, see_to_a_broker
+from tests.support.debian import see_to_a_broker
 from tests.support.sources import ROOT
-
-OFFLINE = """Get:1 http://deb.example bookworm InRelease
-Err:1 http://deb.example bookworm InRelease
-  Temporary failure resolving 'deb.example'
-W: Some index files failed to download. They have been ignored, or old ones used instead.
-E: Unable to locate package rabbitmq-server
-"""
 
 
 @pytest.fixture
@@ -54,29 +47,6 @@ def test_a_command_that_does_not_exist_is_refused_before_the_set_up(bare: Path) 
 
     assert run.returncode == 2
     assert run.stderr.startswith("./dev: no such command: tset\n")
-
-
-@pytest.mark.parametrize(
-    ("said", "why"),
-    [
-        (OFFLINE, "Debian's packages cannot be reached from this machine"),
-        ("E: Unable to locate package x\n", "Unable to locate package x"),
-        ("", "apt failed"),
-    ],
-)
-def test_why_apt_failed_is_one_sentence(said: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "apt.log"
-    monkeypatch.setattr(debian, "LOG", log)
-    monkeypatch.setattr(debian, "can_install", lambda: True)
-
-    def fails(*_: object) -> bool:
-        log.write_text(said)
-        return False
-
-    monkeypatch.setattr(debian, "_install", fails)
-    with pytest.raises(NotInstalled) as error:
-        install("rabbitmq-server")
-    assert str(error.value) == f"rabbitmq-server could not be installed: {why} (all that apt wrote is in {log})"
 
 
 def test_no_service_of_a_package_starts_at_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,26 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from consumers.flows.handlers import HandlerSpec
 from lanekeeper.contract.problems import SettingsError
 from tests.support.settings import load
 
-GOOD = """
-[handlers.chunk]
-run = "documents.parts:chunk"
-kind = "cpu"
-
-[[pipelines.ingest.steps]]
-name = "chunk"
-handler = "chunk"
-
-[[pipelines.ingest.steps]]
-name = "summaries"
-each = "chunk"
-prompt = "{{ number }}: {{ item }}"
-lane = "batch"
-on_failure = "keep"
-"""
 WRONG_TOGETHER = """
 [handlers.messages]
 run = "a:b"
@@ -100,21 +83,6 @@ def told(toml: str, folder: Path) -> str:
     with pytest.raises(SettingsError) as refused:
         load(file)
     return str(refused.value)
-
-
-def test_handlers_and_pipelines_are_read(tmp_path: Path) -> None:
-    file = tmp_path / "lanekeeper.toml"
-    file.write_text(GOOD)
-    settings = load(file, env={"LANEKEEPER_HANDLERS__EMBED__RUN": "documents.vectors:embed"})
-    assert settings.handler_specs() == (
-        HandlerSpec(name="chunk", run="documents.parts:chunk", kind="cpu"),
-        HandlerSpec(name="embed", run="documents.vectors:embed", kind="async"),
-    )
-    (ingest,) = settings.pipeline_specs()
-    assert [(step.name, step.each, step.lane, step.on_failure) for step in ingest.steps] == [
-        ("chunk", "", "", "fail"),
-        ("summaries", "chunk", "batch", "keep"),
-    ]
 
 
 def test_what_is_wrong_is_told_by_name_all_at_once(tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ import pytest
 from ddsketch import DDSketch
 
 from consumers.slots.activity import ACCURACY
-from consumers.state.rows import HISTORY_WORKERS
 from service.history import MINUTE_MS, SILENT, read
 from service.status import packed_sketch
-from tests.support.memory_store import MemoryStore
 
 
 def note(*waits_ms: int, began_ms: int = 0, stops: tuple[str, ...] = (), failed: int = 0, lane: str = "batch") -> str:
@@ -49,17 +47,3 @@ def test_what_stopped_work_is_marked_from_its_first_minute_to_its_last_and_so_is
         (paused[0], 104, 105),
         (SILENT, 106, 108),
     ]
-
-
-async def test_the_store_keeps_one_note_of_each_worker_and_minute_and_of_a_limited_number_of_workers() -> None:
-    store = MemoryStore()
-    minute = (1_790_000_000_000 + store.now_ms) // MINUTE_MS
-    await store.note_history(minute - 1, "a", note(1))
-    await store.note_history(minute - 1, "a", note(2))
-    await store.note_history(minute - 61, "a", note(3))
-    for number in range(HISTORY_WORKERS + 5):
-        await store.note_history(minute, f"w{number}", note(4))
-    found = await store.history(minute)
-    assert found[minute - 1] == {"a": note(2)}
-    assert minute - 61 not in found
-    assert len(found[minute]) == HISTORY_WORKERS

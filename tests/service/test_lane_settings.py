@@ -2,7 +2,6 @@
 
 import pytest
 
-from consumers.limits.base import DEFAULT_SHARES
 from lanekeeper.contract.names import Names
 from tests.support.settings import lane, load, wrong
 from topology.declaration import declare
@@ -24,32 +23,6 @@ def test_a_rank_declares_a_lane_which_is_like_the_nearest_default_lane() -> None
     assert not free.batches.enabled, "those of the default lane are not taken over"
     declared = declare(settings.lane_specs(), names=Names(), broker_version="4.3.6")
     assert {"lane.vip", "lane.vip.due", "lane.free-tier", "lane.free-tier.side.07"} <= {q.name for q in declared.queues}
-
-
-def test_a_default_lane_can_be_left_out_or_moved() -> None:
-    one = load("[lanes.critical]\nenabled = false\n[lanes.batch]\nenabled = false")
-    moved = load("[lanes.batch]\nrank = 1")
-
-    assert [each.name for each in one.lane_specs()] == ["normal"]
-    assert [each.name for each in moved.lane_specs()] == ["batch", "critical", "normal"]
-
-
-def test_the_name_of_a_lane_in_a_file_is_as_it_is() -> None:
-    settings = load("[lanes.free-tier]\nrank = 25", env={"LANEKEEPER_BUDGET__LANES__FREE_TIER__SHARE": "0.1"})
-
-    assert settings.budget_spec().shares["free-tier"] == 0.1
-
-
-def test_the_default_lanes_have_their_shares_and_others_are_fitted_in_by_rank() -> None:
-    assert load().budget_spec().shares == DEFAULT_SHARES
-    sixteen = {f"LANEKEEPER_LANES__OWN{n}__RANK": str(7 * n + 1) for n in range(13)}
-    shares = load(env=sixteen).budget_spec().shares
-
-    assert list(shares) == [each.name for each in load(env=sixteen).lane_specs()]
-    assert sum(shares.values()) == pytest.approx(sum(DEFAULT_SHARES.values()))
-    assert list(shares.values()) == sorted(shares.values(), reverse=True)
-    given = load(env={**VIP, "LANEKEEPER_BUDGET__LANES__VIP__SHARE": "0.4"}).budget_spec().shares
-    assert given == {"vip": 0.4, **DEFAULT_SHARES}
 
 
 def test_a_lane_without_a_rank_is_refused_by_name() -> None:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lanekeeper.contract.problems import BrokerUnreachable
-from lanekeeper.telemetry import logs as client_logs
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import context_in
 from service.telemetry import logs, redaction
@@ -68,15 +67,6 @@ def test_the_log_level_applies_to_our_events_and_libraries_are_logged_from_warni
     assert theirs["message"] == "lost amqp://…@h/"
 
 
-def test_an_event_of_the_client_is_an_event_with_its_fields() -> None:
-    out = io.StringIO()
-    with logs.configured(service="s", level="info", stream=out):
-        client_logs.info(signals.BROKER_CONNECTED, connection="publish")
-    client_logs.warning(signals.BROKER_LOST, connection="publish")
-    (line,) = lines(out)
-    assert (line["event"], line["level"], line["connection"]) == ("broker.connected", "info", "publish")
-
-
 def test_hostile_trace_headers_are_not_logged() -> None:
     out = io.StringIO()
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
@@ -86,23 +76,6 @@ def test_hostile_trace_headers_are_not_logged() -> None:
             assert context_in({"traceparent": trace, "tracestate": state}) is not None
 
     assert lines(out) == []
-
-
-def test_errors_of_the_trace_exporter_are_logged_once_a_minute_with_their_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    out, clock_s = io.StringIO(), [1_000.0]
-    monkeypatch.setattr("service.telemetry.logs.time.monotonic", lambda: clock_s[-1])
-
-    with logs.configured(service="s", level="info", stream=out):
-        for now_s in (1_000.0, 1_030.0, 1_059.0, 1_061.0):
-            clock_s.append(now_s)
-            logging.getLogger("opentelemetry.sdk").error("no receiver")
-
-    assert [(each["event"], each["suppressed"]) for each in lines(out)] == [
-        (signals.TRACES_LOST, 0),
-        (signals.TRACES_LOST, 2),
-    ]
 
 
 def test_an_exception_is_logged_with_its_place_and_only_our_own_errors_are_quoted() -> None:
@@ -172,10 +145,3 @@ def test_a_key_is_removed_whatever_surrounds_it(around: str, key: str) -> None:
 
     assert f"sk-ant-{key}" not in shown
     assert "\n" not in shown
-
-
-def test_deeply_nested_and_circular_values_are_cut() -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-
-    assert json.dumps(redaction.fields({"a": endless, "b": "x" * 10_000}, with_content=False))

@@ -14,7 +14,6 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
 from consumers.background import background_task
-from consumers.slots.activity import ACCURACY
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused
@@ -22,7 +21,7 @@ from lanekeeper.telemetry.figures import Histogram
 from service.config.settings import GatewayKey
 from service.gateway.operators import visible_to
 from service.metrics import COUNTERS, GAUGES, HISTOGRAMS, UNITS, Metrics, Sample
-from service.status import SKETCH_BYTES, merge, merged_sketch, packed_sketch, quantiles, unpacked_sketch
+from service.status import SKETCH_BYTES, merge, merged_sketch, packed_sketch, quantiles
 from service.worker import lengths as lengths_module
 from service.worker.lengths import QueueLengths
 from tests.support.waiting import until
@@ -70,20 +69,6 @@ async def test_what_parts_have_counted_is_read_when_it_is_asked_for(monkeypatch:
     assert [first[f"{name}_bucket", lane | {("le", le)}] for le in ("0.005", "0.25", "3600", "+Inf")] == [1, 2, 2, 3]
     assert (first[f"{name}_sum", lane], second[f"{name}_count", lane]) == (7200.203, 4)
     assert ("lanekeeper_dead_letters", frozenset()) not in first, "what is not known is missing"
-    metrics.close()
-
-
-async def test_scrapes_one_after_the_other_take_one_sample() -> None:
-    metrics, asked = Metrics(Resource({})), list[int]()
-
-    def source() -> Iterator[Sample]:
-        asked.append(1)
-        yield "lanekeeper.ready", {}, 1
-
-    metrics.add(source)
-    both = await asyncio.gather(metrics.scrape(), metrics.scrape())
-
-    assert (both[0], len(asked)) == (both[1], 1)
     metrics.close()
 
 
@@ -174,20 +159,6 @@ async def test_the_oldest_is_younger_than_what_was_delivered_last_and_than_an_em
     await read(lengths, broker)
     delivered_ms = {"lane.critical": minute_ago, "lane.critical.side": hour_ago}
     assert lengths.oldest_s("critical", delivered_ms=delivered_ms) == pytest.approx(oldest_s, abs=5)
-
-
-def test_a_sketch_is_small_and_comes_back_as_it_was() -> None:
-    sketch = DDSketch(ACCURACY)
-    for exponent in range(1, 90_000):
-        sketch.add(exponent * 40)  # up to an hour, in ms
-    text = packed_sketch(sketch)
-    again = unpacked_sketch(text)
-
-    assert len(text) < 2048
-    assert again is not None
-    assert quantiles(merged_sketch([text, text])) == {**quantiles(again), "count": 2 * 89_999}
-    assert quantiles(again)["p99"] == pytest.approx(0.99 * 3_600_000, rel=0.03)
-    assert quantiles(merged_sketch([])) == {"p50": None, "p95": None, "p99": None, "count": 0}
 
 
 @pytest.mark.parametrize("text", [None, 7, "", "?", "AAAA", packed_sketch(DDSketch(0.3)), "A" * SKETCH_BYTES])

@@ -1,41 +1,10 @@
 """Schedules in the settings, and which of them are refused."""
 
-import json
-
 import pytest
 
-from tests.support.settings import load, wrong
+from tests.support.settings import wrong
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
-
-
-def test_a_schedule_is_set_in_a_file_or_in_the_environment() -> None:
-    settings = load(
-        """
-        [schedules.nightly]
-        cron = "0 7 * * 1-5"
-        timezone = "Europe/Berlin"
-        key = "batch.reports.nightly"
-        missed = "once"
-        [schedules.nightly.body]
-        prompt = "Summarise the night."
-        """,
-        env={
-            "LANEKEEPER_SCHEDULES__HOURLY__CRON": "@hourly".replace("@hourly", "0 * * * *"),
-            "LANEKEEPER_SCHEDULES__HOURLY__KEY": "normal.reports." + "x" * 240,
-            "LANEKEEPER_SCHEDULES__HOURLY__BODY": '{"prompt": "\\u00e4"}',
-            "LANEKEEPER_SCHEDULES__HOURLY__HEADERS": '{"x-lane-deadline-ms": 1000}',
-        },
-    )
-
-    hourly, nightly = settings.schedule_specs()
-    assert (nightly.timezone, nightly.missed, json.loads(nightly.body)) == (
-        "Europe/Berlin",
-        "once",
-        {"prompt": "Summarise the night."},
-    )
-    assert (len(hourly.key), hourly.body) == (255, '{"prompt": "ä"}'.encode())
-    assert (hourly.timezone, hourly.missed, hourly.headers) == ("UTC", "skip", {"x-lane-deadline-ms": 1000})
 
 
 def test_wrong_schedules_are_refused_all_at_once_by_name() -> None:

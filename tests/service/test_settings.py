@@ -4,37 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from consumers.state.base import SEEN_LATE_S
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings
-from service.config.settings import Settings, simulating
+from service.config.settings import Settings
 from tests.support.settings import lane, load, wrong
 
 SECRET = "s3cret"
 
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
-
-
-def test_one_field_of_a_lane_can_be_set_alone() -> None:
-    settings = load(env={"LANEKEEPER_LANES__CRITICAL__SLOTS": "3"})
-
-    assert lane(settings, "critical").slots == 3
-    assert lane(settings, "critical").max_attempts == 4
-    assert lane(settings, "batch").max_attempts == 8
-
-
-def test_slots_min_and_slots_max_follow_from_slots_if_not_set() -> None:
-    critical = lane(load(), "critical")
-    assert (critical.reserved_slots, critical.most_slots, critical.most_due_slots) == (2, 128, 32)
-    batch = lane(load(lanes={"batch": {"slots": 3}}), "batch")
-    assert (batch.reserved_slots, batch.most_slots, batch.most_due_slots) == (1, 3, 1), "who says how many means it"
-    batch = lane(load(lanes={"batch": {"slots": 3, "slots_max": 24}}), "batch")
-    assert (batch.reserved_slots, batch.most_slots, batch.most_due_slots) == (1, 24, 6)
-    fixed = lane(load(lanes={"batch": {"slots": 1, "slots_min": 0, "slots_max": 1, "target_wait_s": 5}}), "batch")
-    assert (fixed.reserved_slots, fixed.most_slots, fixed.most_due_slots, fixed.target_wait_s) == (0, 1, 1, 5)
 
 
 @pytest.mark.parametrize("source", ["environment", "file", "option"])
@@ -52,16 +31,6 @@ def test_a_lane_with_slots_set_does_not_grow_even_if_they_equal_the_default(sour
     assert lane(settings, "batch").most_slots == 32, "nobody said how many"
 
 
-def test_contradicting_numbers_of_slots_are_reported_together() -> None:
-    told = wrong("[lanes.batch]\nslots = 4\nslots_min = 5\nslots_max = 3")
-    assert (
-        "lanes.batch.slots_min in given.toml, lanes.batch.slots in given.toml: slots_min (5) is above slots (4)" in told
-    )
-    assert (
-        "lanes.batch.slots_max in given.toml, lanes.batch.slots in given.toml: slots_max (3) is below slots (4)" in told
-    )
-
-
 def test_options_override_environment_overrides_dotenv_overrides_toml() -> None:
     toml = "[lanes.batch]\nslots = 1\nmax_tokens = 1\nmax_attempts = 1\ncall_timeout_s = 1"
     Path(".env").write_text(
@@ -72,14 +41,6 @@ def test_options_override_environment_overrides_dotenv_overrides_toml() -> None:
     batch = lane(load(toml, env=env, lanes={"batch": {"slots": 4}}), "batch")
 
     assert (batch.call_timeout_s, batch.max_tokens, batch.max_attempts, batch.slots) == (1, 2, 3, 4)
-
-
-def test_a_table_replaces_that_of_an_earlier_source() -> None:
-    toml = '[models.fallbacks]\n"claude-sonnet-5-5" = "claude-haiku-5-5"'
-
-    settings = load(toml, models={"fallbacks": {"claude-opus-5-5": "claude-sonnet-5-5"}})
-
-    assert settings.models.fallbacks == {"claude-opus-5-5": "claude-sonnet-5-5"}
 
 
 def test_variables_of_others_in_dotenv_and_environment_are_ignored() -> None:
@@ -199,12 +160,6 @@ def test_a_user_without_a_home_has_its_store_in_var_lib(monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "home", none)
 
     assert load().store.startswith("sqlite:////var/lib/lanekeeper/lane-localhost-")
-
-
-def test_speakers_is_a_list_of_users() -> None:
-    assert load().speakers == ()
-    assert load(env={"LANEKEEPER_SPEAKERS": "gateway, other"}).speakers == ("gateway", "other")
-    assert load(env={"LANEKEEPER_SPEAKERS": '["gateway", "o ther@x"]'}).speakers == ("gateway", "o ther@x")
 
 
 @pytest.mark.parametrize("said", ["{", "{}", "[", '"gateway"', "gateway, {", '[""]', '[" gateway"]', '{"gateway": 1}'])
@@ -372,14 +327,6 @@ def test_a_dotenv_file_cannot_send_a_key_of_the_environment_to_another_host(prov
     load(env=key)
 
 
-def test_a_lanes_models_are_a_list_that_contains_its_default_model() -> None:
-    env = {"LANEKEEPER_LANES__BATCH__MODELS": "claude-haiku-5-5, claude-opus-5-5"}
-    assert lane(load(env=env), "batch").models == frozenset({"claude-haiku-5-5", "claude-opus-5-5"})
-
-    env = {"LANEKEEPER_LANES__BATCH__MODELS": '["claude-opus-5-5"]'}
-    assert "models leaves out the lane's own model, claude-haiku-5-5" in wrong(env=env)
-
-
 def test_contradicting_values_are_reported_under_the_names_that_were_set() -> None:
     told = wrong(env={"LANEKEEPER_RETRY__BASE_S": "100"})
 
@@ -402,17 +349,6 @@ def test_batches_in_which_no_request_would_be_put_are_wrong(given: dict[str, str
     assert f"batches.least_s {values}" in told
 
 
-def test_the_default_lane_has_no_batches_if_its_deadlines_leave_no_time_for_them() -> None:
-    short = {"LANEKEEPER_LANES__BATCH__DEADLINE_MAX_S": "60", "LANEKEEPER_LANES__BATCH__DEADLINE_S": "60"}
-    assert not load(env=short).lanes["batch"].batches.enabled
-    assert "no request would be put into a batch" in wrong(
-        env={**short, "LANEKEEPER_LANES__BATCH__BATCHES__ENABLED": "true"}
-    )
-    soon = {"LEAST_S": "50", "PROMOTE_S": "20"}
-    given = {f"LANEKEEPER_LANES__BATCH__BATCHES__{name}": value for name, value in soon.items()}
-    assert load(env={**short, **given}).lanes["batch"].batches.enabled, "these leave time"
-
-
 def test_reply_patterns_must_match_the_whole_name() -> None:
     rule = load(env={"LANEKEEPER_REPLY_TO__ALLOW": "crm.*,orders.replies"}).reply_rule()
 
@@ -428,51 +364,6 @@ def test_a_ca_file_without_a_certificate_is_reported() -> None:
     assert "ca_file, cert_file or key_file cannot be used" in wrong(env={"LANEKEEPER_TLS__CERT_FILE": "ca.pem"})
     assert "key_file is given without cert_file" in wrong(env={"LANEKEEPER_TLS__KEY_FILE": "ca.pem"})
     assert load().tls.given_context() is None
-
-
-def test_the_complete_url_for_spans_comes_before_the_collectors() -> None:
-    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://b:2/spans"}
-
-    assert load(env=env).traces_url == "http://b:2/spans"
-    assert load(env={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1"}).traces_url == "http://a:1/v1/traces"
-    assert load().traces_url is None
-
-
-def test_while_simulating_batches_are_gathered_for_a_second_unless_the_time_is_set() -> None:
-    plain, given = load(), load(env={"LANEKEEPER_LANES__BATCH__BATCHES__WINDOW_S": "3"})
-
-    batches = simulating(plain, "http://127.0.0.1:1").lanes["batch"].batches
-    assert (batches.enabled, batches.window_s, batches.first_poll_s) == (True, 1, 1)
-    assert simulating(given, "http://127.0.0.1:1").lanes["batch"].batches.window_s == 3
-    assert plain.lanes["batch"].batches.window_s == 20
-
-
-def test_while_simulating_the_only_providers_are_named_so_and_have_the_limits_of_the_first() -> None:
-    env = {
-        "ANTHROPIC_API_KEY": SECRET,
-        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "60",
-        "LANEKEEPER_PROVIDERS__SPARE__API_KEY": SECRET,
-        "LANEKEEPER_PROVIDERS__SPARE__BASE_URL": "http://127.0.0.1:1",
-        "LANEKEEPER_LANES__BATCH__PROVIDERS": "spare",
-    }
-    after = simulating(load(env=env), "http://127.0.0.1:1234")
-
-    spec = after.routes_spec()
-    assert ([each.name for each in spec.providers], spec.lanes) == (["simulated", "simulated-openai"], {})
-    assert after.budget_spec().accounts["simulated"].requests == 60
-    assert after.api_key is None
-
-
-def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        load().namespace = "x"
-    with pytest.raises(ValidationError, match="frozen"):
-        load().retry.base_s = 1
-    with pytest.raises(ValidationError) as refused:
-        Settings(namespace=SECRET.upper(), management_url=SECRET)  # type: ignore[arg-type]
-    assert SECRET not in str(refused.value).lower()
-    with pytest.raises(ValidationError, match="no_setting"):
-        Settings(no_setting=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -495,34 +386,3 @@ def test_settings_cannot_be_changed_and_their_own_errors_quote_no_value() -> Non
 )
 def test_metrics_are_sent_to_the_collector_unless_turned_off(env: dict[str, str], url: str | None) -> None:
     assert load(env=env).metrics_url == url
-
-
-def test_operators_are_the_brokers_own_user_unless_others_are_named() -> None:
-    env = {"LANEKEEPER_AMQP_URL": f"amqp://app:{SECRET}@host/"}
-    assert load(env=env).operators == ("app",)
-    assert load(env={**env, "LANEKEEPER_CONTROL__OPERATORS": "ops"}).operators == ("ops",)
-
-
-def test_a_cancellation_of_an_unseen_request_is_kept_past_the_longest_deadline_of_all_lanes() -> None:
-    settings = load(env={"LANEKEEPER_LANES__NORMAL__DEADLINE_MAX_S": "1000000"})
-    assert settings.store_spec().cancelled_s == 1_000_000 + SEEN_LATE_S
-
-
-def test_addresses_of_bodies_that_are_not_on_the_web_are_stores() -> None:
-    settings = load(env={"LANEKEEPER_BODIES__ALLOW": "https://a.example/x/,s3://b/y/,http://c"})
-    assert [store.url for store in settings.bodies.allowed_stores()] == ["s3://b/y"]
-
-
-@pytest.mark.parametrize(
-    ("env", "mib"),
-    [
-        ({}, 32),  # the default store is a file, with a folder for large bodies beside it
-        ({"LANEKEEPER_STORE_URL": "redis://localhost"}, 16),
-        ({"LANEKEEPER_STORE_URL": "redis://localhost", "LANEKEEPER_BODIES__URL": "file:///bodies"}, 32),
-        ({"LANEKEEPER_RESULTS__ANSWER_BYTES": str(4 << 20)}, 4),
-    ],
-)
-def test_with_a_store_for_large_bodies_answers_may_have_32_mib_and_without_it_16(env: dict[str, str], mib: int) -> None:
-    settings = load(env=env)
-    assert settings.answer_bytes == mib << 20
-    assert (settings.body_store() is None) == (settings.bodies_url is None) == (mib == 16)

@@ -29,7 +29,3 @@ def test_kills_are_read_from_both_versions_of_cgroups(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
     assert memory_kills(tmp_path) == kills
-
-
-def test_without_cgroups_nothing_is_known(tmp_path: Path) -> None:
-    assert memory_kills(tmp_path) is None

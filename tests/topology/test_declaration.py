@@ -1,12 +1,10 @@
 """The topology that is declared, by version of the broker."""
 
-from dataclasses import replace
-
 import pytest
 
 from lanekeeper.contract.names import Names
 from topology.declaration import Broker, Exchange, Queue, Topology, declare
-from topology.lanes import BATCH, CRITICAL, DEFAULT_LANES
+from topology.lanes import DEFAULT_LANES
 
 VERSIONS = ("4.3.6", "4.0.5", "3.10.8")
 
@@ -51,32 +49,6 @@ def test_text_that_is_no_version_is_refused(version: str) -> None:
         declared(version)
 
 
-@pytest.mark.parametrize("version", ["4.3.6", "4.0.5"])
-def test_from_4_0_on_an_intake_is_a_quorum_queue_with_a_length_limit_and_a_delivery_limit(version: str) -> None:
-    assert declared(version).queue("lane.critical").arguments == {
-        "x-queue-type": "quorum",
-        "x-queue-leader-locator": "balanced",
-        "x-max-length": 10_000,
-        "x-max-length-bytes": 1024**3,
-        "x-overflow": "reject-publish",
-        "x-delivery-limit": 20,
-        "x-dead-letter-exchange": "lane.fallen",
-        "x-dead-letter-strategy": "at-least-once",
-    }
-
-
-def test_before_4_0_an_intake_is_a_classic_queue_with_a_length_limit_and_priorities() -> None:
-    assert declared("3.10.8").queue("lane.critical").arguments == {
-        "x-queue-type": "classic",
-        "x-queue-master-locator": "min-masters",
-        "x-max-priority": 9,
-        "x-max-length": 10_000,
-        "x-max-length-bytes": 1024**3,
-        "x-overflow": "reject-publish",
-        "x-dead-letter-exchange": "lane.fallen",
-    }
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_due_queues_never_refuse_a_message(version: str) -> None:
     assert declared(version).queue("lane.batch.due").arguments == {
@@ -99,13 +71,6 @@ def test_delays_survive_a_restart_of_the_broker(version: str) -> None:
     assert all(each.arguments["x-overflow"] == "reject-publish" for each in queues)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_one_worker_collects_the_batches(version: str) -> None:
-    alone = {each.name for each in declared(version).queues if each.arguments.get("x-single-active-consumer") is True}
-
-    assert alone == {"lane.batches", "lane.tickets"}
-
-
 @pytest.mark.parametrize(
     ("version", "limit"), [("4.3.6", {"x-delivery-limit": -1}), ("4.0.5", {"x-delivery-limit": -1}), ("3.10.8", {})]
 )
@@ -126,23 +91,6 @@ def test_no_target_of_dead_lettering_is_limited_and_no_queue_changes_the_routing
 
     assert not [each.name for each in topology.queues if each.name in fed and "x-max-length" in each.arguments]
     assert not [each.name for each in topology.queues if "x-dead-letter-routing-key" in each.arguments]
-
-
-def test_each_control_message_is_delivered_to_one_worker() -> None:
-    bound = {each.routing_key for each in declared("4.3.6").bindings if each.source == "lane.control"}
-
-    assert bound == {"cancel", "result", "#"}
-
-
-def test_unroutable_messages_go_to_lane_fallen() -> None:
-    topology = declared("4.3.6")
-    alternates = {each.name: each.arguments.get("alternate-exchange") for each in topology.exchanges}
-
-    assert {name for name, alternate in alternates.items() if alternate == "lane.fallen"} == {
-        "lane.requests",
-        "lane.due",
-        *(f"lane.delay.{level:02d}" for level in range(29)),
-    }
 
 
 def test_only_the_internal_exchange_leads_to_due_queues() -> None:
@@ -184,14 +132,3 @@ def test_all_names_follow_the_namespace() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_no_queue_sets_its_number_of_members_so_existing_queues_can_be_declared_again(version: str) -> None:
     assert not any("x-quorum-initial-group-size" in queue.arguments for queue in declared(version).queues)
-
-
-def test_the_number_of_side_exchanges_is_that_of_the_lane_with_the_most_side_queues() -> None:
-    lanes = (replace(CRITICAL, side_queues=1), replace(BATCH, side_queues=3))
-    topology = declare(lanes, names=Names(), broker_version="4.3.6")
-
-    queues = {binding.destination for binding in topology.bindings if binding.source.startswith("lane.side")}
-    assert {each.name for each in topology.exchanges if ".side" in each.name} == {
-        Names().side_exchange(number) for number in range(3)
-    }
-    assert queues == {Names().side(lane.name, number) for lane in lanes for number in range(lane.side_queues)}

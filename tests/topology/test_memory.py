@@ -15,14 +15,6 @@ def fill(held: HeldBytes, holder: str, size: int = 1) -> int:
     return count
 
 
-def test_one_holder_gets_half_of_the_bound_and_leaves_room_for_others() -> None:
-    held = HeldBytes(120)
-    assert fill(held, "batch") == 60
-    assert fill(held, "normal") == 30
-    assert fill(held, "critical") == 15
-    assert held.in_all == 105
-
-
 def test_what_is_released_goes_to_what_waits_in_order_and_its_room_is_kept_for_its_return() -> None:
     async def story() -> None:
         held, back = HeldBytes(100), list[str]()
@@ -71,22 +63,6 @@ def test_what_waits_for_ten_minutes_is_given_back_without_room_however_much_it_i
         await asyncio.sleep(GIVEN_BACK_AFTER_S + LATE_S + 1)
         assert (room, sorted(back)) == ([0], [*range(1, 60)])
         assert held.in_all == 50, "more than the bound would be in memory when they are delivered again"
-        assert held.waiting == 0
-
-    virtually(story())
-
-
-def test_what_is_forgotten_makes_room_for_what_waits_behind_it() -> None:
-    async def story() -> None:
-        held, back = HeldBytes(100), list[str]()
-        fill(held, "batch", 10)
-        large = held.wait("batch", 30, lambda: back.append("large"))
-        held.wait("batch", 10, lambda: back.append("small"))
-        held.release("batch", 10)
-        assert not back
-        held.forget(large)
-        assert back == ["small"]
-        held.forget(large)
         assert held.waiting == 0
 
     virtually(story())

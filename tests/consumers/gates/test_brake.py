@@ -7,10 +7,9 @@ import pytest
 from typing_extensions import override
 
 from consumers.brake import Brake
-from consumers.gates import BrakeGate, refuse_if_late
+from consumers.gates import BrakeGate
 from consumers.job import Job
-from consumers.outcomes import Deferred, Outcome, Refused
-from consumers.providers.breakers import Breakers
+from consumers.outcomes import Deferred, Outcome
 from consumers.state.base import Pause
 from lanekeeper.contract import names as n
 from tests.support.completions import answered
@@ -96,14 +95,3 @@ async def test_a_request_that_has_ended_is_answered_by_the_claim_gate() -> None:
     await world.bench.claiming.claim(job)
     await world.bench.claiming.complete(job, answered())
     assert await world.enter(world.job()) is None
-
-
-async def test_a_late_request_is_told_why_it_waited_before_what_is_wrong_with_providers() -> None:
-    world = World(a_pause("provider", "one"))
-    await world.brake.read()
-    job, breakers = world.job(deadline_ms=1000), Breakers(brake=world.brake)
-    found = await refuse_if_late(job, decoded(job), breakers=breakers, now_ms=lambda: NOW_MS + 1000)
-    assert isinstance(found, Refused)
-    assert found.problem.code == "deadline_exceeded"
-    assert "; provider one was paused by an operator at 20" in found.problem.detail
-    assert "too dear" not in found.problem.brief

@@ -178,20 +178,6 @@ def test_after_a_failed_call_the_reservation_moves_to_another_account_and_the_fi
     story(tell, ONE, TWO)
 
 
-def test_after_a_failed_call_without_budget_elsewhere_the_reservation_stays() -> None:
-    async def tell(on: Ground) -> None:
-        await on.spend("two/m2")
-        job = on.job()
-        await on.enter(job)
-        kept = job.reserved
-        assert not await on.gate.move(job, decoded(job), TWO, None)
-
-        assert job.reserved is kept
-        assert on.budgets.waiting() == {}
-
-    story(tell, ONE, TWO)
-
-
 SLOTS = 3
 
 

@@ -17,16 +17,14 @@ from consumers.outcomes import (
     Answered,
     Deferred,
     Outcome,
-    PipelineAdvanced,
     Replayed,
     Superseded,
 )
 from consumers.state.base import Completion, Ended, Granted, Running, Stop
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
-from tests.support.jobs import NOW_MS, Bench, Told, decoded, read, routes_of
+from tests.support.jobs import NOW_MS, Bench, decoded, read, routes_of
 from tests.support.virtual_time import virtually
-from topology.codec.headers import FlowHop
 
 ANSWERED = Answered(body=b"{}", model="m", provider="p")
 
@@ -94,18 +92,6 @@ async def test_a_copy_that_was_worked_on_before_may_still_have_to_be_dead_letter
     ended = Completion(status="ok", code="", body=b"{}", headers={}, ended_ms=1)
     found = await ground.enter(Ended(completion=ended, is_same_message=is_same_message), ground.job(delivery=delivery))
     assert found == Replayed(completion=ended, buries=is_same_message and redelivered)
-
-
-@pytest.mark.parametrize(("answer", "released"), [(None, [NOW_MS + 7]), (ANSWERED, [])])
-async def test_the_progress_of_a_pipeline_is_told_and_its_claim_kept_until_its_steps_answer_is_stored(
-    answer: Answered | None, released: list[int]
-) -> None:
-    ground, flow = Ground(), FlowHop(step="b", deadline_ms=NOW_MS)
-    some, progress = ground.job(), Told()
-    some.progress = progress
-    step = PipelineAdvanced(flow=flow, state=b"", lane="critical", step="a", answer=answer, delay_ms=7, done=1, of=3)
-    assert await ground.leave(some, step) == released
-    assert progress.told == [("step", {"step": "b", "done": 1, "of": 3})]
 
 
 CONTENT = json.dumps({"model": "claude-x", "max_tokens": 7, "messages": [{"role": "user", "content": "hi"}]}).encode()

@@ -366,10 +366,3 @@ def test_available_budget_is_used_while_any_request_waits(flood: list[tuple[int,
         most = [sum(max(w.amounts[each] for w in bench.waiting) for _ in range(3)) for each in range(3)]
         idle = [bench.account.buckets[each].level - sum(SHARES) * BURST[each] for each in range(3)]
         assert any(idle[each] <= most[each] for each in range(3))
-
-
-REQUESTS, INPUT, OUTPUT = range(3)
-
-
-INPUT_LIMIT, INPUT_LEFT = (f"anthropic-ratelimit-input-tokens-{what}" for what in ("limit", "remaining"))
-LIMIT, LEFT, RESET = (f"anthropic-ratelimit-requests-{what}" for what in ("limit", "remaining", "reset"))

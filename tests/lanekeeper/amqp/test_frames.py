@@ -14,7 +14,7 @@ from pamqp import frame
 from pamqp.commands import Basic, Channel, Connection
 from pamqp.header import ContentHeader
 
-from lanekeeper.amqp.tolerant import Properties, encoded, message_of, readable_header, readable_method, write_table
+from lanekeeper.amqp.tolerant import encoded, message_of, readable_header, readable_method, write_table
 from lanekeeper.contract.messages import UNREADABLE, Headers, Message
 from tests.support.examples import examples
 
@@ -179,23 +179,11 @@ def test_text_of_others_that_is_not_utf_8_is_read_without_becoming_longer(method
         assert getattr(found, name) == expected
 
 
-def test_aiormq_writes_a_publish_with_our_encoding_and_matches_its_return_by_another_id() -> None:
-    message = Message(body=b"{}", message_id="id-1", headers={"double": 1e300})
-    properties = Properties(message, as_id="mine")
-    written = frame.marshal(ContentHeader(body_size=2, properties=properties), 7)
-    assert written[7 + 12 : -1] == encoded(message)
-    assert properties.message_id == "mine"
-
-
 @pytest.mark.parametrize("id", ["id-1", "ü" * 100, ""])
 def test_a_returned_message_keeps_its_id_for_aiormq(id: str) -> None:
     payload = struct.pack(">HHQ", 60, 0, 0) + encoded(Message(body=b"", message_id=id, headers={"double": 1e300}))
     assert read(readable_header(payload, of_return=True), kind=2).properties.message_id == id
     assert not read(readable_header(payload, of_return=False), kind=2).properties.message_id
-
-
-def test_a_property_that_could_not_be_read_is_not_published() -> None:
-    assert round_trip(Message(body=b"", headers={UNREADABLE: "headers", "a": 1})).headers == {"a": 1}
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63) - 1, object(), Decimal("1E300")])

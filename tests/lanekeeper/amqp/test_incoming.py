@@ -19,7 +19,6 @@ from typing_extensions import override
 from lanekeeper.amqp import connection as connections_of_ours
 from lanekeeper.amqp.driver import Incoming, Outgoing, translate_broker_errors
 from lanekeeper.amqp.tolerant import message_of
-from lanekeeper.backoff import LEAST_S, pause_s
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerUnreachable
 
@@ -68,18 +67,6 @@ def outgoing(socket: Socket) -> Outgoing:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     return Outgoing(socket, asyncio.StreamReaderProtocol(reader), reader, loop)
-
-
-async def test_frames_that_are_written_in_one_turn_of_the_loop_reach_the_socket_together_and_in_order() -> None:
-    socket = Socket()
-    writer = outgoing(socket)
-    for data in (b"1", b"2", b"3"):
-        writer.write(data)
-    assert socket.written == []
-    await asyncio.sleep(0)
-    writer.write(b"4")
-    await writer.drain()
-    assert socket.written == [b"123", b"4"]
 
 
 async def test_frames_are_written_before_the_socket_is_closed_and_none_afterwards() -> None:
@@ -211,11 +198,6 @@ async def test_a_lost_connection_becomes_our_typed_error(raised: Exception) -> N
         raise raised
 
 
-async def test_a_programming_error_is_not_translated() -> None:
-    with pytest.raises(ValueError, match="ours"), translate_broker_errors("no channel"):
-        raise ValueError("ours")
-
-
 async def test_a_broker_that_closes_the_connection_as_it_is_opened_is_unreachable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -239,9 +221,3 @@ async def test_a_broker_that_closes_the_connection_as_it_is_opened_is_unreachabl
         monkeypatch.setattr(FrameReceiver, "get_frame", at_eof)
         with pytest.raises(BrokerUnreachable, match="closed the connection as it was opened"):
             await anext(connections(url))
-
-
-@pytest.mark.parametrize("failures", [0, 3, 1024, 100_000])
-def test_a_pause_is_bounded_after_any_number_of_failures(failures: int) -> None:
-    for _ in range(50):
-        assert LEAST_S <= pause_s(failures, first_s=0.25, cap_s=2.5) <= 2.5

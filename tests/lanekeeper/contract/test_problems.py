@@ -90,8 +90,3 @@ def test_a_retryable_problem_says_how_to_retry(code: str) -> None:
 def test_provider_rejected_has_the_providers_status() -> None:
     problem = RequestProblem("provider_rejected", "402 billing_error: …", status=402)
     assert json.loads(problem.document(request="r", attempts=1))["status"] == 402
-
-
-def test_logs_get_the_brief_text_if_there_is_one_and_else_the_detail_without_quotes() -> None:
-    assert RequestProblem("internal", "said: secret", brief="said").brief == "said"
-    assert RequestProblem("too_large", "3 bytes").brief == "3 bytes"

@@ -87,10 +87,6 @@ def test_the_deadline_of_a_call_is_its_callers_timeout_and_one_attempt_may_take_
     assert deadline_ms("critical", **headers) == (expected_ms, expected_ms / 1000)
 
 
-def test_the_deadline_of_a_submitted_request_is_the_lanes() -> None:
-    assert deadline_ms("critical", "requests", x_stainless_timeout="7") == (120_000, 60)
-
-
 @pytest.mark.parametrize(
     ("chose_id", "cancel_abandoned", "is_cancelled"), [(False, True, True), (True, True, False), (False, False, False)]
 )

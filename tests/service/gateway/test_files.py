@@ -16,13 +16,13 @@ from anthropic import AsyncAnthropic
 from anthropic.types import FileNotDownloadableError, StorageQuotaExceededError
 
 from consumers.state.base import StoredFile, StoreUnavailable
-from service.config.settings import FilesSettings, ProviderSettings
+from service.config.settings import FilesSettings
 from service.gateway import files
 from service.gateway.access import hash_of
 from service.simulated.app import SimulatedAPI
 from tests.service.gateway.test_lookups import get, provider, sdk
 from tests.support.faulty_api import FaultyAPI
-from tests.support.gate import SETTINGS, Alone
+from tests.support.gate import Alone
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -72,27 +72,6 @@ async def test_the_sdk_gets_the_same_as_from_the_api(tmp_path: Path) -> None:
         assert await calls(ours) == await calls(own)
 
 
-async def test_nobody_sees_the_file_of_another_tenant(tmp_path: Path) -> None:
-    async with (
-        SimulatedAPI() as api,
-        Alone(folder=tmp_path, provider=api.base_url, keys=KEYS) as made,
-        sdk(made.url, "crm") as crm,
-        sdk(made.url, "shop") as shop,
-    ):
-        id = (await crm.files.upload(file=text())).id
-        for call in (shop.files.retrieve_metadata, shop.files.delete, shop.files.download):
-            with pytest.raises(anthropic.NotFoundError) as caught:
-                await call(id)
-            assert caught.value.body["error"] == {"type": "not_found_error", "message": f"File not found: {id}"}  # type: ignore[index]
-        assert await ids(shop) == await ids(shop, ids=[id]) == []
-        block: Any = {"type": "document", "source": {"type": "file", "file_id": id}}
-        asked: Any = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": [block]}]}
-        assert (await crm.messages.count_tokens(**asked)).input_tokens
-        with pytest.raises(anthropic.NotFoundError):
-            await shop.messages.count_tokens(**asked)
-        assert await ids(crm) == [id]
-
-
 async def test_a_file_that_a_tool_made_is_downloaded_and_no_browser_shows_it_under_the_gateways_address(
     tmp_path: Path,
 ) -> None:
@@ -113,20 +92,6 @@ async def test_a_file_that_a_tool_made_is_downloaded_and_no_browser_shows_it_und
 async def noted(made: Alone, id: str, **fields: Any) -> None:
     file = StoredFile(**{"id": id, "tenant": "", "provider": "anthropic", "created_ms": 1, **fields})
     assert await made.store.keep_file(file)
-
-
-async def test_a_file_goes_to_the_first_provider_of_the_lane_and_is_found_there_by_every_lane(tmp_path: Path) -> None:
-    async with SimulatedAPI() as first, SimulatedAPI() as other:
-        second = ProviderSettings.model_validate({"base_url": other.base_url, "api_key": "sk-other"})
-        lanes = dict(SETTINGS.lanes)
-        lanes["batch"] = lanes["batch"].model_copy(update={"providers": ("other", "anthropic")})
-        settings = {"providers": {"other": second}, "lanes": lanes}
-        made = Alone(folder=tmp_path, provider=first.base_url, settings=settings)
-        async with made, sdk(made.url) as client:
-            here = await client.files.upload(file=text())
-            there = await client.files.upload(file=text(name="b"), extra_headers={"x-lane-name": "batch"})
-            assert (len(first.files.ids), len(other.files.ids)) == (1, 1)
-            assert sorted(await ids(client)) == sorted({here.id, there.id})
 
 
 async def sent(url: str, body: Any, **headers: str) -> tuple[int, Any]:

@@ -58,20 +58,6 @@ class Store(SqliteStore):
         return [Look(last=after + 1) if me.id in self.news else None for me, after in wanted]
 
 
-async def test_one_look_serves_all_and_ends_when_nobody_waits() -> None:
-    store = Store()
-    poller = Poller(store, ACCESS, followers=9)
-    waiting = [asyncio.create_task(poller.news(Identity("", str(number)), number)) for number in range(70)]
-    await until(lambda: store.asked[-1:] == [70])
-    store.news = {"3", "4"}
-    await until(lambda: store.asked[-1] == 68)
-    store.news |= {str(number) for number in range(70)}
-    looks = await asyncio.gather(*waiting)
-
-    assert [look and look.last for look in looks] == list(range(1, 71))
-    await poller.aclose()
-
-
 async def test_a_store_that_is_away_is_waited_for_and_a_fault_of_ours_is_logged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -51,14 +51,6 @@ def test_a_tenant_that_holds_more_than_its_share_keeps_it_and_gets_no_more() -> 
     assert limit.used == 0
 
 
-async def test_small_bodies_are_parsed_at_once_and_others_in_a_thread(parsing: BodyParsing) -> None:
-    async def thread_of(size: float) -> str:
-        return await parsing.run(size, lambda: threading.current_thread().name)
-
-    assert await thread_of(100) == "MainThread"
-    assert (await thread_of(PACKED)).startswith("parsing")
-
-
 async def test_a_body_whose_turn_does_not_come_is_refused(
     parsing: BodyParsing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,12 @@
 """The simulated batches as the vendor's own client sees them."""
 
-import asyncio
 from decimal import Decimal
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from anthropic.types.messages import MessageBatch, MessageBatchIndividualResponse
+from anthropic.types.messages import MessageBatchIndividualResponse
 
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
@@ -16,7 +15,6 @@ from tests.support.faulty_api import FaultyAPI
 pytestmark = pytest.mark.slow
 
 MODEL = "claude-haiku-5-5"
-NEVER = BatchOptions(processing_s=1e9)
 
 
 def params(prompt: str = "hello", **more: Any) -> Any:
@@ -29,36 +27,6 @@ def asking(*prompts: str) -> Any:
 
 async def results(sdk: AsyncAnthropic, id: str) -> dict[str, MessageBatchIndividualResponse]:
     return {line.custom_id: line async for line in await sdk.messages.batches.results(id)}
-
-
-async def test_a_batch_is_processed_and_its_results_are_read(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
-    created = await sdk.messages.batches.create(requests=asking("one", "two", "three"))
-
-    assert isinstance(created, MessageBatch)
-    assert (created.type, created.processing_status, created.results_url) == ("message_batch", "in_progress", None)
-    assert created.request_counts.processing == 3
-    assert (created.expires_at - created.created_at).total_seconds() == 24 * 3600
-    ended = await sdk.messages.batches.retrieve(created.id)
-    assert (ended.processing_status, ended.request_counts.succeeded) == ("ended", 3)
-    assert ended.results_url == f"{api.base_url}/v1/messages/batches/{created.id}/results"
-    assert ended.ended_at is not None
-    lines = await results(sdk, created.id)
-    assert sorted(lines) == ["r-0", "r-1", "r-2"]
-    found = lines["r-1"].result
-    assert found.type == "succeeded"
-    assert found.message.content[0].text == "echo: two"  # type: ignore[union-attr]
-    assert found.message.usage.service_tier == "batch"
-
-
-async def test_results_come_in_another_order_unless_the_option_says_so(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
-    asked = asking(*map(str, range(50)))
-    ids = [each["custom_id"] for each in asked]
-    shuffled = await sdk.messages.batches.create(requests=asked)
-    await sdk.messages.batches.retrieve(shuffled.id)
-
-    assert list(await results(sdk, shuffled.id)) != ids
-    api.configure(SimulatedOptions(batches=BatchOptions(is_shuffled=False)))
-    assert list(await results(sdk, shuffled.id)) == ids
 
 
 async def test_a_request_fails_alone(sdk: AsyncAnthropic) -> None:
@@ -114,67 +82,6 @@ async def test_a_batch_that_is_wrong_as_a_whole_is_refused(
     assert not api.batches.all
 
 
-async def test_size_and_queue_have_limits(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
-    api.configure(SimulatedOptions(batches=BatchOptions(bytes=5000, enqueued=3, processing_s=1e9)))
-    with pytest.raises(anthropic.ContentTooLargeError):
-        await sdk.messages.batches.create(requests=asking("x" * 6000))
-    first = await sdk.messages.batches.create(requests=asking("a", "b"))
-
-    with pytest.raises(anthropic.RateLimitError):
-        await sdk.messages.batches.create(requests=asking("c", "d"))
-
-    await sdk.messages.batches.cancel(first.id)
-    await sdk.messages.batches.create(requests=asking("c", "d"))
-
-
-async def test_a_list_has_pages_of_the_newest_first(sdk: AsyncAnthropic) -> None:
-    ids = [(await sdk.messages.batches.create(requests=asking("a"))).id for _ in range(5)][::-1]
-
-    assert [batch.id async for batch in sdk.messages.batches.list(limit=2)] == ids
-    page = await sdk.messages.batches.list(limit=2, after_id=ids[1])
-    assert ([batch.id for batch in page.data], page.has_more) == (ids[2:4], True)
-    page = await sdk.messages.batches.list(limit=2, before_id=ids[3])
-    assert ([batch.id for batch in page.data], page.has_more) == (ids[1:3], True)
-    assert [batch.id async for batch in sdk.messages.batches.list(limit=2, before_id=ids[4])] == [*ids[2:4], *ids[:2]]
-    with pytest.raises(anthropic.BadRequestError):
-        await sdk.messages.batches.list(limit=1001)
-
-
-async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_then(
-    sdk: AsyncAnthropic, api: FaultyAPI
-) -> None:
-    api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9, cancelling_s=0.05)))
-    batch = await sdk.messages.batches.create(requests=asking("[[latency: 1ms]] quick", "slow"))
-    running = await sdk.messages.batches.retrieve(batch.id)
-    assert (running.processing_status, running.request_counts.processing) == ("in_progress", 2)
-    with pytest.raises(anthropic.AnthropicError, match="results_url"):
-        await sdk.messages.batches.results(batch.id)
-    with pytest.raises(anthropic.BadRequestError):
-        await sdk.messages.batches.delete(batch.id)
-
-    cancelled = await sdk.messages.batches.cancel(batch.id)
-
-    assert (cancelled.processing_status, cancelled.cancel_initiated_at is None) == ("canceling", False)
-    async with asyncio.timeout(10):
-        while (await sdk.messages.batches.retrieve(batch.id)).processing_status != "ended":
-            pass
-    kinds = {id: line.result.type for id, line in (await results(sdk, batch.id)).items()}
-    assert kinds == {"r-0": "succeeded", "r-1": "canceled"}
-    assert (await sdk.messages.batches.delete(batch.id)).type == "message_batch_deleted"
-    with pytest.raises(anthropic.NotFoundError):
-        await sdk.messages.batches.retrieve(batch.id)
-
-
-async def test_what_is_not_done_in_time_expires(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
-    api.configure(SimulatedOptions(batches=BatchOptions(expires_s=0.001)))
-    batch = await sdk.messages.batches.create(requests=asking("quick", "[[fault: hang]] slow"))
-    async with asyncio.timeout(10):
-        while (await sdk.messages.batches.retrieve(batch.id)).processing_status != "ended":
-            pass
-
-    assert {line.result.type for line in (await results(sdk, batch.id)).values()} == {"succeeded", "expired"}
-
-
 async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     batches = sdk.messages.batches
     api.batches.fail("create", "overloaded x2")
@@ -215,8 +122,3 @@ async def test_the_ledger_bills_answers_alone_and_those_of_batches_by_half(sdk: 
         "created": 1, "processing": 0, "requests": {"errored": 1, "expired": 1, "succeeded": 1}
     }  # fmt: skip
     assert api.stats()["usd"]["batch"] == float(api.ledger.batch_usd)
-
-
-async def test_a_live_call_ignores_the_faults_of_batches(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
-    assert (await sdk.messages.create(**params("[[fault: expired]]"))).stop_reason == "end_turn"
-    assert api.calls[0].outcome == "ok"

@@ -1,6 +1,6 @@
 import pytest
 
-from service.simulated.faults import NO_SCRIPT, Fault, Faults, parse_script, parse_share
+from service.simulated.faults import NO_SCRIPT, Fault, Faults
 
 
 def test_a_fault_is_parsed_with_its_parameters() -> None:
@@ -13,25 +13,6 @@ def test_a_fault_is_parsed_with_its_parameters() -> None:
 def test_a_malformed_fault_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError):
         Faults({}, seed=0).read(text)
-
-
-def test_the_share_of_a_fault_is_parsed_after_the_last_equals_sign() -> None:
-    assert parse_share("overloaded=0.3") == ("overloaded", 0.3)
-    assert parse_share("rate_limited retry_after=2=0.1") == ("rate_limited retry_after=2", 0.1)
-
-
-@pytest.mark.parametrize("text", ["overloaded=often", "overloaded=2", "overloaded=nan", "overloaded", "=0.5x"])
-def test_an_invalid_share_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not NAME=SHARE with a share from 0 to 1"):
-        parse_share(text)
-
-
-def test_a_script_may_contain_faults_latency_and_length() -> None:
-    script = parse_script("a [[fault: cut x1]] b [[ latency: 1s ]] c [[tokens:20]]")
-
-    assert script.faults == (Fault(name="cut", times=1),)
-    assert (script.latency_s, script.tokens) == (1.0, 20)
-    assert parse_script("no markers [here]") is NO_SCRIPT
 
 
 def test_the_same_seed_gives_the_same_faults_in_the_given_shares() -> None:

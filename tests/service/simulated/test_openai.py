@@ -1,6 +1,5 @@
 """The simulated OpenAI API, as OpenAI's own client reads it."""
 
-import math
 import ssl
 from collections.abc import AsyncIterator
 from typing import Any
@@ -37,23 +36,6 @@ class Place(BaseModel):
     at: str
 
 
-async def test_a_streamed_chat_completion_is_the_same_as_a_whole_one(sdk: AsyncOpenAI) -> None:
-    async with sdk.chat.completions.stream(
-        model=MODEL, messages=said("several words"), n=2, stream_options={"include_usage": True}
-    ) as stream:
-        streamed = await stream.get_final_completion()
-
-    whole = await sdk.chat.completions.create(model=MODEL, messages=said("several words"), n=2)
-    assert [choice.message.content for choice in whole.choices] == ["echo: several words"] * 2
-    assert [choice.message.content for choice in streamed.choices] == ["echo: several words"] * 2
-    assert [choice.finish_reason for choice in streamed.choices] == ["stop", "stop"]
-    assert streamed.usage is not None
-    assert whole.usage is not None
-    assert streamed.usage.completion_tokens == whole.usage.completion_tokens
-    chunks = await sdk.chat.completions.create(model=MODEL, messages=said("no usage"), stream=True)
-    assert [chunk.usage async for chunk in chunks if chunk.usage] == []
-
-
 async def test_a_function_is_called_until_its_result_comes_and_a_schema_is_followed(sdk: AsyncOpenAI) -> None:
     async with sdk.chat.completions.stream(model=MODEL, messages=said("where"), tools=[TOOL]) as stream:
         called = (await stream.get_final_completion()).choices[0]
@@ -69,52 +51,6 @@ async def test_a_function_is_called_until_its_result_comes_and_a_schema_is_follo
     assert parsed.choices[0].message.parsed == Place(at="here")
     of_response = await sdk.responses.parse(model=MODEL, input="here", text_format=Place)
     assert of_response.output_parsed == Place(at="here")
-
-
-async def test_a_streamed_response_is_the_same_as_a_whole_one(sdk: AsyncOpenAI) -> None:
-    for given in ({"input": "words"}, {"input": said("where"), "tools": [{"type": "function", **TOOL["function"]}]}):
-        whole = await sdk.responses.create(model=MODEL, **given)
-        async with sdk.responses.stream(model=MODEL, **given) as stream:
-            events = [event async for event in stream]
-            final = await stream.get_final_response()
-        assert [event.sequence_number for event in events] == list(range(len(events)))
-        assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
-        assert final.output_text == whole.output_text
-        assert [getattr(item, "arguments", None) for item in final.output] == [
-            getattr(item, "arguments", None) for item in whole.output
-        ]
-    cut = await sdk.responses.create(model=MODEL, input="many words " * 20, max_output_tokens=3)
-    assert cut.incomplete_details is not None
-    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-
-
-async def test_a_response_in_the_background_is_retrieved_streamed_again_cancelled_and_deleted(
-    sdk: AsyncOpenAI,
-) -> None:
-    begun = await sdk.responses.create(model=MODEL, input="[[latency: 200ms]] later", background=True)
-    assert begun.status == "queued"
-    again = await sdk.responses.retrieve(begun.id, stream=True, starting_after=4)
-    events = [event async for event in again]
-    assert (events[0].sequence_number, events[-1].type) == (5, "response.completed")
-    assert (await sdk.responses.retrieve(begun.id)).output_text == "echo: [[latency: 200ms]] later"
-
-    slow = await sdk.responses.create(model=MODEL, input="[[latency: 1h]] never", background=True)
-    assert (await sdk.responses.cancel(slow.id)).status == "cancelled"
-    await sdk.responses.delete(slow.id)
-    with pytest.raises(openai.NotFoundError):
-        await sdk.responses.retrieve(slow.id)
-
-
-async def test_each_input_has_a_vector_of_its_own_as_numbers_or_packed(sdk: AsyncOpenAI) -> None:
-    packed = await sdk.embeddings.create(model="text-embedding-3-small", input=["a", "b"])  # the client's default
-    plain = await sdk.embeddings.create(model="text-embedding-3-small", input=["a", "b"], encoding_format="float")
-
-    assert [each.embedding for each in packed.data] == [each.embedding for each in plain.data]
-    one, other = plain.data
-    assert (len(one.embedding), one.embedding == other.embedding) == (1536, False)
-    assert math.isclose(math.hypot(*one.embedding), 1, abs_tol=1e-4)
-    tokens = await sdk.embeddings.create(model="text-embedding-3-small", input=[[1, 2], [3]], dimensions=8)
-    assert [len(each.embedding) for each in tokens.data] == [8, 8]
 
 
 async def test_models_are_listed_in_the_format_of_whose_client_asks(sdk: AsyncOpenAI) -> None:

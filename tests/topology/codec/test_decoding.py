@@ -11,7 +11,7 @@ from lanekeeper.contract.messages import UNREADABLE, Message
 from lanekeeper.contract.problems import RequestProblem
 from tests.support.pictures import picture, png
 from topology.codec import decoding
-from topology.codec.decoding import Request, app_of
+from topology.codec.decoding import Request
 from topology.codec.headers import FlowHop, HopHeaders
 from topology.lanes import CRITICAL, LaneSpec
 
@@ -43,30 +43,9 @@ def test_the_short_form_may_have_a_system_prompt() -> None:
     assert asked["system"] == "be brief ✓"
 
 
-@pytest.mark.parametrize(
-    "content_type", [None, "", "application/json", "Application/JSON", "application/json; charset=utf-8"]
-)
-def test_content_types_of_json_are_accepted(content_type: str | None) -> None:
-    assert decode(message(content_type=content_type)).body == WHOLE
-
-
 def test_an_empty_property_counts_as_absent() -> None:
     """Some clients cannot leave one out."""
     assert decode(message(message_id="", type="", content_type="", content_encoding="")).body == WHOLE
-
-
-@pytest.mark.parametrize(
-    ("key", "app"),
-    [
-        ("critical.shop.chat.eu", "shop"),
-        ("critical.shop", "shop"),
-        ("critical", "unknown"),
-        ("critical..x", "unknown"),
-        ("", "unknown"),
-    ],
-)
-def test_the_application_is_the_second_word_of_the_routing_key(key: str, app: str) -> None:
-    assert app_of(key) == app
 
 
 # refused requests
@@ -235,19 +214,6 @@ def test_a_long_call_may_take_the_time_to_its_deadline() -> None:
     assert decode(message(), hop=flow).deadline_ms == NOW_MS + 77
 
 
-# headers that workers write
-
-
-def test_internal_headers_of_a_message_from_a_worker_are_read() -> None:
-    hop = HopHeaders(first_seen_ms=NOW_MS - 5000, due_ms=NOW_MS - 10, user_id="shop")
-    found = message(user_id="the-workers", headers={"x-death": [{"reason": "expired"}]})
-    request = decode(found, hop=hop)
-    assert (request.published.ms, request.due_ms) == (NOW_MS - 5000, NOW_MS - 10)
-    assert request.deadline_ms == NOW_MS - 10 + 120_000
-    assert request.start_ms == NOW_MS - 10
-    assert decode(found, hop=replace(hop, due_ms=NOW_MS - 6000)).start_ms == NOW_MS - 5000
-
-
 # times
 
 
@@ -288,23 +254,6 @@ def test_a_dead_letter_that_is_published_again_gets_a_new_deadline() -> None:
     hop = HopHeaders(attempts=1, first_seen_ms=first.published.ms, dead_at="2026-11-21T18:00:00Z")
     later = decoding.decode(message(headers=headers), lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS + 9000)
     assert later.published == (NOW_MS, "delivery")
-
-
-@pytest.mark.parametrize(
-    ("headers", "due_ms", "deadline_ms"),
-    [
-        ({}, None, NOW_MS + 120_000),
-        ({"x-lane-deadline-ms": 5000}, None, NOW_MS + 5000),
-        ({"x-lane-delay-ms": 3000}, NOW_MS + 3000, NOW_MS + 123_000),
-        ({"x-lane-delay-ms": 3000, "x-lane-deadline-ms": 5000}, NOW_MS + 3000, NOW_MS + 8000),
-        ({"x-lane-at": "1970-01-01T00:00:00Z"}, NOW_MS, NOW_MS + 120_000),
-    ],
-)
-def test_due_time_and_deadline_are_computed_from_the_headers(
-    headers: dict[str, Any], due_ms: int | None, deadline_ms: int
-) -> None:
-    request = decode(message(headers=headers))
-    assert (request.due_ms, request.deadline_ms) == (due_ms, deadline_ms)
 
 
 def test_the_deadline_is_the_same_after_each_hop() -> None:
