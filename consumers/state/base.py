@@ -299,6 +299,10 @@ class ListedRequest(NamedTuple):
     group_id: str
 
 
+LISTED_WITHIN_S = 0.7
+"""A page of a list of requests ends after so long, with fewer requests, and names where the next one goes on."""
+
+
 class RequestPage(NamedTuple):
     """Some requests, the newest first. `next`: where the next page begins; None: there is none. A page may have few
     requests, or none, because it looks at a limited number of them."""

@@ -43,8 +43,6 @@ FIELDS: Final = (
     *("token", "hash", "mark", "lease", "claimed", "attempts", "noted", "cancelling", "nonce", "deaths", "due"),
     *("status", "code", "headers", "ended", "group", "line"),
 )
-LISTED_WITHIN_S: Final = 0.7
-"""A page ends after so long, with fewer requests, and names where the next one goes on."""
 LOOKED_AT: Final = 5000
 """How many lines of the list one run of the script looks at; it is small, because Redis does nothing else meanwhile."""
 TIDIED: Final = 1000
@@ -262,7 +260,7 @@ class RedisStore(Groups, SmallRows):
         is_uncompleted = wanted.codes or wanted.causes or (wanted.states and COMPLETED not in wanted.states)
         keys = [f"{self._listed}:uncompleted" if is_uncompleted else self._listed]
         found: list[base.ListedRequest] = []
-        end_s = time.monotonic() + LISTED_WITHIN_S
+        end_s = time.monotonic() + base.LISTED_WITHIN_S
         while True:
             values = (at_ms, passed, wanted.since_ms, LOOKED_AT, most - len(found), *texts)
             is_last, at_ms, passed, lines = await self._run("listed", keys, *values)

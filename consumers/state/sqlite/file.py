@@ -156,12 +156,7 @@ CREATE INDEX group_by_end ON request_group (until_ms);
 CREATE INDEX group_by_told ON request_group (tenant) WHERE told = 0 AND processing = 0;
 CREATE INDEX request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;
 """
-_LISTED = """
-CREATE INDEX request_listed ON request
-    (seen_ms, tenant, id, lane, app, model, status, code, cause, cancelling, group_id);
-"""
-"""Lists read this index alone, which is a small part of the table."""
-SCHEMA = _REQUESTS + _UNSEEN + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS + _LISTED
+SCHEMA = _REQUESTS + _UNSEEN + _FOLLOWED + _KEPT + _HOLDS + _FILES + _GROUPS
 FROM_VERSION_8 = (
     f"""
 ALTER TABLE request ADD COLUMN group_id TEXT;
@@ -192,7 +187,6 @@ DROP TABLE share_sum;
     + _HOLDS
     + _FILES
     + _GROUPS
-    + _LISTED
 )
 """The schema of 0.4.0."""
 

@@ -4,13 +4,14 @@ opened."""
 
 import json
 import sqlite3
+import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, fields
 from functools import cache
 from math import inf
 from typing import Any, Final, TypeVar
-from urllib.parse import quote, unquote
 
 from consumers.state import base, decisions, groups
 from consumers.state.base import (
@@ -75,10 +76,13 @@ _STATE: Final = (
     f" WHEN status = 'ok' THEN 'completed' WHEN code = '{decisions.CANCELLED}' THEN 'cancelled' ELSE 'failed' END"
 )
 _LISTED: Final = (
-    f"SELECT tenant, id, seen_ms, lane, app, model, {_STATE} AS state, coalesce(code, ''), cause,"
-    " coalesce(group_id, '') FROM request INDEXED BY request_listed"
-    " WHERE seen_ms > 0 AND seen_ms >= ? AND seen_ms < ? AND instr(id, '#') = 0"
+    f"SELECT rowid, tenant, id, seen_ms, lane, app, model, {_STATE} AS state, coalesce(code, ''), cause,"
+    " coalesce(group_id, '') FROM request"
+    " WHERE rowid >= ? AND rowid < ? AND seen_ms > 0 AND seen_ms >= ? AND seen_ms < ? AND instr(id, '#') = 0"
 )
+LOOKED_AT: Final = 20_000
+"""How many rows one statement of a list looks at; after each, the list may end because its time is over."""
+_FROM_ROW: Final = "SELECT seen_ms FROM request WHERE rowid >= ? ORDER BY rowid LIMIT 1"
 _GROUP_FIELDS: Final = f"SELECT tenant, id, head, ended_ms, size, key, webhook, saved_usd, {', '.join(KINDS)}"
 _GROUP: Final = f"{_GROUP_FIELDS} FROM request_group WHERE tenant = ? AND until_ms > ?"
 _ENDED_GROUPS: Final = (
@@ -304,12 +308,15 @@ class Tables:
         return [tenant for (tenant,) in self._execute(_TENANTS_OF, (id, at.today, at.now))]
 
     def listed(self, at: Times, wanted: RequestFilter, most: int, after: str | None) -> RequestPage:
+        """Rows are numbered in the order in which the store heard of the requests, so a list needs no index, which each
+        claim and completion would have to write."""
+        first, end = self._execute(
+            "SELECT coalesce(min(rowid), 0), coalesce(max(rowid), -1) + 1 FROM request"
+        ).fetchone()
+        lowest = self._row_at(wanted.since_ms, first, end)
+        below = self._row_at(wanted.until_ms, first, end) if after is None else int(after.partition(".")[2])
         asked = _LISTED
         values: list[str | int] = [wanted.since_ms, wanted.until_ms]
-        if after is not None:
-            asked += " AND (seen_ms, tenant, id) < (?, ?, ?)"
-            seen_ms, tenant, id = after.split(".", 2)
-            values += [int(seen_ms), unquote(tenant), id]
         for column, allowed in (
             ("tenant", wanted.tenants), ("lane", wanted.lanes), ("app", wanted.apps), ("model", wanted.models),
             ("code", wanted.codes), ("cause", wanted.causes), ("group_id", wanted.groups), (_STATE, wanted.states),
@@ -317,16 +324,31 @@ class Tables:
             if allowed:
                 asked += f" AND {column} IN ({', '.join('?' * len(allowed))})"
                 values += allowed
-        asked += " AND (keep_ms > ? OR lease_ms > ?) ORDER BY seen_ms DESC, tenant DESC, id DESC LIMIT ?"
-        found = [
-            ListedRequest(Identity(tenant, id), seen_ms, Labels(*labels), RequestState(state), code, cause, group_id)
-            for tenant, id, seen_ms, *labels, state, code, cause, group_id in self._execute(
-                asked, (*values, at.today, at.now, most)
-            )
-        ]
-        last = None if len(found) < most else found[-1]
-        place = None if last is None else f"{last.seen_ms}.{_without_dots(last.identity.tenant)}.{last.identity.id}"
-        return RequestPage(found, place)
+        asked += " AND (keep_ms > ? OR lease_ms > ?) ORDER BY rowid DESC LIMIT ?"
+        found: list[ListedRequest] = []
+        end_s = time.monotonic() + base.LISTED_WITHIN_S
+        while below > lowest:
+            looked_at = max(lowest, below - LOOKED_AT)
+            rows = self._execute(asked, (looked_at, below, *values, at.today, at.now, most - len(found))).fetchall()
+            for _, tenant, id, seen_ms, *labels, state, code, cause, group_id in rows:
+                labelled, of = Labels(*labels), Identity(tenant, id)
+                found.append(ListedRequest(of, seen_ms, labelled, RequestState(state), code, cause, group_id))
+            below = rows[-1][0] if len(found) >= most else looked_at
+            if len(found) >= most or time.monotonic() > end_s:
+                break
+        if below <= lowest:
+            return RequestPage(found, None)
+        (back_to_ms,) = self._execute(_FROM_ROW, (below,)).fetchone() or (0,)
+        return RequestPage(found, f"{back_to_ms}.{below}")
+
+    def _row_at(self, time_ms: int, first: int, end: int) -> int:
+        """The number of the first row of a request that the store heard of then or later."""
+        return bisect_left(
+            range(end),
+            time_ms,
+            lo=first,
+            key=lambda row: (self._execute(_FROM_ROW, (row,)).fetchone() or (time_ms,))[0],
+        )
 
     def submission(self, _: Times, identity: Identity) -> Submission | None:
         found = self._execute(f"SELECT {_FIELDS} FROM followed {_OF}", (identity.tenant, identity.id)).fetchone()
@@ -540,10 +562,6 @@ class Tables:
             rows = self._execute(_OLDEST, (tenant, now, kind, SURPLUS_ROWS - len(found)))
             found += oldest((Surplus(tenant, *row) for row in rows), cut)
         return found
-
-
-def _without_dots(text: str) -> str:
-    return quote(text, safe="").replace(".", "%2E")
 
 
 def _stored_file(row: Sequence[Any]) -> StoredFile:

@@ -64,7 +64,8 @@ async def test_requests_of_all_tenants_are_found_by_each_of_their_properties(sto
 async def test_pages_show_each_request_once_the_newest_first_also_if_many_came_in_one_millisecond(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consumers.state.redis.store.LOOKED_AT", 7)
+    for engine in ("redis.store", "sqlite.tables"):
+        monkeypatch.setattr(f"consumers.state.{engine}.LOOKED_AT", 7)
     store: Any = await opened()
     all = {f"r{n:02}" for n in range(60)}
     await asyncio.gather(*(run(store, Identity("t", id), message()) for id in all))

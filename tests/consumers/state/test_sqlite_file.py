@@ -203,7 +203,7 @@ async def test_a_corrupt_file_raises_store_unavailable(path: Path, content: byte
 
 SCHEMA_8 = f"""
 DROP TABLE hold; DROP TABLE file; DROP TABLE request_group; DROP INDEX request_by_group; DROP TABLE kept;
-DROP INDEX request_listed; ALTER TABLE request DROP COLUMN group_id;
+ALTER TABLE request DROP COLUMN group_id;
 {"".join(f"ALTER TABLE request DROP COLUMN {name};" for name in ("seen_ms", "lane", "app", "model", "cause"))}
 CREATE TABLE lease (name TEXT PRIMARY KEY, owner TEXT, token INTEGER, lease_ms INTEGER);
 CREATE TABLE share (kind TEXT); CREATE TABLE share_sum (kind TEXT);
