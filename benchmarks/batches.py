@@ -1,6 +1,7 @@
 """Measures what a request costs that is answered in a provider's batch: CPU time and memory of one worker.
 
     ./dev bench batches [--requests 50000] [--batch 1000] [--batch-time 10s]
+    ./dev bench batches --items 5000            beside it: the items of a Message Batch of the gateway, in turns
 
 `lanekeeper serve` takes all requests of the lane `batch`, gathers them into batches of so many, waits for the simulated
 provider, which has a process of its own, and replies to each request. The CPU time is that of the whole process,
@@ -14,8 +15,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import aiohttp
 import uvloop
 
 from benchmarks.harness.processes import broker, clean_environ, cpu_s, process, resident_mib, simulated
@@ -26,9 +29,19 @@ from tests.support.private_broker import free_ports
 from topology.broker.consume import Inbox
 
 NAMESPACE = "bench-batches"
-BODY = json.dumps(
-    {"prompt": "Summarise this review in one sentence: " + "it works as it should, mostly. " * 30}
-).encode()
+REQUEST = {
+    "model": "claude-haiku-5-5",
+    "max_tokens": 256,
+    "messages": [
+        {
+            "role": "user",
+            "content": "Summarise this review in one sentence: " + "it works as it should, mostly. " * 30,
+        }
+    ],
+}
+BODY = json.dumps(REQUEST).encode()
+WARM = 1000
+ROUNDS = 3
 AT_ONCE = 500
 
 
@@ -67,7 +80,11 @@ async def measure(options: argparse.Namespace) -> None:
                 Connection(amqp_url, name="bench") as connection,
                 Inbox(connection) as inbox,
             ):
-                await run(options, worker, Publisher(connection, tracing=None), inbox)
+                publisher = Publisher(connection, tracing=None)
+                if options.items:
+                    await compare(options.items, worker, publisher, inbox, url=f"http://127.0.0.1:{port}")
+                else:
+                    await run(options, worker, publisher, inbox)
             with urllib.request.urlopen(f"{base_url}/simulated/stats") as answer:  # noqa: ASYNC210  all is over
                 stats = json.load(answer)
             created, saved = stats["batches"]["created"], stats["usd"]["saved"]
@@ -117,11 +134,66 @@ async def run(options: argparse.Namespace, worker: int, publisher: Publisher, in
     print(f"memory of the worker: {idle_mib:.0f} MiB idle, in the quarters of the time at most {', '.join(most)} MiB")
 
 
+async def compare(count: int, worker: int, publisher: Publisher, inbox: Inbox, *, url: str) -> None:
+    """Requests with replies, and items of a Message Batch with their results, in turns. The CPU time is the whole
+    process's; that of the requests' publisher is told apart, because for items the gateway does its work."""
+
+    async def requests(name: str, count: int) -> None:
+        async with asyncio.TaskGroup() as publishing:
+            places = asyncio.Semaphore(AT_ONCE)
+
+            async def publish(number: int) -> None:
+                async with places:
+                    message = Message(body=BODY, message_id=f"{name}-{number}", reply_to=inbox.name)
+                    await publisher.publish_surely(
+                        message, exchange=f"{NAMESPACE}.requests", routing_key="batch.bench.sum"
+                    )
+
+            for number in range(count):
+                publishing.create_task(publish(number))
+        left = count
+        async for reply in inbox:
+            assert reply.headers.get("x-lane-status") == "ok"
+            left -= 1
+            if not left:
+                return
+
+    async def items(name: str, count: int) -> None:
+        asked = {"requests": [{"custom_id": f"{name}-{number}", "params": REQUEST} for number in range(count)]}
+        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", "x-api-key": "benchmark"}
+        async with aiohttp.ClientSession(url, headers=headers, raise_for_status=True) as session:
+            async with session.post("/v1/messages/batches", data=json.dumps(asked).encode()) as answer:
+                batch = await answer.json()
+            while batch["processing_status"] != "ended":
+                await asyncio.sleep(0.5)
+                async with session.get(f"/v1/messages/batches/{batch['id']}") as answer:
+                    batch = await answer.json()
+            async with session.get(f"/v1/messages/batches/{batch['id']}/results") as answer:
+                results = [json.loads(line) async for line in answer.content]
+        assert [each["result"]["type"] for each in results] == ["succeeded"] * count
+
+    async def used_ms(do: Callable[[str, int], Awaitable[None]], name: str) -> tuple[float, float]:
+        began_s, own_s = cpu_s(worker), time.process_time()
+        await do(name, count)
+        return 1000 * (cpu_s(worker) - began_s) / count, 1000 * (time.process_time() - own_s) / count
+
+    await requests("warm", WARM)
+    await items("warm", WARM)
+    for turn in range(ROUNDS):
+        of_request, published = await used_ms(requests, f"request-{turn}")
+        of_item, _ = await used_ms(items, f"item-{turn}")
+        print(
+            f"CPU: a request {of_request:.2f} ms, and {published:.2f} ms in its client; an item {of_item:.2f} ms, "
+            f"{of_item / of_request:.2f} ×, with the client's {of_item / (of_request + published):.2f} ×"
+        )
+
+
 def main() -> None:
     options = argparse.ArgumentParser(
         prog="./dev bench batches", description=__doc__.splitlines()[0] if __doc__ else ""
     )
     options.add_argument("--requests", type=int, default=50_000)
+    options.add_argument("--items", type=int, default=0)
     options.add_argument("--batch", type=int, default=1000)
     options.add_argument("--batch-time", default="10s")
     uvloop.run(measure(options.parse_args()))
