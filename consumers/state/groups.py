@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Protocol
+from urllib.parse import quote, unquote
 
 from consumers.clock import moment_text
 from consumers.state import decisions
@@ -29,6 +30,8 @@ from topology.lanes import MIB
 Kind = Literal["processing", "succeeded", "errored", "canceled", "expired"]
 KINDS: Final[tuple[Kind, ...]] = ("processing", "succeeded", "errored", "canceled", "expired")
 """Anthropic's words for the requests of a batch."""
+GroupStatus = Literal["in_progress", "cancelling", "ended"]
+GROUP_STATUSES: Final[tuple[GroupStatus, ...]] = ("in_progress", "cancelling", "ended")
 EXPIRED: Final = "deadline_exceeded"
 MEMBERS_AT_ONCE: Final = 200
 ENDED_AT_ONCE: Final = 100
@@ -92,6 +95,10 @@ class Group:
     saved_usd: float
 
     @property
+    def place(self) -> "GroupPlace":
+        return GroupPlace(self.head.created_ms, self.identity.tenant, self.identity.id)
+
+    @property
     def ended(self) -> int:
         """How many of its requests have ended."""
         return sum(self.counts.values()) - self.counts["processing"]
@@ -101,8 +108,33 @@ class Group:
         is_whole = 0 < self.size <= self.ended
         return self.head.state is State.SEALED and is_whole and not self.counts["processing"]
 
+    @property
+    def status(self) -> GroupStatus:
+        return "ended" if self.has_ended else "cancelling" if self.head.cancelled_ms else "in_progress"
+
     def has_lapsed(self, now_ms: int) -> bool:
         return self.head.state is State.OPEN and self.head.lease_ms <= now_ms
+
+
+class GroupPlace(NamedTuple):
+    """The place of a group in the list of all tenants' groups, in which the newest are the first."""
+
+    created_ms: int
+    tenant: str
+    id: str
+
+    def __str__(self) -> str:
+        return f"{self.created_ms}.{quote(self.tenant, safe='').replace('.', '%2E')}.{self.id}"
+
+    @classmethod
+    def of(cls, text: str) -> "GroupPlace":
+        """Raises ValueError."""
+        created_ms, tenant, id = text.split(".", 2)
+        return cls(int(created_ms), unquote(tenant), id)
+
+
+NEWEST: Final = GroupPlace(1 << 53, "", "")
+"""Before the first group."""
 
 
 class Opened(StrEnum):
@@ -211,7 +243,7 @@ def progress(group: Group, *, now_ms: int) -> dict[str, Any]:
     head, ended, left = group.head, group.ended, max(group.size - group.ended, group.counts["processing"])
     found: dict[str, Any] = {
         "id": group.identity.id,
-        "status": "ended" if group.has_ended else "cancelling" if head.cancelled_ms else "in_progress",
+        "status": group.status,
         "counts": {
             "in_progress": left,
             "completed": group.counts["succeeded"],
@@ -307,6 +339,9 @@ class GroupedStore(FollowedStore, Protocol):
 
     async def groups_of(self, tenant: str) -> Sequence[Group]:
         """All groups of a tenant, in no order."""
+
+    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[Group]:
+        """The next groups of all tenants, the newest first."""
 
     async def ended_groups(self) -> Sequence[Group]:
         """Some groups, of any tenant, that have ended, and whose end was not told (`end_was_told`)."""

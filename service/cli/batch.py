@@ -4,7 +4,7 @@ read line by line, when it is checked and when it is sent, so that its size does
 import asyncio
 import json as json_text
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
@@ -37,6 +37,7 @@ app = typer.Typer(
     help="Message Batches and other groups: submit a file to a gateway, follow them, fetch results, cancel.",
 )
 Id = Annotated[str, typer.Argument(metavar="ID", help="The batch's id: msgbatch_…, or a group's.")]
+OfTenant = Annotated[str | None, named("--tenant", "TENANT", "Another tenant's: for operators' keys.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until it has ended, and show how far it is.")]
 
 
@@ -89,16 +90,53 @@ def submit(
         print_note(f"to follow it: lanekeeper batch status {printable(batch['id'])} --wait")
 
 
+@app.command("list")
+@options.with_settings
+def list_(
+    settings: "Settings",
+    status: Annotated[list[str] | None, named("--status", "STATUS", "in_progress, cancelling or ended.")] = None,
+    tenant: OfTenant = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="How many to list.")] = 20,
+    after: Annotated[str | None, typer.Option("--after", help="The next page: what the page before named.")] = None,
+    json: options.Json = False,
+) -> None:
+    """List batches and other groups, the newest first: your own; with an operator's key those of all tenants.
+
+    Example:  lanekeeper batch list --status in_progress
+    """
+
+    query = [("limit", str(limit)), *(("status", each) for each in status or ())]
+    query += [(name, given) for name, given in (("tenant", tenant), ("after", after)) if given is not None]
+
+    async def listed() -> dict[str, Any]:
+        async with _Gateway(settings) as gateway:
+            return await gateway.groups(query)
+
+    found = run(listed())
+    if json:
+        print_json(found)
+        return
+    for group in found["groups"]:
+        whose = f"tenant {group['tenant'] or 'none'}  " if "tenant" in group else ""
+        print(f"{printable(whose)}{_line(_as_batch(group))}")
+    if not found["groups"]:
+        print_note("no groups match")
+    if found["next"] is not None:
+        print(f"the next page: --after {printable(found['next'])}")
+
+
 @app.command()
 @options.with_settings
-def status(settings: "Settings", id: Id, wait: Wait = False, json: options.Json = False) -> None:
+def status(
+    settings: "Settings", id: Id, wait: Wait = False, tenant: OfTenant = None, json: options.Json = False
+) -> None:
     """Print how far a batch is: how many of its requests have ended, and how.
 
     Example:  lanekeeper batch status msgbatch_5b0c --wait
     """
 
     async def looked() -> dict[str, Any]:
-        async with _Gateway(settings) as gateway:
+        async with _Gateway(settings, tenant) as gateway:
             batch = await gateway.batch(id)
             return await gateway.ended(batch) if wait else batch
 
@@ -139,14 +177,14 @@ def results(
 
 @app.command()
 @options.with_settings
-def cancel(settings: "Settings", id: Id, json: options.Json = False) -> None:
+def cancel(settings: "Settings", id: Id, tenant: OfTenant = None, json: options.Json = False) -> None:
     """Cancel a batch. Requests that run are still answered; the others end as canceled.
 
     Example:  lanekeeper batch cancel msgbatch_5b0c
     """
 
     async def cancelled() -> dict[str, Any]:
-        async with _Gateway(settings) as gateway:
+        async with _Gateway(settings, tenant) as gateway:
             return await gateway.cancel(id)
 
     batch = run(cancelled())
@@ -242,14 +280,16 @@ def _body(lines: BinaryIO) -> Iterator[bytes]:
 
 
 class _Gateway:
-    """The gateway that the settings name, inside its block. All methods raise GatewayFailed."""
+    """The gateway that the settings name, inside its block. `tenant`: whose groups are meant; None: the caller's. All
+    methods raise GatewayFailed."""
 
-    def __init__(self, settings: "Settings") -> None:
+    def __init__(self, settings: "Settings", tenant: str | None = None) -> None:
         spec = settings.client
         host = f"[{settings.gateway.host}]" if ":" in settings.gateway.host else settings.gateway.host
         own = f"http://{host}:{settings.gateway.port}"
         self._url = (own if spec.url is None else spec.url.get_secret_value()).rstrip("/")
         self._key = None if spec.api_key is None else spec.api_key.get_secret_value()
+        self._tenant = tenant
         self._session: ClientSession | None = None
 
     async def __aenter__(self) -> "_Gateway":
@@ -276,15 +316,27 @@ class _Gateway:
             yield bytes(held)
 
         sent = {"content-type": "application/json", **headers}
-        async with self._call("POST", "", data=pieces(), headers=sent) as answer:
+        async with self._call("POST", PATH, data=pieces(), headers=sent) as answer:
             return await _batch_in(answer)
 
+    async def groups(self, query: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """A page of groups."""
+        async with self._call("GET", GROUPS, params=query) as answer:
+            try:
+                found: dict[str, Any] = json_text.loads(await answer.content.read())
+                if {"groups", "next"} <= found.keys():
+                    return found
+            except (ValueError, AttributeError):
+                pass
+        raise _no_gateway()
+
     async def batch(self, id: str) -> dict[str, Any]:
-        async with self._call("GET", id) as answer:
+        async with self._call("GET", self._place(id)) as answer:
             return await _batch_in(answer)
 
     async def cancel(self, id: str) -> dict[str, Any]:
-        how = ("POST", id, "/cancel") if id.startswith(BATCH) else ("DELETE", id)
+        place = self._place(id)
+        how = ("POST", f"{place}/cancel") if place.startswith(PATH) else ("DELETE", place)
         async with self._call(*how) as answer:
             return await _batch_in(answer)
 
@@ -306,7 +358,7 @@ class _Gateway:
         return batch
 
     async def write_results(self, id: str, output: Path | None) -> None:
-        async with self._call("GET", id, "/results") as answer:
+        async with self._call("GET", f"{self._place(id)}/results") as answer:
             if output is None:
                 await _print(answer.content.iter_any())
                 return
@@ -316,15 +368,19 @@ class _Gateway:
                     out.write(piece)
             part.replace(output)
 
-    @asynccontextmanager
-    async def _call(self, method: str, id: str, end: str = "", **given: Any) -> "AsyncIterator[ClientResponse]":
+    def _place(self, id: str) -> str:
         from urllib.parse import quote
 
+        path = PATH if id.startswith(BATCH) and self._tenant is None else GROUPS
+        return f"{path}/{quote(id, safe='')}"
+
+    @asynccontextmanager
+    async def _call(self, method: str, place: str, **given: Any) -> "AsyncIterator[ClientResponse]":
         from aiohttp import ClientError
 
         assert self._session is not None
-        path = PATH if not id or id.startswith(BATCH) else GROUPS
-        place = f"{path}/{quote(id, safe='')}{end}" if id else path
+        if self._tenant is not None:
+            given["params"] = {"tenant": self._tenant}
         try:
             async with self._session.request(method, f"{self._url}{place}", allow_redirects=False, **given) as answer:
                 if answer.status not in (200, 202):
@@ -360,7 +416,11 @@ async def _batch_in(answer: "ClientResponse") -> dict[str, Any]:
             return batch
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
-    raise GatewayFailed("what answers there is no gateway: LANEKEEPER_CLIENT__URL")
+    raise _no_gateway()
+
+
+def _no_gateway() -> GatewayFailed:
+    return GatewayFailed("what answers there is no gateway: LANEKEEPER_CLIENT__URL")
 
 
 def _as_batch(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,13 @@ def limit_of(query: Mapping[str, str], default: int, least: int, most: int) -> i
     return int(limit)
 
 
+def refuse_unknown(query: Mapping[str, str], known: Collection[str]) -> None:
+    """A misspelt name must not widen what is meant. Raises ApiError."""
+    if unknown := sorted(set(query) - set(known)):
+        allowed = ", ".join(sorted(known)) or "none"
+        raise ApiError(400, f"query: unknown name {unknown[0][:40]!r}; known: {allowed}")
+
+
 def submitted_id_of(headers: MultiMapping[str]) -> str:
     """Like `request_id_of`, for an id in a URL's path, where HTTP clients change `.` and `..`."""
     id = request_id_of(headers)

@@ -1,8 +1,10 @@
-"""`/v1/groups`: how far a group of requests has come (`consumers/state/groups.py`), its results, and its cancellation.
-Message Batches, which are groups too, use the same (`batches.py`)."""
+"""`/v1/groups`: a list of groups of requests (`consumers/state/groups.py`), how far one has come, its results, and its
+cancellation. Message Batches, which are groups too, use the same (`batches.py`)."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 from aiohttp import web
@@ -10,17 +12,36 @@ from aiohttp import web
 from consumers.batches.groups import GroupCancelling
 from consumers.clock import now_ms
 from consumers.state.base import Completion, Found, Identity
-from consumers.state.groups import Group, GroupedStore, Member, all_members, progress
+from consumers.state.groups import (
+    GROUP_STATUSES,
+    NEWEST,
+    Group,
+    GroupedStore,
+    GroupPlace,
+    Member,
+    State,
+    all_members,
+    progress,
+)
 from lanekeeper.contract.identity import is_request_id, is_tenant
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.settings import GatewayKey
 from service.gateway.access import require_operator
 from service.gateway.answers import StoredAnswers, Writing
+from service.gateway.calls import limit_of, refuse_unknown
 from service.gateway.problems import ApiError, answer
 from service.gateway.requests import Known, LargeStatus, status_of
 
 GROUPS: Final = "/v1/groups"
 JSONL: Final = "application/x-jsonl"
+PAGE: Final = 20
+PAGE_AT_MOST: Final = 200
+READ_AT_ONCE: Final = 200
+LOOKED_AT: Final = 2000
+"""A page of all tenants' groups looks at so many at most: it may have few, and `next`."""
+NEWEST_SEEN: Final = 500
+RUNNING_SHOWN: Final = 20
+ENDED_SHOWN: Final = 5
 _Handler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 
 
@@ -44,17 +65,39 @@ class GroupPaths:
 
     def handlers(self) -> Mapping[tuple[str, str], _Handler]:
         return {
+            ("GET", GROUPS): self._list,
             ("GET", f"{GROUPS}/{{id}}"): self._get,
             ("GET", f"{GROUPS}/{{id}}/results"): self._results,
             ("DELETE", f"{GROUPS}/{{id}}"): self._delete,
         }
+
+    async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
+        query = request.query
+        refuse_unknown(query, ("status", "tenant", "limit", "after"))
+        limit, statuses = limit_of(query, PAGE, 1, PAGE_AT_MOST), set(query.getall("status", GROUP_STATUSES))
+        if not statuses <= set(GROUP_STATUSES):
+            raise ApiError(400, f"status: allowed are {', '.join(GROUP_STATUSES)}")
+        try:
+            begin = GroupPlace.of(query["after"]) if "after" in query else NEWEST
+        except ValueError:
+            raise ApiError(400, "after: allowed is `next` of another page") from None
+        tenant = query.get("tenant", None if caller.operator != "no" else caller.tenant or "")
+        if tenant not in (None, caller.tenant or ""):
+            require_operator(caller, acts=False)
+
+        def is_meant(group: Group) -> bool:
+            return group.status in statuses and (caller.operator != "no" or _is_own(group, caller))
+
+        found, after = await _page(self.store, is_meant, tenant=tenant, limit=limit, after=begin)
+        groups = [_described(group, of_tenant=caller.operator != "no") for group in found]
+        return answer({"groups": groups, "next": None if after is None else str(after)})
 
     async def _get(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         return answer(_described(await self._asked(request, caller, acts=False)))
 
     async def _results(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         group = await self._asked(request, caller, acts=False)
-        if group.identity.tenant != (caller.tenant or ""):
+        if not _is_own(group, caller):
             raise ApiError(403, "results are their tenant's alone")
         return await self.stream(request, group, caller, RequestLines(), headers={"content-type": JSONL})
 
@@ -66,15 +109,17 @@ class GroupPaths:
         return answer(_described(await self._asked(request, caller, acts=True)), status=202)
 
     async def _asked(self, request: web.Request, caller: GatewayKey, *, acts: bool) -> Group:
-        id, tenant = request.match_info["id"], request.query.get("tenant", caller.tenant or "")
-        is_own = tenant == (caller.tenant or "")
-        if not is_own:
+        id, own = request.match_info["id"], caller.tenant or ""
+        tenant = request.query.get("tenant", own)
+        if tenant != own:
             require_operator(caller, acts=acts)
         group = None
         if is_request_id(id) and (not tenant or is_tenant(tenant)):
             group = await self.store.group(Identity(tenant, id))
-        if group is None or (is_own and group.head.owner not in (None, caller.name)):
+        if group is None or not _is_shown(group) or (caller.operator == "no" and not _is_own(group, caller)):
             raise ApiError(404, f"group {id[:128]!r} is not known, or is kept no longer")
+        if not _is_own(group, caller):
+            require_operator(caller, acts=acts)
         return group
 
     # ---- what Message Batches use too --------------------------------------------------------------------------------
@@ -151,6 +196,56 @@ def in_one_line(body: bytes) -> bytes:
     return body.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
-def _described(group: Group) -> dict[str, Any]:
-    results_url = f"{GROUPS}/{group.identity.id}/results"
-    return {**progress(group, now_ms=now_ms()), "results_url": results_url}
+def _is_shown(group: Group) -> bool:
+    """Not while it is created, nor after it was removed."""
+    return group.head.state is State.SEALED
+
+
+def _is_own(group: Group, caller: GatewayKey) -> bool:
+    return group.identity.tenant == (caller.tenant or "") and group.head.owner in (None, caller.name)
+
+
+def _described(group: Group, *, of_tenant: bool = False) -> dict[str, Any]:
+    found = {**progress(group, now_ms=now_ms()), "results_url": f"{GROUPS}/{group.identity.id}/results"}
+    if group.key:
+        found["lane"] = group.key.partition(".")[0]
+    return {**found, "tenant": group.identity.tenant} if of_tenant else found
+
+
+# ---- lists -----------------------------------------------------------------------------------------------------------
+
+
+async def overview(store: GroupedStore) -> list[dict[str, Any]]:
+    """What the live page shows: of the newest groups of all tenants those that have not ended, and some that have."""
+    found = [group for group in await store.newest_groups(most=NEWEST_SEEN) if _is_shown(group)]
+    running = [group for group in found if not group.has_ended]
+    ended = [group for group in found if group.has_ended]
+    return [_described(group, of_tenant=True) for group in (*running[:RUNNING_SHOWN], *ended[:ENDED_SHOWN])]
+
+
+async def _page(
+    store: GroupedStore, is_meant: Callable[[Group], bool], *, tenant: str | None, limit: int, after: GroupPlace
+) -> tuple[list[Group], GroupPlace | None]:
+    """The next groups, and where the page after this one begins (None: there is none). `tenant`: None for all."""
+    found: list[Group] = []
+    looked_at = 0
+    async with aclosing(_groups(store, tenant, after)) as groups:
+        async for group in groups:
+            if len(found) == limit or looked_at == LOOKED_AT:
+                return found, after
+            looked_at, after = looked_at + 1, group.place
+            if _is_shown(group) and is_meant(group):
+                found.append(group)
+    return found, None
+
+
+async def _groups(store: GroupedStore, tenant: str | None, after: GroupPlace) -> AsyncGenerator[Group, None]:
+    if tenant is not None:
+        for group in sorted(await store.groups_of(tenant), key=attrgetter("place"), reverse=True):
+            if group.place < after:
+                yield group
+        return
+    while some := await store.newest_groups(most=READ_AT_ONCE, after=after):
+        for group in some:
+            yield group
+        after = some[-1].place

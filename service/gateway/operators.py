@@ -36,7 +36,7 @@ from service.deadletters import (
     whole,
 )
 from service.gateway.access import require_operator
-from service.gateway.calls import Bodies, limit_of
+from service.gateway.calls import Bodies, limit_of, refuse_unknown
 from service.gateway.problems import ApiError, answer
 from service.gateway.requests import Known, word_of
 from service.status import Status, collect_status, probe_provider
@@ -144,7 +144,7 @@ class OperatorPaths:
 
     async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=False)
-        _refuse_unknown(request, LIST_QUERY)
+        refuse_unknown(request.query, LIST_QUERY)
         query, after = request.query, request.query.get("after")
         wanted, limit = _filter({name: query.getall(name) for name in query}), limit_of(query, PAGE, 0, PAGE_AT_MOST)
         try:
@@ -191,7 +191,7 @@ class OperatorPaths:
         self, request: web.Request, caller: GatewayKey, known: Collection[str]
     ) -> tuple[dict[str, Any], Filter]:
         require_operator(caller, acts=True)
-        _refuse_unknown(request, ())
+        refuse_unknown(request.query, ())
         asked = await self._object_in(request, caller)
         _refuse_unknown_fields(asked, known)
         wanted = _filter(asked)
@@ -209,7 +209,7 @@ class OperatorPaths:
 
     async def _requests(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         require_operator(caller, acts=False)
-        _refuse_unknown(request, REQUESTS_QUERY)
+        refuse_unknown(request.query, REQUESTS_QUERY)
         query = request.query
         wanted = _requests_in({name: query.getall(name) for name in query})
         limit = limit_of(query, requests.PAGE, 1, requests.PAGE_AT_MOST)
@@ -242,7 +242,7 @@ class OperatorPaths:
         self, request: web.Request, caller: GatewayKey, known: Collection[str]
     ) -> tuple[dict[str, Any], RequestFilter]:
         require_operator(caller, acts=True)
-        _refuse_unknown(request, ())
+        refuse_unknown(request.query, ())
         asked = await self._object_in(request, caller)
         _refuse_unknown_fields(asked, known)
         wanted = _requests_in(asked)
@@ -359,20 +359,13 @@ def _edit_in(asked: Mapping[str, Any], *named: str) -> LetterEdit:
         raise ApiError(400, f"edit: {error}") from error
 
 
-def _refuse_unknown(request: web.Request, known: Collection[str]) -> None:
-    """A misspelt name must not widen what is replayed or dropped."""
-    if unknown := sorted(set(request.query) - set(known)):
-        allowed = ", ".join(sorted(known)) or "none"
-        raise ApiError(400, f"query: unknown name {unknown[0][:40]!r}; known: {allowed}")
-
-
 def _refuse_unknown_fields(asked: Mapping[str, Any], known: Collection[str]) -> None:
     if unknown := sorted(asked.keys() - set(known)):
         raise ApiError(400, f"body: unknown field {unknown[0][:40]!r}; known: {', '.join(sorted(known))}")
 
 
 def _named(request: web.Request) -> Filter:
-    _refuse_unknown(request, ("tenant",))
+    refuse_unknown(request.query, ("tenant",))
     tenants = frozenset(request.query.getall("tenant", ()))
     return Filter(ids=frozenset({request.match_info["id"]}), tenants=tenants)
 

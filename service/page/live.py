@@ -12,11 +12,13 @@ from typing import Any, Final
 from aiohttp import web
 
 from consumers.clock import now_ms
-from consumers.state.base import StoredHistory, StoreUnavailable
+from consumers.state.base import StoreUnavailable
+from consumers.state.groups import GroupedStore
 from lanekeeper.contract.problems import LanekeeperError
 from service import history
 from service.config.settings import GatewayKey
 from service.gateway.access import require_operator
+from service.gateway.groups import overview
 from service.gateway.problems import ApiError
 from service.gateway.requests import Poller
 from service.status import Status
@@ -39,6 +41,8 @@ HEADERS: Final = {
     "cache-control": "no-cache",
 }
 EVERY_S: Final = 2.0
+GROUPS_EVERY_S: Final = 5.0
+GROUPS_WITHIN_S: Final = 2.0
 HISTORY_EVERY_S: Final = 60.0
 LOOK_WITHIN_S: Final = 5.0
 TAKEN_WITHIN_S: Final = 30.0
@@ -49,7 +53,7 @@ VIEWERS: Final = 64
 class Live:
     """The snapshots, and the calls that follow them, each of which takes a place of the `poller`."""
 
-    def __init__(self, look: Look, poller: Poller, store: StoredHistory, *, jaeger_url: str | None) -> None:
+    def __init__(self, look: Look, poller: Poller, store: GroupedStore, *, jaeger_url: str | None) -> None:
         self._jaeger_url = jaeger_url
         self._look = look
         self._poller = poller
@@ -58,6 +62,7 @@ class Live:
         self._woken = asyncio.Event()
         self._latest = b""
         self._changed = asyncio.Event()
+        self._groups: tuple[float, list[dict[str, Any]]] = -GROUPS_EVERY_S, []
         self._history = -HISTORY_EVERY_S, b""
         self._reading = asyncio.Lock()
         self._lanes: list[Any] = []
@@ -79,7 +84,8 @@ class Live:
             except (LanekeeperError, TimeoutError, OSError) as error:
                 why = str(error) or f"the broker did not answer within {LOOK_WITHIN_S:g} s"
                 found = {"trouble": why, "lanes": self._lanes, "workers": []}
-            self._publish({"at_ms": now_ms(), "jaeger_url": self._jaeger_url, **found})
+            groups = await self._read_groups()
+            self._publish({"at_ms": now_ms(), "jaeger_url": self._jaeger_url, "groups": groups, **found})
             self._woken.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
@@ -118,6 +124,16 @@ class Live:
                     await response.write(b"%bevent: status\ndata: %b\n\n" % (events, sent))
         finally:
             self._viewers -= 1
+
+    async def _read_groups(self) -> list[dict[str, Any]]:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._groups[0] >= GROUPS_EVERY_S:
+            found = self._groups[1]
+            with suppress(StoreUnavailable, TimeoutError):
+                async with asyncio.timeout(GROUPS_WITHIN_S):
+                    found = await overview(self._store)
+            self._groups = now_s, found
+        return self._groups[1]
 
     async def _read_history(self) -> bytes:
         now_s = asyncio.get_running_loop().time()

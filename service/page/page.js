@@ -123,6 +123,7 @@ function show(found) {
   chart(found);
   accounts(found);
   tenants(found);
+  groups(found);
   failures(found);
   pauses(found);
   schedules(found);
@@ -327,6 +328,46 @@ function tenants(found) {
       name || "–", count(each.in_hand), count(each.running), each.waits ? ms(each.waited_ms / each.waits) : "–", count(each.requests), dollars(each.usd)])),
     rows.length > TENANTS ? el("p", { class: "note" }, `and ${many(rows.length - TENANTS, "other")}`) : ""]
     : el("p", { class: "note" }, "No tenant has had a request since the workers started.")));
+}
+
+/** Rows of groups are made once, and then only their texts change, so that a button stays in focus. */
+let groupRows = new Map();
+function groups(found) {
+  const all = new Map((found.groups ?? []).map((group) => [`${group.tenant}/${group.id}`, group]));
+  $("groups-section").hidden = !all.size;
+  if ([...all.keys()].join() !== [...groupRows.keys()].join()) {
+    groupRows = new Map([...all].map(([key, group]) => [key, groupRows.get(key) ?? groupRow(group)]));
+    $("groups").replaceChildren(...[...groupRows.values()].map((row) => row.root));
+  }
+  for (const [key, group] of all) fillGroup(groupRows.get(key), group);
+}
+
+function groupRow({ id, tenant, lane }) {
+  const [line, run] = telling();
+  const row = { words: el("div"), bar: el("i"), failed: el("span", { class: "bad" }) };
+  row.cancel = el("button", { class: "small", "aria-label": `Cancel group ${id}`, onclick: () => confirm(`Cancel what has not begun of the group ${id}?`) && run(async () => {
+    fillGroup(row, await call("DELETE", `v1/groups/${encodeURIComponent(id)}?tenant=${encodeURIComponent(tenant)}`));
+    did(row.cancel, "Cancelled");
+  }) }, "Cancel");
+  row.root = el("article", { class: "group" },
+    el("div", {}, el("b", {}, id), el("div", { class: "note" }, [lane, tenant || "no tenant"].filter(Boolean).join(", ")), row.words, row.failed, el("div", { class: "bar" }, row.bar), line), row.cancel);
+  return row;
+}
+
+function fillGroup(row, group) {
+  const { in_progress: left, completed, failed, cancelled } = group.counts;
+  const ended = completed + failed + cancelled;
+  const size = group.size ?? left + ended;
+  const moment = (at) => (Math.abs(Date.now() - new Date(at)) < 43e6 ? minutes(at) : clock(at));
+  text(row.words, [
+    `${ended.toLocaleString()} of ${size.toLocaleString()}`,
+    ...(group.saved_usd ? [`${dollars(group.saved_usd)} saved`] : []),
+    ...(group.status === "ended" ? [`ended ${moment(group.ended_at)}`] : group.status === "cancelling" ? ["being cancelled"] : []),
+    ...(group.predicted_end_at ? [`ends about ${moment(group.predicted_end_at)}`] : []),
+  ].join(", "));
+  text(row.failed, [...(failed ? [`${failed.toLocaleString()} failed`] : []), ...(cancelled ? [`${cancelled.toLocaleString()} cancelled`] : [])].join(", "));
+  row.bar.style.width = `${size ? 100 * ended / size : 0}%`;
+  row.cancel.hidden = group.status === "ended";
 }
 
 const probing = (name) => el("button", { class: "small", onclick: () => probe(name), "aria-label": `Probe ${name} now` }, "Probe now");

@@ -111,6 +111,80 @@ async def test_a_group_is_its_tenants(vhost: Vhost) -> None:
         assert [each["id"] for each in batches] == [made["id"]]
 
 
+async def test_a_key_lists_its_own_groups_and_an_operator_those_of_all_tenants(vhost: Vhost, capfd: Any) -> None:
+    keys = {
+        **KEYS,
+        hash_of("lane-crm-2"): {"tenant": "crm", "name": "crm-2"},
+        hash_of("lane-acts"): {"tenant": "desk", "operator": "act"},
+    }
+    async with serving(vhost, speakers=(vhost.user,)) as worker, gate(worker, keys=keys) as url:
+
+        async def listed(key: str, query: str = "") -> list[dict[str, Any]]:
+            answered = await call("GET", f"{url}/v1/groups{query}", x_api_key=key)
+            assert answered.status == 200, answered.body
+            found: list[dict[str, Any]] = answered.body["groups"]
+            return found
+
+        async def ids(key: str, query: str = "") -> list[str]:
+            return [each["id"] for each in await listed(key, query)]
+
+        batch = {"requests": [{"custom_id": "a", "params": BODY}]}
+        mine = {"x_api_key": "lane-crm"}
+        made = (await call("POST", f"{url}/v1/messages/batches", batch, x_lane_name="normal", **mine)).body["id"]
+        await ended(url, made, **mine)
+        later = {"x-lane-group-size": "2", "x-lane-delay-ms": "600000"}
+        for number, (key, id) in enumerate((("lane-crm", "later"), ("lane-other", "later"))):
+            await call(
+                "POST",
+                f"{url}/v1/requests",
+                BODY,
+                idempotency_key=f"k-{number}",
+                x_lane_group=id,
+                x_api_key=key,
+                **later,
+            )
+
+        assert await ids("lane-crm") == ["later", made]
+        assert await ids("lane-crm-2") == ["later"], "a batch is its key's"
+        assert [each["status"] for each in await listed("lane-crm")] == ["in_progress", "ended"]
+        assert "tenant" not in (await listed("lane-crm"))[0]
+        (first,) = await listed("lane-operator", "?limit=1")
+        assert (first["tenant"], first["id"], first["lane"], first["size"]) == ("other", "later", "normal", 2)
+        assert await ids("lane-operator") == ["later", "later", made]
+        assert await ids("lane-operator", "?status=in_progress&status=cancelling") == ["later", "later"]
+        assert await ids("lane-operator", "?tenant=crm&status=ended") == [made]
+        paged: list[str] = []
+        query = "?limit=1"
+        while True:
+            page = (await call("GET", f"{url}/v1/groups{query}", x_api_key="lane-operator")).body
+            paged += [f"{each['tenant']}/{each['id']}" for each in page["groups"]]
+            if page["next"] is None:
+                break
+            query = f"?limit=1&after={page['next']}"
+        assert paged == ["other/later", "crm/later", f"crm/{made}"]
+        for wrong, status in (
+            ("?status=done", 400), ("?limit=0", 400), ("?after=x", 400), ("?lane=batch", 400), ("?tenant=other", 403),
+        ):  # fmt: skip
+            assert (await call("GET", f"{url}/v1/groups{wrong}", **mine)).status == status, wrong
+
+        async def command(key: str, *line: str) -> tuple[int, str]:
+            sets = [word for given in (f"client.url={url}", f"client.api_key={key}") for word in ("--set", given)]
+            code = await asyncio.to_thread(main.run, ["batch", *line, *sets])
+            return code, capfd.readouterr().out
+
+        code, told = await command("lane-operator", "list", "--limit", "1")
+        assert code == 0
+        assert "tenant other  later in_progress: 0 of 2 requests have ended" in told
+        assert "the next page: --after " in told
+        assert f"{made} ended: 1 of 1 requests have ended (1 succeeded)" in (await command("lane-crm", "list"))[1]
+        assert (await command("lane-acts", "cancel", "later", "--tenant", "other"))[0] == 0
+        assert (await ids("lane-operator", "?status=cancelling")) == ["later"]
+
+        await call("DELETE", f"{url}/v1/messages/batches/{made}", **mine)
+        assert await ids("lane-crm") == ["later"]
+        assert (await call("GET", f"{url}/v1/groups/{made}", **mine)).status == 404, "it was removed"
+
+
 async def test_its_end_is_told_by_one_event_and_one_webhook_after_the_last_request(vhost: Vhost) -> None:
     async with (
         endpoint() as hook,

@@ -1,14 +1,15 @@
 -- The functions of the Redis store for groups (consumers/state/groups.py). A group is a hash: its head as JSON, and how
 -- many requests it has of each kind, which `count` in requests.lua keeps. The ids of its requests are a list, in their
--- order. A tenant's groups are in a sorted set by their ends.
+-- order. A tenant's groups are in a sorted set by their ends, and all tenants' in one by their creation.
 function run.group()
   return {now, redis.call('HGETALL', KEYS[1])}
 end
 
 -- Swaps a group's head, if it is as expected (nothing: there is no group).
-function run.swap_group(id, expected, head, keep_ms)
+function run.swap_group(id, expected, head, keep_ms, created_ms, place)
   if (redis.call('HGET', KEYS[1], 'head') or '') ~= expected then return 0 end
   redis.call('HSET', KEYS[1], 'head', head)
+  redis.call('ZADD', KEYS[3], created_ms, place)
   keep_ms = math.max(tonumber(keep_ms), now + redis.call('PTTL', KEYS[1]))
   redis.call('PEXPIREAT', KEYS[1], keep_ms)
   redis.call('ZADD', KEYS[2], keep_ms, id)
@@ -23,6 +24,33 @@ function run.groups_of(begin)
     found[i] = {id, redis.call('HGETALL', begin .. id)}
   end
   return found
+end
+
+-- The groups after a place, the newest first, of `most` ones that are looked at. Those that have expired are removed.
+function run.newest_groups(begin, created_ms, place, most)
+  local first = redis.call('ZCOUNT', KEYS[1], '(' .. created_ms, '+inf')
+  local same = redis.call('ZRANGE', KEYS[1], created_ms, created_ms, 'BYSCORE', 'REV')
+  for _, each in ipairs(same) do
+    if each < place then break end
+    first = first + 1
+  end
+  local places = redis.call('ZRANGE', KEYS[1], first, first + most - 1, 'REV')
+  local found = {}
+  for _, each in ipairs(places) do
+    if redis.call('HEXISTS', begin .. each, 'head') == 0 then redis.call('ZREM', KEYS[1], each)
+    else found[#found + 1] = {each, redis.call('HGETALL', begin .. each)} end
+  end
+  return {#places, found}
+end
+
+-- Removes groups that have expired from the list of all, of `count` ones from a place on (0 to 1, of all).
+function run.tidy_groups(begin, count, part)
+  local first = math.floor(part * redis.call('ZCARD', KEYS[1]))
+  local removed = 0
+  for _, each in ipairs(redis.call('ZRANGE', KEYS[1], first, first + count - 1)) do
+    if redis.call('EXISTS', begin .. each) == 0 then removed = removed + redis.call('ZREM', KEYS[1], each) end
+  end
+  return removed
 end
 
 -- Some of the groups that may have ended, and whose end was not told.

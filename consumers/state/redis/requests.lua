@@ -18,16 +18,17 @@ local function keep_group(group, groups, group_id, keep_ms)
 end
 -- Counts in its group that a request is another kind now: that before (nothing: it is a new member) and after, when it
 -- has ended, until when it is kept, and what else `Counted` has; the head of a new group; the request's and the group's
--- id, the keys of the group, its members, the tenant's groups and the groups that have ended, and how many groups a tenant
--- may have.
+-- id, the keys of the group, its members, the tenant's groups, the groups that have ended and all groups, its place among
+-- these, and how many groups a tenant may have.
 local function count(change)
   local parts = {}
   for part in (change .. '\0'):gmatch('(%Z*)%z') do parts[#parts + 1] = part end
   local was, kind, ended, keep_ms, saved_usd, size, key, webhook, head = unpack(parts, 1, 9)
-  local id, group_id, group, members, groups, all_ended, most = unpack(parts, 10)
+  local id, group_id, group, members, groups, all_ended, all, place, most = unpack(parts, 10)
   if redis.call('EXISTS', group) == 0 then
     if was ~= '' or redis.call('ZCOUNT', groups, '(' .. now, '+inf') >= tonumber(most) then return end
     redis.call('HSET', group, 'head', head)
+    redis.call('ZADD', all, cjson.decode(head).created_ms, place)
     keep_group(group, groups, group_id, keep_ms)
   end
   if was == '' then redis.call('RPUSH', members, id) else redis.call('HINCRBY', group, was, -1) end

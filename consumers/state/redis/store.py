@@ -149,10 +149,20 @@ class RedisStore(Groups, SmallRows):
         if (counts := groups.counted(before.row, change)) is None:
             return ""
         tenant, (id, size, key, webhook) = identity.tenant, counts.group
-        keys = (*self._group(Identity(tenant, id)), self._of_tenant("groups", tenant), self._ended_groups)
+        of_group = self._group(Identity(tenant, id))
+        keys = (*of_group, self._of_tenant("groups", tenant), self._ended_groups, self._all_groups)
         head = groups.named(at, counts).as_json() if counts.was is None else ""
         told = (counts.ended_ms, counts.keep_ms, counts.saved_usd, size, key, webhook, head)
-        values = (counts.was or "", counts.now, *told, identity.id, id, *keys, self.spec.groups_per_tenant)
+        values = (
+            counts.was or "",
+            counts.now,
+            *told,
+            identity.id,
+            id,
+            *keys,
+            _place(tenant, id),
+            self.spec.groups_per_tenant,
+        )
         return "\0".join(map(str, values))
 
     def _remember(self, identity: Identity, now: "_Seen") -> None:
@@ -280,14 +290,12 @@ class RedisStore(Groups, SmallRows):
                 return sorted(found)
 
     async def sweep(self) -> int:
-        # lines of requests that have expired: at the beginning, where most are, and anywhere
-        tidied = sum(
-            [
-                await self._run("tidy", [self._listed], f"{self._namespace}:request:", TIDIED, random.random() * part)
-                for part in (0, 1)
-            ]
-        )
-        return int(tidied) + await self._remove_surplus()
+        # what has expired, in lists: at the beginning, where most is, and anywhere
+        tidied: int = 0
+        for part in (0.0, random.random()):
+            tidied += await self._run("tidy", [self._listed], f"{self._namespace}:request:", TIDIED, part)
+            tidied += await self._run("tidy_groups", [self._all_groups], self._groups_begin, TIDIED, part)
+        return tidied + await self._remove_surplus()
 
     async def _remove_surplus(self) -> int:
         if not self._surplus:
@@ -379,7 +387,8 @@ class RedisStore(Groups, SmallRows):
     # ---- groups ----
 
     async def change_group(self, identity: Identity, decide: groups.Decide) -> Any:
-        keys = [self._group(identity)[0], self._of_tenant("groups", identity.tenant)]
+        keys = [self._group(identity)[0], self._of_tenant("groups", identity.tenant), self._all_groups]
+        place = _place(identity.tenant, identity.id)
         for _ in range(TRIES_AT_MOST):
             now_ms, values = await self._run("group", keys[:1], name="change_group")
             found = _group_of(identity, values)
@@ -387,7 +396,8 @@ class RedisStore(Groups, SmallRows):
             if (head := change.head) is None:
                 return change.answer
             expected = "" if found is None else found.head.as_json()
-            if await self._run("swap_group", keys, identity.id, expected, head.as_json(), head.keep_ms):
+            values = (identity.id, expected, head.as_json(), head.keep_ms, head.created_ms, place)
+            if await self._run("swap_group", keys, *values):
                 return change.answer
         raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
 
@@ -399,12 +409,25 @@ class RedisStore(Groups, SmallRows):
                 found.append(group)
         return found
 
+    async def newest_groups(self, *, most: int, after: groups.GroupPlace = groups.NEWEST) -> list[groups.Group]:
+        found: list[groups.Group] = []
+        while (wanted := most - len(found)) > 0:
+            place = _place(after.tenant, after.id)
+            looked_at, rows = await self._run(
+                "newest_groups", [self._all_groups], self._groups_begin, after.created_ms, place, wanted
+            )
+            some = [_group_of(_group_at(place.decode()), values) for place, values in rows]
+            found += [group for group in some if group is not None]
+            if looked_at < wanted:
+                break
+            after = found[-1].place if found else after
+        return found
+
     async def ended_groups(self) -> list[groups.Group]:
-        begin = len(f"{self._namespace}:group:")
         found: list[groups.Group] = []
         for key, values in await self._run("ended_groups", [self._ended_groups], groups.ENDED_AT_ONCE):
-            tenant, _, id = key.decode()[begin:].partition(":")
-            if (group := _group_of(Identity(unquote(tenant), id), values)) is not None and group.has_ended:
+            identity = _group_at(key.decode().removeprefix(self._groups_begin))
+            if (group := _group_of(identity, values)) is not None and group.has_ended:
                 found.append(group)
         return found
 
@@ -434,9 +457,17 @@ class RedisStore(Groups, SmallRows):
     def _ended_groups(self) -> str:
         return f"{self._namespace}:ended-groups"
 
+    @property
+    def _all_groups(self) -> str:
+        return f"{self._namespace}:all-groups"
+
+    @property
+    def _groups_begin(self) -> str:
+        return f"{self._namespace}:group:"
+
     def _group(self, identity: Identity) -> list[str]:
-        end = f"{quote(identity.tenant, safe='')}:{identity.id}"
-        return [f"{self._namespace}:group:{end}", f"{self._namespace}:members:{end}"]
+        end = _place(identity.tenant, identity.id)
+        return [f"{self._groups_begin}{end}", f"{self._namespace}:members:{end}"]
 
     async def take(
         self,
@@ -657,6 +688,16 @@ def _listed_request(line: str) -> base.ListedRequest:
 def _of_submission(submission: base.Submission) -> list[Argument]:
     times = ("submitted", submission.submitted_ms, "due", _or_empty(submission.due_ms))
     return ["hash", submission.body_hash, "lane", submission.lane, *times, "deadline", submission.deadline_ms]
+
+
+def _place(tenant: str, id: str) -> str:
+    """Of a group, in the sets of groups of all tenants, and in the names of its keys."""
+    return f"{quote(tenant, safe='')}:{id}"
+
+
+def _group_at(place: str) -> Identity:
+    tenant, _, id = place.partition(":")
+    return Identity(unquote(tenant), id)
 
 
 def _group_of(identity: Identity, values: list[bytes]) -> groups.Group | None:

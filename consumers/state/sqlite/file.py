@@ -150,8 +150,10 @@ CREATE TABLE request_group (
     saved_usd REAL NOT NULL DEFAULT 0,
     told INTEGER NOT NULL DEFAULT 0,        -- 1: its end was published
     until_ms INTEGER NOT NULL,  -- since 1970
+    created_ms INTEGER GENERATED ALWAYS AS (json_extract(head, '$.created_ms')) VIRTUAL,
     PRIMARY KEY (tenant, id)
 ) STRICT, WITHOUT ROWID;
+CREATE INDEX group_by_creation ON request_group (created_ms, tenant, id);
 CREATE INDEX group_by_end ON request_group (until_ms);
 CREATE INDEX group_by_told ON request_group (tenant) WHERE told = 0 AND processing = 0;
 CREATE INDEX request_by_group ON request (tenant, group_id) WHERE group_id IS NOT NULL;

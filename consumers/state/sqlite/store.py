@@ -23,7 +23,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from consumers.state import base
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import Change, Times
-from consumers.state.groups import MEMBERS_AT_ONCE, Group, Groups, Member
+from consumers.state.groups import MEMBERS_AT_ONCE, NEWEST, Group, GroupPlace, Groups, Member
 from consumers.state.requests import Decide
 from consumers.state.rows import DecideRows, Place, Rows, SmallRows
 from consumers.state.shedding import Surplus, next_step
@@ -375,6 +375,9 @@ class SqliteStore(Groups, SmallRows):
 
     async def groups_of(self, tenant: str) -> Sequence[Group]:
         return await self._read(lambda tables: tables.groups(self._clock.since_1970_ms(), tenant))
+
+    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[Group]:
+        return await self._read(lambda tables: tables.newest_groups(self._clock.since_1970_ms(), most, after))
 
     async def ended_groups(self) -> Sequence[Group]:
         return await self._read(lambda tables: tables.ended_groups(self._clock.since_1970_ms()))

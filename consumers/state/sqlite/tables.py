@@ -25,7 +25,7 @@ from consumers.state.base import (
     Submission,
 )
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
-from consumers.state.groups import KINDS, MEMBER_BYTES, Group, Head, Member
+from consumers.state.groups import KINDS, MEMBER_BYTES, Group, GroupPlace, Head, Member
 from consumers.state.rows import DecideRows, Place, Rows
 from consumers.state.shedding import (
     LOW_WATER,
@@ -89,6 +89,10 @@ _ENDED_GROUPS: Final = (
     f"{_GROUP_FIELDS} FROM request_group WHERE told = 0 AND processing = 0 AND until_ms > ?"
     " AND size BETWEEN 1 AND succeeded + errored + canceled + expired"
     f" AND json_extract(head, '$.state') = '{groups.State.SEALED}' LIMIT ?"
+)
+_NEWEST_GROUPS: Final = (
+    f"{_GROUP_FIELDS} FROM request_group WHERE (created_ms, tenant, id) < (?, ?, ?) AND until_ms > ?"
+    " ORDER BY created_ms DESC, tenant DESC, id DESC LIMIT ?"
 )
 _COUNT_GROUPS: Final = "SELECT count(*) FROM request_group WHERE tenant = ? AND until_ms > ?"
 _SET_HEAD: Final = (
@@ -383,6 +387,9 @@ class Tables:
 
     def groups(self, today: int, tenant: str, *id: str) -> list[Group]:
         return _groups(self._execute(f"{_GROUP}{' AND id = ?' if id else ''}", (tenant, today, *id)))
+
+    def newest_groups(self, today: int, most: int, after: GroupPlace) -> list[Group]:
+        return _groups(self._execute(_NEWEST_GROUPS, (*after, today, most)))
 
     def ended_groups(self, today: int) -> list[Group]:
         return _groups(self._execute(_ENDED_GROUPS, (today, groups.ENDED_AT_ONCE)))

@@ -165,6 +165,39 @@ async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: Gr
     assert await store.find(Identity("crm", IDS[0])) is None
 
 
+async def test_the_groups_of_all_tenants_are_listed_newest_first_and_in_pages(store: GroupedStore) -> None:
+    now = now_ms()
+    for number, tenant in enumerate(["crm", "a:b", "", "crm"]):
+        await store.open_group(Identity(tenant, f"g-{number}"), head(created_ms=now - 1000 + number // 2))
+    await store.note(Identity("x", "k"), ended("error", "invalid_request"), group=InGroup("by-request"))
+    await store.cancel_group(Identity("crm", "g-0"))
+
+    wanted = {Identity("x", "by-request"), Identity("crm", "g-0"), Identity("a:b", "g-1")}
+    wanted |= {Identity("", "g-2"), Identity("crm", "g-3")}
+    first = await store.newest_groups(most=2)
+    second = await store.newest_groups(most=2, after=first[-1].place)
+    third = await store.newest_groups(most=2, after=second[-1].place)
+
+    found = [*first, *second, *third]
+    assert {each.identity for each in found} == wanted
+    assert len(found) == 5
+    assert found[0].identity.id == "by-request"
+    times = [each.head.created_ms for each in found]
+    assert times == sorted(times, reverse=True)
+    assert await store.newest_groups(most=2, after=third[-1].place) == []
+
+
+async def test_a_group_that_is_kept_no_longer_is_listed_no_longer(store: GroupedStore) -> None:
+    for number in range(3):
+        end_ms = now_ms() + (50 if number == 1 else 60_000)
+        await store.open_group(Identity("crm", f"g-{number}"), head(created_ms=number, keep_ms=end_ms))
+    await asyncio.sleep(0.1)
+
+    assert [each.identity.id for each in await store.newest_groups(most=2)] == ["g-2", "g-0"]
+    await store.sweep()
+    assert [each.identity.id for each in await store.newest_groups(most=5)] == ["g-2", "g-0"]
+
+
 @pytest.mark.parametrize("opened_with", [{"keep_s": 0.05}])
 async def test_the_results_of_a_group_are_kept_together(opened: Any, opened_with: dict[str, float]) -> None:
     store: GroupedStore = await opened(**opened_with)
