@@ -161,7 +161,7 @@ class Attempts:
         await self._begin(job)
         batch = job.batch
         route = Route(provider=batch.provider, model=batch.model, name=batch.model, account=batch.account)
-        answer = await self.registry.from_batch(route, line)
+        answer = await self.registry.from_batch(route, line, dialect=batch.dialect)
         self._note_stop(job, route, answer)
         return answer
 

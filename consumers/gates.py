@@ -586,6 +586,7 @@ class BatchGate:
             provider=route.provider,
             model=route.model,
             headers=provider_headers_json(request.provider_headers),
+            dialect=request.dialect,
             tokens=round(amounts.input_tokens + amounts.output_tokens),
             deadline_ms=request.deadline_ms,
             tenant=job.identity.tenant,

@@ -40,7 +40,7 @@ from consumers.batches.ticket import (
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
-from consumers.providers.batches import CREATE_WITHIN_S, Batches
+from consumers.providers.batches import CREATE_WITHIN_S, Batches, BatchInfo
 from consumers.providers.breakers import Breakers
 from consumers.settle import Settler
 from consumers.state.base import Identity, Store, StoreUnavailable
@@ -128,7 +128,7 @@ class Collector:
     publisher: Publisher
     settler: Settler
     store: Store
-    count_late: Callable[[str, Route, bytes], Awaitable[None]]
+    count_late: Callable[[str, Route, bytes, str], Awaitable[None]]
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """What became of batches (`submitted`, `adopted`, `ended`, `split`, `vanished`, `cancelled`; `queue_full`: one had
     to wait; `unsubmitted`, `unread`: a call about one failed, and is made again; `unread_ticket`: one of another
@@ -316,7 +316,9 @@ class Collector:
                 if not await self._may_create(ticket):
                     return self._later(replace(ticket, stage=TicketStage.ADOPTING, requests=len(ticket.items)))
                 visit.lease_s = None  # also if this is cancelled: the provider may go on
-                info = await batches.create(calls, headers=json.loads(ticket.headers or "{}"))
+                info = await batches.create(
+                    calls, dialect=ticket.dialect, ticket=ticket.id, headers=json.loads(ticket.headers or "{}")
+                )
                 self.settler.failpoints.reach("after_create")
                 with suppress(StoreUnavailable):  # the ticket says it, too
                     await self._note(info.id, ticket)
@@ -368,7 +370,8 @@ class Collector:
     # ---- adopting ----------------------------------------------------------------------------------------------------
 
     async def _adopt(self, ticket: Ticket, *, is_repeated: bool) -> _Next | None:
-        """Its batch may exist: find it. Which it is, is known when it has ended, by the ids of its requests."""
+        """Its batch may exist: find it. If the provider does not say whose it is (`BatchInfo.ticket`), its results do,
+        by the ids of their requests."""
         if (batches := self.batches(ticket.provider)) is None:
             return await self._all_live(ticket)
         if is_repeated:  # its worker may have died while it created the batch
@@ -396,13 +399,14 @@ class Collector:
         return self._waits(ticket) or await self._begin(replace(ticket, candidates=()))
 
     async def _candidates(self, ticket: Ticket, batches: Batches) -> list[str]:
-        """Those of as many requests of which it is not known that they are another ticket's."""
+        """Its own, or those of as many requests of which it is not known that they are another ticket's."""
+
+        def may_be_its(info: BatchInfo) -> bool:
+            return info.requests == ticket.requests if info.ticket is None else info.ticket == ticket.id
+
         async with self._submitting:
-            listed = [
-                info.id
-                async for info in batches.list_since(ticket.gathered_ms - SINCE_MS)
-                if info.requests == ticket.requests
-            ]
+            found = batches.list_since(ticket.gathered_ms - SINCE_MS)
+            listed = [info.id async for info in found if info.refusal is None and may_be_its(info)]
             return [id for id in listed if await self._is_its_own(id, ticket) is not False]
 
     async def _is_its_batch(self, ticket: Ticket, id: str, batches: Batches) -> bool | None:
@@ -410,7 +414,10 @@ class Collector:
         if (is_noted := await self._is_its_own(id, ticket)) is not None:
             return is_noted
         try:
-            if not (await batches.retrieve(id)).is_ended:
+            info = await batches.retrieve(id)
+            if info.ticket is not None:
+                return info.ticket == ticket.id
+            if not info.is_ended:
                 return None
             async with aclosing(batches.results(id)) as lines:
                 async for line in lines:
@@ -442,7 +449,11 @@ class Collector:
             return await self._all_live(ticket)
         returned: list[TicketItem] = []
         try:
-            if not (await batches.retrieve(ticket.batch_id)).is_ended:
+            info = await batches.retrieve(ticket.batch_id)
+            if info.refusal is not None:
+                error = await self.breakers.pauses.judge(_route(ticket), info.refusal)
+                return await self._refused(replace(ticket, batch_id=""), error)
+            if not info.is_ended:
                 return self._later(ticket)
             await self._results(ticket, batches, returned)
         except ProviderError as error:
@@ -487,7 +498,7 @@ class Collector:
                 if item is None or item.number in cancelled:
                     if line.kind not in NOT_RUN:
                         self.counts["answered_late"] += 1
-                        await self.count_late(ticket.lane, _route(ticket), line.line)
+                        await self.count_late(ticket.lane, _route(ticket), line.line, ticket.dialect)
                     returning += [(item, None)] if item is not None else []
                     continue
                 self.counts[line.kind] += 1

@@ -60,6 +60,7 @@ class _Group(NamedTuple):
     account: str
     model: str
     headers: str
+    dialect: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +212,7 @@ class Gatherer:
     def _join(self, request: _Request, gathering: asyncio.TaskGroup) -> bool:
         """Add a request to its batch. Returns False if that would be one more than its tenant may have at a time."""
         batch, spec = request.batch, self.specs.get(request.lane, BatchSpec())
-        group = _Group(request.lane, batch.provider, batch.account, batch.model, batch.headers)
+        group = _Group(request.lane, batch.provider, batch.account, batch.model, batch.headers, batch.dialect)
         if (found := self._groups.get(group)) is None:
             if sum(each.opened_by == batch.tenant for each in self._groups.values()) >= GROUPS_PER_TENANT:
                 return False
@@ -332,6 +333,7 @@ class Gatherer:
                 provider=group.provider,
                 model=group.model,
                 headers=group.headers,
+                dialect=group.dialect,
                 gathered_ms=now_ms,
                 items=part,
             )

@@ -12,7 +12,7 @@ from typing import Any, Final
 from consumers.state.base import Identity
 from lanekeeper.amqp.tolerant import encoded, message_from
 from lanekeeper.contract.messages import Headers, Message
-from lanekeeper.contract.names import ANTHROPIC_BETA
+from lanekeeper.contract.names import ANTHROPIC_BETA, ANTHROPIC_MESSAGES
 from topology.codec.headers import provider_headers_json
 
 CONTENT_TYPE: Final = "application/octet-stream"
@@ -71,6 +71,7 @@ class Ticket:
     model: str
     headers: str = ""
     """The `anthropic-*` headers of its requests (`BatchHop.headers`)."""
+    dialect: str = ANTHROPIC_MESSAGES
     gathered_ms: int
     batch_id: str = ""
     candidates: tuple[str, ...] = ()
@@ -123,7 +124,9 @@ def pack(ticket: Ticket, items: bytes | None = None) -> bytes:
     fields = {name: getattr(ticket, name) for name in _HEAD}
     if ticket.items and ticket.items[0].lane == ticket.lane:  # they say it
         del fields["lane"]
-    # 0.4.0 knows no lane, headers and returned: its workers can read a ticket that needs none of them
+    if ticket.dialect == ANTHROPIC_MESSAGES:
+        del fields["dialect"]
+    # 0.4.0 knows no lane, headers, dialect and returned: its workers can read a ticket that needs none of them
     head = json.dumps({name: value for name, value in fields.items() if value or name not in _SINCE_0_5}).encode()
     return _LENGTH.pack(len(head)) + head + items
 
@@ -186,8 +189,8 @@ def parts(items: Iterable[TicketItem], *, at_most_bytes: int = AT_MOST_BYTES) ->
 
 
 _HEAD: Final = (
-    "id", "lane", "stage", "account", "provider", "model", "headers", "gathered_ms", "batch_id", "candidates",
-    "requests", "polls", "returned",
+    "id", "lane", "stage", "account", "provider", "model", "headers", "dialect", "gathered_ms", "batch_id",
+    "candidates", "requests", "polls", "returned",
 )  # fmt: skip
 _SINCE_0_5: Final = frozenset({"headers", "returned"})
 

@@ -25,7 +25,8 @@ from consumers.dialects.answers import Answer, OnEvent
 from consumers.dialects.anthropic import MESSAGES
 from consumers.failures import AccountError, RejectedError
 from consumers.limits.base import CallInProgress
-from consumers.providers.batches import Batches
+from consumers.providers.anthropic_batches import MessageBatches
+from consumers.providers.batches import Batches, BatchReader
 from consumers.providers.calling import Calling
 from consumers.providers.errors import (
     NETWORK_ERRORS,
@@ -107,15 +108,13 @@ class AnthropicProvider:
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         found = cls(client, name=name, secret=api_key, **reading)
-        found.batches = Batches(
-            client,
-            name=name,
+        reader = BatchReader(
             secret=api_key,
             max_answer_bytes=found.max_answer_bytes,
             max_values=found.max_values,
             parsing=found.parsing,
-            headers_of=found.header_rules.of,
         )
+        found.batches = MessageBatches(client, name=name, reader=reader, headers_of=found.header_rules.of)
         return found
 
     async def stream(

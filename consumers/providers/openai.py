@@ -27,7 +27,7 @@ from consumers.dialects.openai_embeddings import Asked, inputs_of, join, separat
 from consumers.failures import TIMEOUT, AccountError, ProviderError, RejectedError, TransientError
 from consumers.gathering import Gathering
 from consumers.limits.base import CallInProgress
-from consumers.providers.batches import Batches
+from consumers.providers.batches import Batches, BatchReader
 from consumers.providers.calling import Calling
 from consumers.providers.errors import (
     NETWORK_ERRORS,
@@ -39,6 +39,7 @@ from consumers.providers.errors import (
     within,
 )
 from consumers.providers.extras import imported
+from consumers.providers.openai_batches import FileBatches
 from consumers.providers.streams import bounded
 from consumers.providers.transport import http_client
 from lanekeeper.contract.names import OPENAI_CHAT, OPENAI_EMBEDDINGS, OPENAI_RESPONSES
@@ -117,7 +118,7 @@ class OpenAIProvider:
             "openai-project": project,
         }
         headers = {header: value for header, value in given.items() if value is not None}
-        return cls(
+        found = cls(
             http_client(base_url),
             name=name,
             secret=api_key or "",
@@ -125,6 +126,14 @@ class OpenAIProvider:
             headers=headers,
             **more,
         )
+        reader = BatchReader(
+            secret=found.secret,
+            max_answer_bytes=found.max_answer_bytes,
+            max_values=found.max_values,
+            parsing=found.parsing,
+        )
+        found.batches = FileBatches(found.call, name=name, reader=reader)
+        return found
 
     @classmethod
     def azure(
@@ -222,7 +231,7 @@ class OpenAIProvider:
     async def models(self) -> Sequence[Mapping[str, Any]]:
         """The server's models, as it describes them. Raises ProviderError."""
         async with within(PROBE_WITHIN_S, why=f"no answer within {PROBE_WITHIN_S:g} s"):
-            response = await self._send("GET", self.address(_MODELS, ""), CHAT)
+            response = await self.call("GET", _MODELS)
             try:
                 refuse_html(response.status_code, plain(response.headers))
                 with translate_errors(secret=self.secret):
@@ -250,20 +259,19 @@ class OpenAIProvider:
         url = self.address(dialect.path, request.model)
         return await self._send("POST", url, dialect, content=body, headers=headers)
 
+    async def call(self, method: str, path: str, **given: Any) -> httpx2.Response:
+        """Make a call that is about no model. `given`: as for httpx2. Raises ProviderError if the response is an
+        error."""
+        return await self._send(method, self.address(path, ""), CHAT, **given)
+
     async def _send(
-        self,
-        method: str,
-        url: str,
-        dialect: Dialect,
-        *,
-        content: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, method: str, url: str, dialect: Dialect, *, headers: Mapping[str, str] | None = None, **given: Any
     ) -> httpx2.Response:
         named = {**self.headers, **(headers or {})}
         if self.token is not None:
             named["authorization"] = f"Bearer {await self.token()}"
         with translate_sending():
-            asked = self.http.build_request(method, url, content=content, headers=named)
+            asked = self.http.build_request(method, url, headers=named, **given)
             response = await self.http.send(asked, stream=True)
         if response.status_code < 300:
             return response

@@ -183,14 +183,14 @@ class Registry:
         found = self._providers.get(provider)
         return None if found is None else found.batches
 
-    async def from_batch(self, route: Route, line: bytes) -> Answer:
+    async def from_batch(self, route: Route, line: bytes, *, dialect: str) -> Answer:
         """The answer in one line of a batch's results, with its cost; no call is made. Raises the `ProviderError` that
         the line tells instead."""
         batches = self._providers[route.provider].batches if route.provider in self._providers else None
         if batches is None:
             raise TransientError(f"the provider {route.provider[:80]!r} of its batch is gone", type="no_batches")
         with self._tracing.chat(model=route.name, provider=route.provider, stream=False) as span:
-            return self._count(await batches.answer(line), route, span)
+            return self._count(await batches.answer(line, dialect=dialect), route, span)
 
     def count_stop(self, lane: str, model: str, answer: Answer) -> None:
         """Count an answer by why it ended."""

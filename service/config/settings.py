@@ -980,7 +980,7 @@ class Settings(BaseSettings):
         return (
             not self.providers
             or self.api_key is not None
-            or any(section.kind == "anthropic" for section in self.providers.values())
+            or any(section.kind in ("anthropic", "openai") for section in self.providers.values())
         )
 
     def lane_specs(self) -> tuple[LaneSpec, ...]:

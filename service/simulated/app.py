@@ -20,6 +20,8 @@ from service.simulated.buckets import Limits
 from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, invalid
 from service.simulated.files import FILES_PATH, Files
 from service.simulated.ledger import Ledger
+from service.simulated.openai_batches import BATCHES_PATH as OPENAI_BATCHES_PATH
+from service.simulated.openai_batches import SimulatedFileBatches
 from service.simulated.sending import json_answer, read_body, send_stream
 
 BODY_KEPT_BYTES = 16 * 1024
@@ -82,6 +84,7 @@ class SimulatedAPI:
         self.port = port
         self.ledger = Ledger()
         self.batches = self.batches_type(self.ledger, check_model=self._check_model, notify=self._notify)
+        self.file_batches = SimulatedFileBatches(self.batches, check_model=self._check_openai_model)
         self.files = self.files_type()
         self.responses = openai.SimulatedResponses()
         self._waiting: set[asyncio.Event] = set()
@@ -219,13 +222,14 @@ class SimulatedAPI:
         headers, path = self._openai_headers(request_id, ""), request.path
         if path.startswith(f"{openai.RESPONSES_PATH}/"):
             return await self.responses.answer(request, headers)
+        if path.startswith((FILES_PATH, OPENAI_BATCHES_PATH)):
+            return await self.file_batches.answer(request, request_id, headers)
         if request.method == "GET" and path == "/v1/models":
             found = [openai.model_info(model) for model in sorted(self._openai_models)]
             return json_answer({"object": "list", "data": found}, headers)
         if request.method == "GET" and path.startswith("/v1/models/"):
             model = path.removeprefix("/v1/models/")
-            if model not in self._openai_models:
-                raise openai.unknown_model(model)
+            self._check_openai_model(model)
             return json_answer(openai.model_info(model), headers)
         raise Refusal(404, f"Invalid URL ({request.method} {path[:100]})", outcome="not_found")
 
@@ -243,8 +247,8 @@ class SimulatedAPI:
             if not asked.dialect.is_openai:
                 self._check_model(asked.model)
                 self.files.check(body)
-            elif asked.model not in self._openai_models:
-                raise openai.unknown_model(asked.model)
+            else:
+                self._check_openai_model(asked.model)
             fault = self.fault(asked)
             if fault is not None:
                 outcome = fault.name
@@ -366,6 +370,10 @@ class SimulatedAPI:
         if model not in self._known_models:
             raise Refusal(404, f"model: {model[:100]}", outcome="unknown_model")
 
+    def _check_openai_model(self, model: str) -> None:
+        if model not in self._openai_models:
+            raise openai.unknown_model(model)
+
     def _headers(self, request_id: str, model: str) -> dict[str, str]:
         return {
             "request-id": request_id,
@@ -434,7 +442,7 @@ def _is_openai(request: web.BaseRequest) -> bool:
     path = request.path
     if path in openai.READERS or path.startswith(f"{openai.RESPONSES_PATH}/"):
         return True
-    if path.startswith(("/v1/messages", FILES_PATH, RATE_LIMITS_PATH)):
+    if path.startswith(("/v1/messages", RATE_LIMITS_PATH)):
         return False
     return path.startswith("/v1/") and "anthropic-version" not in request.headers and "x-api-key" not in request.headers
 

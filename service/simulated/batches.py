@@ -13,7 +13,7 @@ import random
 import re
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
@@ -26,6 +26,7 @@ from service.simulated.ledger import Ledger
 from service.simulated.sending import json_answer, read_body, time_text
 
 BATCHES_PATH: Final = "/v1/messages/batches"
+ID_PREFIX: Final = "msgbatch_"
 KINDS: Final = ("succeeded", "errored", "canceled", "expired")
 _KEPT_BYTES: Final = 64 * 1024 * 1024
 """Of the requests in batches that have ended; older batches are archived: their results are gone."""
@@ -79,6 +80,8 @@ class SimulatedBatch:
     ends_s: float
     expires_s: float
     request_id: str
+    line: "Callable[[SimulatedBatch, int], dict[str, Any]]"
+    """What the results say of an item, by its number, besides its id."""
     cancelled_s: float | None = None
     ended_s: float | None = None
     is_archived: bool = False
@@ -116,7 +119,7 @@ class SimulatedBatches:
 
     def configure(self, options: BatchOptions, *, item_faults: Faults, output_tokens: int | None, seed: int) -> None:
         """Use other options from now on. The batches stay."""
-        self._options, self._item_faults, self._output_tokens, self._seed = options, item_faults, output_tokens, seed
+        self.options, self._item_faults, self._output_tokens, self._seed = options, item_faults, output_tokens, seed
 
     @property
     def all(self) -> Mapping[str, SimulatedBatch]:
@@ -168,54 +171,83 @@ class SimulatedBatches:
             case "list":
                 found = self._list(request.query, url)
             case "results":
-                return await self._results(request, self._batch(id), headers)
+                return await self._results(request, self.batch(id), headers)
             case _:
-                found = getattr(self, f"_{endpoint}")(self._batch(id), url)
+                found = getattr(self, f"_{endpoint}")(self.batch(id), url)
         return json_answer(found, headers)
 
     async def _create(self, body: bytes, request_id: str) -> SimulatedBatch:
         given = _requests_in(body)
-        options = self._options
+        options = self.options
         if len(given) > options.requests:
             raise invalid(f"requests: at most {options.requests} are allowed, not {len(given)}")
-        waiting = sum(len(batch.items) for batch in self.all.values() if batch.ended_s is None)
-        if waiting + len(given) > options.enqueued:
+        if self.has_no_room_for(len(given)):
             raise Refusal(
                 429,
                 f"This batch would exceed your organization's limit of {options.enqueued} requests in batches.",
                 outcome="rate_limited",
                 headers={"retry-after": "60"},
             )
-        began_s = time.monotonic()
+        return await self.begin(given, ID_PREFIX, request_id, read=self._read, line=self._result_line)
+
+    def has_no_room_for(self, requests: int) -> bool:
+        """Whether so many more would exceed the limit of requests in batches."""
+        waiting = sum(len(batch.items) for batch in self.all.values() if batch.ended_s is None)
+        return waiting + requests > self.options.enqueued
+
+    async def begin(
+        self,
+        given: Sequence[tuple[str, dict[str, Any]]],
+        id_prefix: str,
+        request_id: str,
+        *,
+        read: Callable[[bytes], messages.Asked],
+        line: Callable[[SimulatedBatch, int], dict[str, Any]],
+    ) -> SimulatedBatch:
+        """A new batch of these requests by `custom_id`."""
+        began_s, options = time.monotonic(), self.options
         items: list[SimulatedItem] = []
         for nth, (custom_id, params) in enumerate(given):
-            items.append(self._item(custom_id, params, began_s=began_s, nth=nth))
+            items.append(self._item(custom_id, params, read=read, began_s=began_s, nth=nth))
             if nth % _SOME == _SOME - 1:
                 await asyncio.sleep(0)
         self._created += 1
         batch = SimulatedBatch(
-            id=f"msgbatch_{self._created:024d}",
+            id=f"{id_prefix}{self._created:024d}",
             items=items,
             created_s=time.time(),
             began_s=began_s,
             ends_s=min(max(item.done_s for item in items), began_s + options.expires_s),
             expires_s=options.expires_s,
             request_id=request_id,
+            line=line,
         )
         self._batches[batch.id] = batch
         if len(self._batches) > _BATCHES_KEPT:
             self._batches.popitem(last=False)
         return batch
 
-    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> SimulatedItem:
+    def _read(self, body: bytes) -> messages.Asked:
+        asked = messages.read_request(body)
+        self._check_model(asked.model)
+        if asked.stream or "speed" in asked.fields:
+            raise invalid(f"{'stream' if asked.stream else 'speed'}: not supported in batches")
+        return asked
+
+    def _item(
+        self,
+        custom_id: str,
+        params: dict[str, Any],
+        *,
+        read: Callable[[bytes], messages.Asked],
+        began_s: float,
+        nth: int,
+    ) -> SimulatedItem:
         body = json.dumps(params).encode()
-        done_s = began_s + self._options.processing_s + (nth + 1) * self._options.item_s
+        done_s = began_s + self.options.processing_s + (nth + 1) * self.options.item_s
         item = SimulatedItem(custom_id=custom_id, done_s=done_s, bytes=len(body))
         try:
-            item.asked = asked = messages.read_request(body)
-            self._check_model(asked.model)
-            if asked.stream or "speed" in params:
-                raise invalid(f"{'stream' if asked.stream else 'speed'}: not supported in batches")
+            item.asked = asked = read(body)
             item.fault = self._item_faults.choose(asked.script, asked.prompt)
         except Refusal as refusal:
             item.refusal = refusal
@@ -235,7 +267,7 @@ class SimulatedBatches:
             item.kind = self._kind(item, batch)
             self._outcomes[item.kind] += 1
             if item.kind == "succeeded" and item.asked is not None:
-                output = messages.echo(item.asked, output_tokens=self._output_tokens)
+                output = self.output(item.asked)
                 batch.usd += self._ledger.bill_batched(
                     item.asked.model, input_tokens=item.asked.input_tokens, output_tokens=output.tokens
                 )
@@ -249,7 +281,7 @@ class SimulatedBatches:
                 for item in old.items:
                     item.asked = item.fault = item.refusal = None
 
-    def _batch(self, id: str) -> SimulatedBatch:
+    def batch(self, id: str) -> SimulatedBatch:
         if (batch := self._batches.get(id)) is None:
             raise Refusal(404, f"Batch {id[:100]} not found", outcome="not_found")
         self._look_at(batch)
@@ -261,10 +293,13 @@ class SimulatedBatches:
     def _cancel(self, batch: SimulatedBatch, url: str) -> dict[str, Any]:
         if batch.ended_s is not None:
             raise invalid(f"Batch {batch.id} cannot be canceled: its processing has ended")
+        self.cancel(batch)
+        return _described(batch, url)
+
+    def cancel(self, batch: SimulatedBatch) -> None:
         if batch.cancelled_s is None:
             batch.cancelled_s = time.monotonic()
-            batch.ends_s = min(batch.ends_s, batch.cancelled_s + self._options.cancelling_s)
-        return _described(batch, url)
+            batch.ends_s = min(batch.ends_s, batch.cancelled_s + self.options.cancelling_s)
 
     def _delete(self, batch: SimulatedBatch, _: str) -> dict[str, Any]:
         if batch.ended_s is None:
@@ -278,12 +313,12 @@ class SimulatedBatches:
         limit = query.get("limit", "20")
         if not limit.isdigit() or not 1 <= int(limit) <= 1000:
             raise invalid("limit: Input should be an integer from 1 to 1000")
-        newest_first = list(self.all.values())[::-1]
+        newest_first = [batch for batch in self.all.values() if batch.id.startswith(ID_PREFIX)][::-1]
         start, most = 0, int(limit)
         if "after_id" in query:
-            start = newest_first.index(self._batch(query["after_id"])) + 1
+            start = newest_first.index(self.batch(query["after_id"])) + 1
         elif "before_id" in query:
-            before = newest_first.index(self._batch(query["before_id"]))
+            before = newest_first.index(self.batch(query["before_id"]))
             start, most = max(0, before - most), min(before, most)
         end = start + most
         has_more = start > 0 if "before_id" in query else end < len(newest_first)
@@ -303,7 +338,7 @@ class SimulatedBatches:
     async def _results(
         self, request: web.BaseRequest, batch: SimulatedBatch, headers: dict[str, str]
     ) -> web.StreamResponse:
-        lines = self._lines(batch)
+        lines = self.lines(batch)
         response = web.StreamResponse(headers={**headers, "content-type": "application/x-jsonl"})
         response.enable_chunked_encoding()
         await response.prepare(request)
@@ -312,27 +347,31 @@ class SimulatedBatches:
         await response.write_eof()
         return response
 
-    def _lines(self, batch: SimulatedBatch) -> list[bytes]:
+    def lines(self, batch: SimulatedBatch, *, kinds: Collection[str] = KINDS) -> list[bytes]:
+        """The results of these kinds. Raises `Refusal` (404)."""
         if batch.ended_s is None or batch.is_archived:
             raise Refusal(404, f"Batch {batch.id} has no results", outcome="not_found")
-        order = list(range(len(batch.items)))
-        if self._options.is_shuffled:
+        order = [nth for nth, item in enumerate(batch.items) if item.kind in kinds]
+        if self.options.is_shuffled:
             random.Random(f"{self._seed} {batch.id}").shuffle(order)
         return [self._line(batch.items[nth], batch, nth) for nth in order]
 
     def _line(self, item: SimulatedItem, batch: SimulatedBatch, nth: int) -> bytes:
-        return json.dumps({"custom_id": item.custom_id, "result": self._result(item, batch, nth)}).encode() + b"\n"
+        return json.dumps({"custom_id": item.custom_id, **batch.line(batch, nth)}).encode() + b"\n"
 
-    def _result(self, item: SimulatedItem, batch: SimulatedBatch, nth: int) -> dict[str, Any]:
-        match item.kind:
-            case "succeeded" if item.asked is not None:
-                output = messages.echo(item.asked, output_tokens=self._output_tokens)
-                id = f"msg_{batch.id[9:]}{nth}"
-                return {"type": item.kind, "message": messages.message(item.asked, output, id=id, tier="batch")}
-            case "errored" if item.refusal is not None:
-                return {"type": item.kind, "error": json.loads(item.refusal.body(batch.request_id))}
-            case kind:
-                return {"type": kind}
+    def output(self, asked: messages.Asked) -> messages.Output:
+        """What the model writes."""
+        return messages.echo(asked, output_tokens=self._output_tokens)
+
+    def _result_line(self, batch: SimulatedBatch, nth: int) -> dict[str, Any]:
+        item = batch.items[nth]
+        result: dict[str, Any] = {"type": item.kind}
+        if item.kind == "succeeded" and item.asked is not None:
+            id = f"msg_{batch.id[9:]}{nth}"
+            result["message"] = messages.message(item.asked, self.output(item.asked), id=id, tier="batch")
+        elif item.kind == "errored" and item.refusal is not None:
+            result["error"] = json.loads(item.refusal.body(batch.request_id))
+        return {"result": result}
 
 
 def _asked(method: str, path: str) -> tuple[str, str]:

@@ -295,10 +295,10 @@ class Budgeting:
     caps_gate: gates.CapsGate
     budget_gate: BudgetGate
 
-    async def count_late(self, lane: str, route: Route, line: bytes) -> None:
+    async def count_late(self, lane: str, route: Route, line: bytes, dialect: str) -> None:
         """Count what an answer in a batch has cost for whose request nobody waits any more."""
         with suppress(ProviderError):
-            answer = await self.registry.from_batch(route, line)
+            answer = await self.registry.from_batch(route, line, dialect=dialect)
             tokens = answer.counted.input_tokens + answer.counted.output_tokens
             self.spending.count(lane, None, Spent(0, tokens, answer.cost_usd or 0.0))
 

@@ -160,7 +160,7 @@ class FaultyBatches(SimulatedBatches):
         if fault.name == "vanish" and id:
             self._batches.pop(id, None)
         if endpoint == "results":
-            return await send_broken(request, b"".join(self._lines(self._batch(id))), headers=headers, fault=fault)
+            return await send_broken(request, b"".join(self.lines(self.batch(id))), headers=headers, fault=fault)
         answer = await super()._answer(request, endpoint, id, body, request_id, headers)
         assert isinstance(answer, web.Response)
         assert isinstance(answer.body, bytes)
@@ -168,8 +168,8 @@ class FaultyBatches(SimulatedBatches):
             self._batches.pop(json.loads(answer.body)["id"], None)
         return await send_broken(request, answer.body, headers=headers, fault=fault)
 
-    def _item(self, custom_id: str, params: dict[str, Any], *, began_s: float, nth: int) -> SimulatedItem:
-        item = super()._item(custom_id, params, began_s=began_s, nth=nth)
+    def _item(self, custom_id: str, params: dict[str, Any], **more: Any) -> SimulatedItem:
+        item = super()._item(custom_id, params, **more)
         if item.fault is not None and item.fault.name == "hang":
             item.done_s = NEVER_S
         return item

@@ -110,9 +110,11 @@ class BatchHop:
     """Into the batch: against whose limits it counts (`Route.account`), like the following fields up to `tenant`."""
     provider: str = ""
     model: str = ""
-    """Anthropic's name for it."""
+    """The provider's name for it."""
     headers: str = ""
     """The `anthropic-*` headers, as JSON; empty if there are none. Requests with other headers are in other batches."""
+    dialect: str = names.ANTHROPIC_MESSAGES
+    """Requests of other dialects are in other batches."""
     tokens: int = 0
     """What it is expected to use, input and output."""
     deadline_ms: int = 0
@@ -418,7 +420,9 @@ _FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in (FlowHo
 
 
 def _json(hop: FlowHop | BatchHop) -> str:
-    return json.dumps({name: value for name in _FIELDS[type(hop)] if (value := getattr(hop, name))})
+    # 0.4.0 knows no dialect: its workers can read a hop that needs none
+    given = ((name, getattr(hop, name)) for name in _FIELDS[type(hop)])
+    return json.dumps({name: value for name, value in given if value and value != names.ANTHROPIC_MESSAGES})
 
 
 def _wrong(key: str, found: object, allowed: str) -> RequestProblem:

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 from typing_extensions import override
 
-from consumers.batches.collect import TOO_LARGE, Collector
+from consumers.batches.collect import FENCE_S, TOO_LARGE, Collector
 from consumers.batches.ticket import Ticket, TicketItem, TicketStage, pack, unpack
+from consumers.dialects.answers import Answer
 from consumers.failures import AccountError, ProviderError, RateLimitedError, RejectedError, TransientError
 from consumers.job import Job, Route, Source
 from consumers.limits.base import BatchLimits
@@ -60,10 +61,11 @@ class MadeUpBatches(Batches):
         self.held: asyncio.Event | None = None
         """The next call of `create` waits for it."""
         self.asked_to_create = asyncio.Event()
+        self.keeps_ticket = False
 
     @override
     async def create(
-        self, requests: Sequence[tuple[str, bytes]], *, headers: Mapping[str, str] | None = None
+        self, requests: Sequence[tuple[str, bytes]], *, dialect: str, ticket: str, headers: Mapping[str, str]
     ) -> BatchInfo:
         if (held := self.held) is not None:
             self.held = None
@@ -73,14 +75,20 @@ class MadeUpBatches(Batches):
             raise RejectedError("invalid", status=400)
         if self.refusals and not self.is_created_though:
             raise self.refusals.pop(0)
-        info = self.add([custom_id for custom_id, _ in requests])
+        info = self.add([custom_id for custom_id, _ in requests], ticket=ticket)
         if self.refusals:
             raise self.refusals.pop(0)
         return info
 
-    def add(self, custom_ids: list[str], *, created_ms: int = NOW_MS) -> BatchInfo:
+    def add(self, custom_ids: list[str], *, created_ms: int = NOW_MS, ticket: str = "") -> BatchInfo:
         id = f"msgbatch_{len(self.made) + 1}"
-        info = BatchInfo(id=id, status="in_progress", requests=len(custom_ids), created_ms=created_ms)
+        info = BatchInfo(
+            id=id,
+            status="in_progress",
+            requests=len(custom_ids),
+            created_ms=created_ms,
+            ticket=ticket if self.keeps_ticket else None,
+        )
         self.made[id] = Batch(info, custom_ids, [])
         return info
 
@@ -92,6 +100,10 @@ class MadeUpBatches(Batches):
             line(custom_id, kind)
             for custom_id, kind in zip(batch.custom_ids, kinds or ["succeeded"] * len(batch.custom_ids), strict=False)
         ]
+
+    def fail(self, id: str, refusal: ProviderError) -> None:
+        """The provider finds out that it cannot run the batch."""
+        self.made[id].info = replace(self.made[id].info, status="ended", refusal=refusal)
 
     @override
     async def retrieve(self, id: str) -> BatchInfo:
@@ -123,6 +135,10 @@ class MadeUpBatches(Batches):
         self.cancelled.append(id)
         return self.made[id].info
 
+    @override
+    async def answer(self, line: bytes, *, dialect: str) -> Answer:
+        raise AssertionError("results are read in their lane")
+
 
 def line(custom_id: str, kind: str = "succeeded") -> ResultLine:
     return ResultLine(custom_id=custom_id, kind=cast(Kind, kind), line=json.dumps([custom_id, kind]).encode())
@@ -150,7 +166,7 @@ class Collecting:
         self.late: list[tuple[str, bytes]] = []
         """What was paid for nothing: the lane and the line of the results."""
 
-    async def count_late(self, lane: str, _route: Route, line: bytes) -> None:
+    async def count_late(self, lane: str, _route: Route, line: bytes, _dialect: str) -> None:
         self.late.append((lane, line))
 
     async def gathered(self, *items: TicketItem, id: str = "a" * 24, **fields: Any) -> Ticket:
@@ -364,6 +380,43 @@ async def test_a_lost_store_loses_no_request_and_makes_no_second_batch(collectin
     collecting.provider.end("msgbatch_1")
     assert (await collecting.again(adopting)).batch_id == "msgbatch_1"
     assert len(collecting.submitted()) == 1
+
+
+async def test_a_provider_that_keeps_whose_a_batch_is_is_not_asked_for_its_results(collecting: Collecting) -> None:
+    provider = collecting.provider
+    provider.keeps_ticket = True
+    provider.refusals, provider.is_created_though = [TransientError("cut off", type="connection")], True
+    adopting = await collecting.again(await collecting.gathered(*items(2)))
+    provider.add(["of-another-client-0", "of-another-client-1"])
+    adopted = await collecting.again(adopting)
+    assert (adopted.stage, adopted.batch_id) == (TicketStage.SUBMITTED, "msgbatch_1")
+    assert len(collecting.submitted()) == 2
+
+
+async def test_a_batch_that_has_failed_as_a_whole_is_split(collecting: Collecting) -> None:
+    """The provider says so only after it was created."""
+    collecting.provider.keeps_ticket = True
+    submitted = await collecting.again(await collecting.gathered(*items(3)))
+    collecting.provider.fail("msgbatch_1", RejectedError("invalid", status=400))
+    parts = [collecting.read(sent) for sent in await collecting.take(submitted)]
+    assert [(part.stage, part.batch_id, len(part.items)) for part in parts] == [
+        (TicketStage.GATHERED, "", 1),
+        (TicketStage.GATHERED, "", 2),
+    ]
+    adopting = await collecting.again(parts[1])
+    adopted = await collecting.again(adopting)
+    assert (adopted.stage, adopted.batch_id) == (TicketStage.SUBMITTED, "msgbatch_2")
+
+
+async def test_a_batch_that_has_failed_because_too_many_wait_is_created_again_later(collecting: Collecting) -> None:
+    collecting.provider.keeps_ticket = True
+    submitted = await collecting.again(await collecting.gathered(*items(3)))
+    collecting.provider.fail("msgbatch_1", RateLimitedError("full", status=429, retry_after_s=300))
+    (sent,) = await collecting.take(submitted)
+    assert delay_ms(sent) >= 300_000
+    collecting.bench.store.now_ms += round(1000 * FENCE_S)
+    again = await collecting.again(collecting.read(sent))
+    assert (again.stage, again.batch_id, len(again.items)) == (TicketStage.SUBMITTED, "msgbatch_2", 3)
 
 
 async def forget(collecting: Collecting, *batch_ids: str) -> None:

@@ -143,13 +143,17 @@ async def test_an_item_is_the_request_as_its_lane_gets_it_back() -> None:
     assert n.ROUTING_KEY not in item.message.headers
 
 
-@pytest.mark.parametrize("other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}])
+@pytest.mark.parametrize(
+    "other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}, {"dialect": "openai.chat"}]
+)
 async def test_what_a_batch_must_have_in_common_divides_requests(other: dict[str, Any]) -> None:
     bench = Bench()
     found = [parked(bench, f"r-{tag}", tag=tag, **(other if tag % 2 else {})) for tag in range(6)]
     gathering = Gathering(*found, bench=bench)
     await gathering.run(settled=6)
     assert sorted(gathering.items) == [["r-0", "r-2", "r-4"], ["r-1", "r-3", "r-5"]]
+    ((name, value),) = other.items()
+    assert value in {getattr(ticket, name) for ticket in gathering.tickets}
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ def test_a_ticket_is_the_same_after_packing() -> None:
         item(1, headers={}, type="t", timestamp_s=1_790_000_000.0, app_id="a", persistent=True, params=b'{"other":1}'),
         stage=TicketStage.ADOPTING,
         headers="a,b",
+        dialect="openai.chat",
         batch_id="msgbatch_1",
         candidates=("x", "y"),
         requests=2,

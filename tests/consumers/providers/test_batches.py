@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -23,10 +23,13 @@ from consumers.failures import (
 )
 from consumers.job import Route
 from consumers.prices import Prices, Usage
-from consumers.providers import batches as module
+from consumers.providers import anthropic_batches as module
+from consumers.providers import batches as reading
 from consumers.providers.anthropic import AnthropicProvider
+from consumers.providers.anthropic_batches import MessageBatches
 from consumers.providers.batches import Batches, BatchInfo, ResultLine
 from consumers.providers.registry import Registry
+from lanekeeper.contract.names import ANTHROPIC_MESSAGES
 from lanekeeper.telemetry.tracing import Tracing
 from service.simulated.app import SimulatedOptions
 from service.simulated.batches import BatchOptions
@@ -67,6 +70,12 @@ def fields(prompt: str = "hello", **more: Any) -> Any:
     return {"model": MODEL, "max_tokens": 500, "messages": [{"role": "user", "content": prompt}], **more}
 
 
+async def create(
+    batches: Batches, requests: Sequence[tuple[str, bytes]], *, headers: Mapping[str, str] | None = None
+) -> BatchInfo:
+    return await batches.create(requests, dialect=ANTHROPIC_MESSAGES, ticket="a", headers=headers or {})
+
+
 async def all_of(batches: Batches, id: str) -> dict[str, ResultLine]:
     async with aclosing(batches.results(id)) as lines:
         return {line.custom_id: line async for line in lines}
@@ -84,19 +93,19 @@ async def test_each_endpoint_is_called_as_the_vendors_client_calls_it(
     api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9)))
     running = await theirs.create(requests=[{"custom_id": "a-1", "params": fields()}])
     await theirs.cancel(running.id)
-    async for _ in theirs.list(limit=module.PAGE):
+    async for _ in theirs.list(limit=reading.PAGE):
         pass
     called = list(api.batches.calls)
     api.configure(SimulatedOptions())
     api.batches.calls.clear()
 
-    ours = await batches.create([("a-1", body())])
+    ours = await create(batches, [("a-1", body())])
     assert await batches.retrieve(ours.id) == BatchInfo(
         id=ours.id, status="ended", requests=1, created_ms=ours.created_ms
     )
     assert list(await all_of(batches, ours.id)) == ["a-1"]
     api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9)))
-    other = await batches.create([("a-1", body())])
+    other = await create(batches, [("a-1", body())])
     await batches.cancel(other.id)
     assert [info.id async for info in batches.list_since(0)][:2] == [other.id, ours.id]
 
@@ -122,8 +131,8 @@ def _without(text: str, ids: dict[str, str]) -> str:
 async def test_what_is_created_is_what_the_vendors_types_describe(
     batches: Batches, sdk: AsyncAnthropic, api: FaultyAPI
 ) -> None:
-    info = await batches.create(
-        [("a-1", body()), ("a-2", body("[[fault: invalid]]"))], headers={"anthropic-beta": "some-beta-2026"}
+    info = await create(
+        batches, [("a-1", body()), ("a-2", body("[[fault: invalid]]"))], headers={"anthropic-beta": "some-beta-2026"}
     )
 
     (call,) = api.batches.calls
@@ -137,7 +146,7 @@ async def test_what_is_created_is_what_the_vendors_types_describe(
         ours = lines[theirs.custom_id]
         assert ours.kind == theirs.result.type
         if theirs.result.type == "succeeded":
-            answer = await batches.answer(ours.line)
+            answer = await batches.answer(ours.line, dialect=ANTHROPIC_MESSAGES)
             assert json.loads(answer.body) == theirs.result.message.to_dict()
             assert answer.usage.output_tokens == theirs.result.message.usage.output_tokens
 
@@ -145,7 +154,7 @@ async def test_what_is_created_is_what_the_vendors_types_describe(
 async def test_an_answer_has_the_bytes_that_came_and_half_the_price(batches: Batches, registry: Registry) -> None:
     line = b'{"custom_id":"a-1","result":{"type":"succeeded","message":' + MESSAGE + b"}}"
 
-    answer = await registry.from_batch(ROUTE, line)
+    answer = await registry.from_batch(ROUTE, line, dialect=ANTHROPIC_MESSAGES)
 
     assert answer.body == MESSAGE
     assert answer.usage == Usage(input_tokens=3, output_tokens=4, is_batch=True)
@@ -164,10 +173,11 @@ async def test_an_answer_has_the_bytes_that_came_and_half_the_price(batches: Bat
 async def test_the_fields_of_a_result_may_have_any_order(batches: Batches, line: bytes) -> None:
     line = line % MESSAGE
 
+    assert isinstance(batches, MessageBatches)
     read = await batches._read(line, is_whole=True)
 
     assert (read.custom_id, read.kind) == ("a-1", "succeeded")
-    assert json.loads((await batches.answer(line)).body) == json.loads(MESSAGE)
+    assert json.loads((await batches.answer(line, dialect=ANTHROPIC_MESSAGES)).body) == json.loads(MESSAGE)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +201,7 @@ async def test_an_errored_result_is_the_error_that_a_live_call_would_raise(
     line = json.dumps({"custom_id": "a-1", "result": {"type": "errored", "error": error}}).encode()
 
     with pytest.raises(ProviderError) as caught:
-        await batches.answer(line)
+        await batches.answer(line, dialect=ANTHROPIC_MESSAGES)
 
     assert isinstance(caught.value, expected)
     assert caught.value.paid is paid
@@ -218,19 +228,19 @@ async def test_an_errored_result_is_the_error_that_a_live_call_would_raise(
 )
 async def test_a_line_that_is_no_result_costs_an_attempt(batches: Batches, line: bytes) -> None:
     with pytest.raises(TransientError):
-        await batches.answer(line)
+        await batches.answer(line, dialect=ANTHROPIC_MESSAGES)
 
 
 async def test_a_broken_line_tells_whose_it_is_and_does_not_stop_the_others(batches: Batches, api: FaultyAPI) -> None:
     requests = [("a-1", body()), ("a-2", body("[[fault: broken_json]]" + "x" * 300)), ("a-3", body())]
-    batch = await batches.create([*requests, ("a-4", body("[[fault: no_line]]"))])
+    batch = await create(batches, [*requests, ("a-4", body("[[fault: no_line]]"))])
 
     await batches.retrieve(batch.id)
     lines = await all_of(batches, batch.id)
 
     assert sorted(lines) == ["a-1", "a-2", "a-3"]
     with pytest.raises(TransientError):
-        await batches.answer(lines["a-2"].line)
+        await batches.answer(lines["a-2"].line, dialect=ANTHROPIC_MESSAGES)
 
 
 async def test_results_in_any_pieces_are_split_into_lines(answering: Answering) -> None:
@@ -260,7 +270,7 @@ async def test_results_in_any_pieces_are_split_into_lines(answering: Answering) 
             "a-1": "expired", "long": "errored", "": "broken", "a-3": "canceled"
         }  # fmt: skip
         with pytest.raises(AnswerTooLargeError):
-            await provider.batches.answer(lines["long"].line)
+            await provider.batches.answer(lines["long"].line, dialect=ANTHROPIC_MESSAGES)
         assert len(lines["long"].line) < 1000
 
 
@@ -268,9 +278,9 @@ async def test_results_in_any_pieces_are_split_into_lines(answering: Answering) 
 async def test_results_that_break_off_are_a_failure_after_the_lines_that_came(
     batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(module, "PIECE_WITHIN_S", 0.3)
+    monkeypatch.setattr(reading, "PIECE_WITHIN_S", 0.3)
     api.configure(SimulatedOptions(batches=BatchOptions(is_shuffled=False)))
-    batch = await batches.create([(f"a-{nth}", body("x" * 99)) for nth in range(3)])
+    batch = await create(batches, [(f"a-{nth}", body("x" * 99)) for nth in range(3)])
     await batches.retrieve(batch.id)
     api.batches.fail("results", fault)
 
@@ -282,11 +292,11 @@ async def test_results_that_break_off_are_a_failure_after_the_lines_that_came(
 
 async def test_a_batch_may_exist_although_its_answer_was_lost(batches: Batches, api: FaultyAPI) -> None:
     since_ms = round(time.time() * 1000) - 1000
-    await batches.create([("b-1", body())])
+    await create(batches, [("b-1", body())])
     api.batches.fail("create", "reset")
 
     with pytest.raises(TransientError) as caught:
-        await batches.create([("a-1", body()), ("a-2", body())])
+        await create(batches, [("a-1", body()), ("a-2", body())])
 
     assert caught.value.paid is Paid.UNKNOWN
     found = [info async for info in batches.list_since(since_ms)]
@@ -299,7 +309,7 @@ async def test_a_list_of_several_pages_is_read_to_the_given_time(
     batches: Batches, api: FaultyAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PAGE", 2)
-    ids = [(await batches.create([("a-1", body())])).id for _ in range(5)]
+    ids = [(await create(batches, [("a-1", body())])).id for _ in range(5)]
 
     assert [info.id async for info in batches.list_since(0)] == ids[::-1]
 
@@ -314,7 +324,7 @@ async def test_a_batch_that_is_gone_is_told_apart_from_a_provider_without_batche
 
     api.batches.fail("create", "not_found")
     with pytest.raises(RejectedError) as caught:
-        await batches.create([("a-1", body())])
+        await create(batches, [("a-1", body())])
 
     assert caught.value.status == 404
     assert batches.is_missing
@@ -346,6 +356,6 @@ async def test_a_cancelled_call_closes_its_connection(batches: Batches, api: Fau
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await batches.create([("a-1", body())])
+            await create(batches, [("a-1", body())])
 
     await api.until(lambda: len(api.batches.calls) == 1, timeout_s=10)
