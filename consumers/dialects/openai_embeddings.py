@@ -8,9 +8,10 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from consumers.dialects.answers import Answer
-from consumers.dialects.base import Dialect, StreamedAnswer
+from consumers.dialects.base import StreamedAnswer
 from consumers.dialects.fields import name_in
-from consumers.dialects.openai import classify, error_in, error_within, is_event, read_rate, read_usage, status_of
+from consumers.dialects.openai import read_usage
+from consumers.dialects.openai_chat import CHAT
 from consumers.failures import RejectedError, TransientError
 from consumers.limits.base import RateHeaders
 from lanekeeper.contract.names import OPENAI_EMBEDDINGS
@@ -104,18 +105,12 @@ def _shares(total: int, weights: Sequence[int]) -> list[int]:
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-EMBEDDINGS: Final = Dialect(
+EMBEDDINGS: Final = replace(
+    CHAT,
     name=OPENAI_EMBEDDINGS,
     path="/embeddings",
     content=b'"embedding"',
     body=lambda request, streamed: request.body,
     read_answer=_read_answer,
     new_stream=_new_stream,
-    is_event=is_event,
-    error_within=error_within,
-    error=error_in,
-    status_of=status_of,
-    classify=classify,
-    read_rate=read_rate,
-    joins_tokens=True,
 )

@@ -1,14 +1,15 @@
 """OpenAI's responses: the table of the dialect. A stream's last event has the whole response."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from consumers.dialects.answers import NO_CATEGORY, Answer
-from consumers.dialects.base import Dialect, ErrorFields, StreamedAnswer
+from consumers.dialects.base import ErrorFields, StreamedAnswer
 from consumers.dialects.bodies import set_stream
 from consumers.dialects.fields import name_in, object_in
-from consumers.dialects.openai import classify, error_in, is_event, read_rate, read_usage, status_of
-from consumers.dialects.openai_chat import FILTERED
+from consumers.dialects.openai import error_in, read_usage
+from consumers.dialects.openai_chat import CHAT, FILTERED
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.limits.base import Amounts, RateHeaders
 from lanekeeper.contract.names import OPENAI_RESPONSES
@@ -99,18 +100,12 @@ def _new_stream(request: Request, *, max_bytes: int, max_values: int) -> Streame
     return ResponseStream(max_bytes=max_bytes)
 
 
-RESPONSES: Final = Dialect(
+RESPONSES: Final = replace(
+    CHAT,
     name=OPENAI_RESPONSES,
     path="/responses",
-    content=b'"delta"',
     body=lambda request, streamed: set_stream(request.body, streamed, is_stated=request.states_stream),
     read_answer=_read_answer,
     new_stream=_new_stream,
-    is_event=is_event,
     error_within=_error_within,
-    error=error_in,
-    status_of=status_of,
-    classify=classify,
-    read_rate=read_rate,
-    joins_tokens=True,
 )

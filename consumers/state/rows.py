@@ -165,7 +165,7 @@ def _read(rows: Rows, _: Times) -> RowsChange[Mapping[str, str]]:
 # ---- the store -------------------------------------------------------------------------------------------------------
 
 
-class SmallRows(ABC):
+class SmallRows(base.Allowances, ABC):
     """The part of the store that is the same for every engine."""
 
     spec: StoreSpec
@@ -173,22 +173,6 @@ class SmallRows(ABC):
     @abstractmethod
     async def change_rows(self, name: str, wanted: Sequence[tuple[Place, DecideRows[T]]]) -> Sequence[T]:
         """Decide about the rows of each of these places, and swap them, in this order. `name`: of the operation."""
-
-    @abstractmethod
-    async def take(
-        self,
-        name: str,
-        amount: float,
-        *,
-        limit: float,
-        period: base.Period,
-        reservation: base.AllowanceReservation | None = None,
-    ) -> base.AllowanceTaken: ...
-
-    @abstractmethod
-    async def settle(
-        self, name: str, used: float, *, period: base.Period, reservation: base.AllowanceReservation
-    ) -> None: ...
 
     @abstractmethod
     async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:

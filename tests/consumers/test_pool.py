@@ -35,7 +35,6 @@ class FakeDeliveries(Deliveries):
 
     def __init__(self) -> None:
         self.arriving: asyncio.Queue[FakeDelivery | Exception | None] = asyncio.Queue()
-        self.sessions_opened = 0
         self.waiting: list[FakeDelivery] = []
         self.looks = 0
         self.keeps_channel: list[bool] = []
@@ -45,7 +44,6 @@ class FakeDeliveries(Deliveries):
     @override
     async def sessions(self) -> AsyncGenerator[Any, None]:
         while not self._ended:
-            self.sessions_opened += 1
             yield self._arrived()
 
     @override

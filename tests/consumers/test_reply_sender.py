@@ -32,7 +32,6 @@ class Line(Publisher):
     dies_by: str | None = None
     is_silent: bool = False
     """It neither confirms what is published nor says why."""
-    tried: int = 0
     mandatory: list[bool] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -45,7 +44,6 @@ class Line(Publisher):
 
     @override
     async def publish(self, message: Message, *, routing_key: str, mandatory: bool = True, **_: Any) -> None:
-        self.tried += 1
         self.mandatory.append(mandatory)
         if self.is_silent:
             raise ConfirmUnknown("no confirm")

@@ -15,8 +15,6 @@ from opentelemetry import trace
 
 from lanekeeper import Rejected
 
-NOT_CALLABLE = 1
-
 
 async def echo(given: Any) -> Any:
     return {"echo": given}
@@ -89,10 +87,6 @@ def computed_together(given: list[Any]) -> list[Any]:
 
 def dies(given: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exits(given: Any) -> Any:
-    os._exit(3)
 
 
 def rejects_too(given: Any) -> Any:

@@ -320,33 +320,6 @@ def a_pause(kind: str = "lane", name: str = "batch", **given: Any) -> Pause:
     return Pause(kind=kind, name=name, **fields)  # type: ignore[arg-type]
 
 
-class FakePool:
-    """Runs until it is told to stop. Its times are `loop.time()`; 0: not yet."""
-
-    def __init__(self, queue: str, slots: int = 0) -> None:
-        self.queue, self.slots, self.in_hand = queue, slots, 0
-        self.jobs: set[Job] = set()
-        self.began_s = self.stopped_s = 0.0
-        self.is_over = False
-        self._stopped = asyncio.Event()
-
-    @property
-    def running(self) -> int:
-        return self.in_hand
-
-    async def run(self) -> None:
-        self.began_s = asyncio.get_running_loop().time()
-        await self._stopped.wait()
-        self.is_over = True
-
-    async def stop(self) -> None:
-        self.stopped_s = asyncio.get_running_loop().time()
-        self._stopped.set()
-
-    def give_back_waiting(self) -> None:
-        self.in_hand = 0
-
-
 class FakeSession(Session):
     """Delivers the given messages, then waits until it is stopped. `ends`: it ends after the last one instead."""
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from consumers.failures import HandlerDied, HandlerError, RejectedError
+from consumers.failures import HandlerError, RejectedError
 from consumers.flows import handlers as module
 from consumers.flows import process_pool
 from consumers.flows.handlers import Caller, Handlers, HandlerSpec
@@ -46,15 +46,6 @@ async def registered(
 async def call(handlers: Handlers, name: str, given: Any = None, *, timeout_s: float = 30.0) -> Any:
     async with handlers.turn(name) as turn:
         return json.loads(await turn(json.dumps(given).encode(), timeout_s))
-
-
-async def test_an_async_function_and_one_that_computes_are_called_with_json() -> None:
-    async with registered(spec("echo", "async"), spec("doubled", "cpu")) as handlers:
-        assert await call(handlers, "echo", {"a": [1, None, "ü"]}) == {"echo": {"a": [1, None, "ü"]}}
-        first, second, process = await call(handlers, "doubled", "ü")
-        assert (first, second) == ("ü", "ü")
-        assert process != os.getpid()
-        assert await call(handlers, "doubled", 1) == [1, 1, process], "the process stays for the next call"
 
 
 async def test_why_the_process_cannot_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +116,6 @@ async def test_a_turn_that_is_cancelled_is_given_on() -> None:
         assert not handlers._pool._took_s
 
 
-async def test_a_function_that_takes_too_long_is_cancelled_or_killed_and_the_next_call_works() -> None:
-    async with registered(spec("hangs", "async"), spec("computes", "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
-        with pytest.raises(HandlerError, match=r"no result within 0\.05 s"):
-            await call(handlers, "hangs", timeout_s=0.05)
-        with pytest.raises(HandlerError, match="its process was killed"):
-            await call(handlers, "computes", timeout_s=0.05)
-        assert (await call(handlers, "doubled", 1))[0] == 1
-
-
 async def test_a_function_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CANCELLED_WITHIN_S", 0.01)
     stuck: list[str] = []
@@ -142,14 +124,6 @@ async def test_a_function_that_ignores_its_cancellation_is_left_behind(monkeypat
         with pytest.raises(HandlerError):
             await call(handlers, "hangs", "stubborn", timeout_s=0.01)
         await until(lambda: stuck == ["hangs"])
-
-
-@pytest.mark.parametrize(("name", "how"), [("dies", "signal 9"), ("exits", "exit code 3")])
-async def test_a_process_that_dies_under_its_function_is_told_and_replaced(name: str, how: str) -> None:
-    async with registered(spec(name, "cpu"), spec("doubled", "cpu"), cores=1) as handlers:
-        with pytest.raises(HandlerDied, match=f"its process died under it .{how}."):
-            await call(handlers, name)
-        assert (await call(handlers, "doubled", 1))[0] == 1
 
 
 async def test_a_cancelled_call_kills_its_process() -> None:

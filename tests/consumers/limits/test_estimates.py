@@ -9,7 +9,7 @@ from consumers.limits.estimates import Estimates, UsageClass
 pytestmark = pytest.mark.slow
 
 
-CHAT, OTHER = UsageClass("critical", "shop.chat", "m"), UsageClass("critical", "shop.other", "m")
+CHAT = UsageClass("critical", "shop.chat", "m")
 
 
 def some() -> Estimates:

@@ -32,16 +32,6 @@ class World:
         return self.bench.job(lane=LANE, delivery=delivery)
 
 
-async def test_over_its_tenants_share_a_request_from_the_queue_is_set_aside() -> None:
-    world = World()
-    admitter = QueueAdmitter(world.slots, world.aside, names=NAMES)
-    job = world.job()
-
-    assert await admitter.admit(job) is Admission.ASIDE
-    assert await admitter.set_aside(job) is None
-    assert world.slots.running == 1
-
-
 async def test_a_request_from_a_side_queue_waits_for_its_slot_although_its_tenant_is_over_its_share() -> None:
     world = World()
     admitter = SideQueueAdmitter(world.slots, world.aside)
@@ -54,28 +44,6 @@ async def test_a_request_from_a_side_queue_waits_for_its_slot_although_its_tenan
     assert world.aside.has("crm")
     admitter.leave(job)
     assert world.slots.running == 0
-
-
-async def test_when_a_request_from_a_side_queue_gives_up_waiting_nothing_of_it_stays() -> None:
-    world = World()
-    waiting = asyncio.create_task(SideQueueAdmitter(world.slots, world.aside).admit(world.job(queue=SIDE)))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    await asyncio.wait([waiting])
-
-    assert world.slots.waiting == 0
-    assert not world.aside._held
-
-
-async def test_without_side_queues_every_delivery_waits() -> None:
-    world = World()
-    admitter = QueueAdmitter(world.slots)
-    waiting = asyncio.create_task(admitter.admit(world.job()))
-    await asyncio.sleep(0)
-
-    assert not waiting.done()
-    world.slots.end("crm")
-    assert await waiting is Admission.BEGIN
 
 
 @pytest.mark.parametrize("has_side_queues", [False, True])

@@ -153,10 +153,6 @@ def test_a_queue_that_is_not_delivered_is_consumed_again_and_the_process_is_read
     assert troubles[-1] is None
 
 
-def is_paused(on: Bench) -> None:
-    on.pool.trouble = "paused: store"
-
-
 def test_a_lane_that_has_lost_slots_ends_the_process() -> None:
     bench = Bench()
     bench.ready, bench.lost = 0, 1

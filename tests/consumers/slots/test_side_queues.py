@@ -1,6 +1,5 @@
 """Setting aside: requests above a tenant's share go into a side queue; they are acknowledged only after the confirm."""
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -10,7 +9,6 @@ from consumers.slots.admission import SideQueues, may_move
 from lanekeeper.contract.names import REPLY_TRY, SENT_MS
 from lanekeeper.contract.problems import PublishRefused
 from tests.support.jobs import NAMES, NOW_MS, Bench
-from tests.support.virtual_time import virtually
 from topology.lanes import CRITICAL
 
 LANE = dataclasses.replace(CRITICAL, side_queues=4)
@@ -42,25 +40,6 @@ async def test_a_request_is_set_aside_once_its_copy_is_confirmed_and_is_then_lef
     assert side.aside.has("crm")
 
 
-async def test_requests_of_one_tenant_share_a_side_queue_and_another_tenant_gets_its_own() -> None:
-    side = Side()
-    tenants = ["crm", "chat", "search", "tools"]
-    for tenant in tenants * 3:
-        await side.aside.put(side.job(tenant))
-    assert side.used[:4] == side.used[4:8] == side.used[8:]
-    assert len(set(side.used)) == len(tenants)
-
-
-async def test_a_side_queue_with_messages_of_another_tenant_is_not_used_while_an_empty_one_exists() -> None:
-    side = Side()
-    side.aside.add(side.held("crm", 2))
-    for tenant in ("a", "b", "c"):
-        await side.aside.put(side.job(tenant))
-    assert NAMES.side_exchange(2) not in side.used
-    await side.aside.put(side.job("crm"))
-    assert side.used[-1] == NAMES.side_exchange(2)
-
-
 async def test_a_full_side_queue_refuses_fresh_requests_and_defers_those_with_attempts() -> None:
     side = Side()
     side.bench.publisher.failing = {NAMES.side_exchange(each): PublishRefused("full") for each in range(4)}
@@ -88,18 +67,6 @@ async def test_a_request_that_is_refused_for_its_headers_is_not_set_aside() -> N
     assert not may_move(side.job("crm", exchange=""), NAMES)
     assert not may_move(side.job("crm", routing_key="batch.crm.x"), NAMES)
     assert not may_move(side.job("crm", priority=30), NAMES)
-
-
-def test_a_tenant_keeps_its_side_queue_for_a_second_after_its_last_request() -> None:
-    async def story() -> list[bool]:
-        side, found = Side(), []
-        await side.aside.put(side.job("crm"))
-        for pause_s in (0.9, 0.2):
-            await asyncio.sleep(pause_s)
-            found.append(side.aside.has("crm"))
-        return found
-
-    assert virtually(story()) == [True, False]
 
 
 async def test_the_highest_priority_may_be_set_aside_and_a_request_with_only_its_reply_left_may_not() -> None:

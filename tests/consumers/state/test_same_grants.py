@@ -22,7 +22,6 @@ from typing_extensions import override
 
 from consumers.limits.account import Account, Waiter
 from consumers.limits.base import (
-    DEFAULT_SHARES,
     NOTHING,
     AccountCaps,
     Amounts,
@@ -43,7 +42,6 @@ from tests.support.redis import RedisServer
 pytestmark = pytest.mark.slow
 
 SET = AccountCaps(requests=60, input_tokens=6_000, output_tokens=600)
-NAMES = tuple(DEFAULT_SHARES)
 BEGAN_S = 1_000_000.0
 AT_GIVEN_TIME = BUDGET.text.replace("redis.call('TIME')", "cjson.decode(ARGV[2])")
 """Redis's script, with its clock set by the test."""
