@@ -9,7 +9,6 @@ import pytest
 import structlog
 from typing_extensions import override
 
-from consumers import settle
 from consumers.outcomes import Answered
 from consumers.replies import ReplySender
 from consumers.state.base import Identity, StoreUnavailable
@@ -23,9 +22,7 @@ ANSWERED = Answered(body=b'{"id":"msg"}', model="claude-x", provider="anthropic"
 ASKER = "amq.gen-abcdefghijklmnopqrstuv"
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 
 
 @pytest.fixture

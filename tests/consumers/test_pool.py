@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers import settle
 from consumers.job import Attempted, Job
 from consumers.outcomes import Answered, Outcome, Refused
 from consumers.pool import Pool
@@ -126,9 +125,7 @@ async def answer(job: Job) -> Outcome:
     return ANSWERED
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 
 
 async def test_an_unforeseen_error_dead_letters_its_request_and_affects_no_other() -> None:

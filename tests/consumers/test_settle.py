@@ -60,9 +60,7 @@ STEPPED = PipelineAdvanced(
 OUTCOMES = [BATCHED, ANSWERED, DEFERRED, RETRIED, REFUSED, BURIED, DROPPED]
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settle, "RETURN_AFTER_S", 0)
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 
 
 @pytest.fixture

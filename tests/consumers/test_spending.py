@@ -49,6 +49,7 @@ from topology.codec.bodies import user_hash
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import CRITICAL, BatchSpec
 
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 MODEL = "claude-sonnet-5-5"
 CHEAP, DEAR = (
     Route(provider="anthropic", model=model, name=model, account=model)

@@ -28,6 +28,7 @@ from topology.broker.consume import Deliveries
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec
 
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 HOUR_MS = 3_600_000
 KEPT_MS = 48 * HOUR_MS
 """For so long what is known of a ticket is kept: a batch lasts a day at most."""
@@ -686,10 +687,7 @@ async def test_after_an_error_a_ticket_comes_back_each_time_after_twice_as_long(
     assert len(results(await collecting.take(message))) == 2
 
 
-async def test_a_ticket_returns_to_its_queue_if_the_broker_takes_nothing(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+async def test_a_ticket_returns_to_its_queue_if_the_broker_takes_nothing(collecting: Collecting) -> None:
     ticket = await submitted(collecting, 2)
     collecting.provider.end(ticket.batch_id)
     away = BrokerUnreachable("away")
@@ -714,10 +712,7 @@ async def test_a_ticket_whose_batch_was_created_as_the_broker_failed_comes_back_
     assert len(collecting.submitted()) == 1
 
 
-async def test_a_forged_ticket_does_not_come_back_as_if_a_worker_had_published_it(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+async def test_a_forged_ticket_does_not_come_back_as_if_a_worker_had_published_it(collecting: Collecting) -> None:
     forged = Message(body=pack(await submitted(collecting, 2)), exchange=NAMES.requests, headers={n.ATTEMPT: 3})
     collecting.bench.publisher.failing = {"": BrokerUnreachable("away")}
     assert await collecting.take(forged) == []
@@ -738,10 +733,7 @@ async def test_what_would_leave_a_batch_at_once_is_not_put_into_it(collecting: C
     assert [batch.custom_ids for batch in collecting.provider.made.values()] == [[f"{ticket.id}-1"]]
 
 
-async def test_by_a_fault_of_ours_no_request_stays_beyond_its_deadline(
-    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+async def test_by_a_fault_of_ours_no_request_stays_beyond_its_deadline(collecting: Collecting) -> None:
     ticket = await submitted(collecting, 1, deadline_ms=NOW_MS + HOUR_MS)
     collecting.provider.failing = KeyError("a fault")  # type: ignore[assignment]
     assert (await collecting.again(ticket)).batch_id == ticket.batch_id

@@ -33,6 +33,7 @@ from topology.broker.consume import Delivery
 from topology.codec.headers import BatchHop, read_hop
 from topology.lanes import BATCH, BatchSpec
 
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 HOUR_MS = 3_600_000
 KEY = "batch.crm.enrich"
 SPEC = BatchSpec(enabled=True, count=3, bytes=100_000, window_s=60)

@@ -39,6 +39,7 @@ from topology.codec.decoding import state_of
 from topology.codec.headers import LOOKS, FlowHop, read_hop
 from topology.lanes import DEFAULT_LANES
 
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 FAILED = replace(failed(), body=b'{"detail":"broke","status":418}')
 ROUTES = Chain((Route(provider="one", model="m", name="m", account="one/m"),))
 

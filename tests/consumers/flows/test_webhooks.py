@@ -24,6 +24,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.waiting import until
 from topology.delays import wait_ms
 
+pytestmark = pytest.mark.usefixtures("returned_at_once")
 ANY = Hooks(hosts=("*",))
 SOME = WebhookSpec(
     hooks=Hooks(hosts=("hooks.example.com", "*.crm.example.com:8443", "[2606:4700::1111]")),
@@ -170,10 +171,7 @@ class Faulty(Posting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("times", "steps"), [(1, ["reject"]), (FAULTS_AT_MOST, ["confirmed: lane.dead", "ack"])])
-async def test_what_causes_a_fault_of_ours_again_and_again_becomes_a_dead_letter(
-    times: int, steps: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.settle.RETURN_AFTER_S", 0)
+async def test_what_causes_a_fault_of_ours_again_and_again_becomes_a_dead_letter(times: int, steps: list[str]) -> None:
     bench = Bench(spec=SPEC)
     posting = posting_of(Faulty, bench)
     delivery = bench.delivery(body=b"{}", queue="lane.webhooks", exchange="lane.webhooks", headers=POST.headers())

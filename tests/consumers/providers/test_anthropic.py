@@ -141,7 +141,7 @@ async def test_a_broken_answer_is_a_transient_failure_and_closes_the_connection(
     for parts, kind in zip((None, Received()), kinds, strict=True):
         with pytest.raises(AccountError if fault == "html" else TransientError) as caught:
             await provider.stream(
-                asked(f"[[fault: {fault}]]" + LONG), timeout_s=1 if kind == "timeout" else 60, parts=parts
+                asked(f"[[fault: {fault}]]" + LONG), timeout_s=0.3 if kind == "timeout" else 60, parts=parts
             )
 
         assert caught.value.type == kind
