@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 
 CONFIRM_TIMEOUT_S = 10.0
 CONFIRM_LEAST_S = 1.0
+HANGS_AFTER_S = 5.0
+LEFT_OPEN_S = 75.0
+"""How long a channel that hung is kept open for its answers; RabbitMQ's own wait ends 65 s after it began."""
 SURELY_WITHIN_S = 100.0
 """Long enough for a restart of the broker. After that the worker returns the request to its queue, and its stored
 result is published when it is delivered again."""
@@ -72,7 +75,9 @@ Confirm = type[BrokerError] | None
 
 
 class Publisher:
-    """Publishes on one channel of `connection`, and opens another when it is lost."""
+    """Publishes on one channel of `connection`, and opens another when it is lost or hangs: if the leader of a quorum
+    queue hangs, RabbitMQ's channel may confirm nothing for 65 s, for other queues neither (docs/facts.md, section
+    4)."""
 
     def __init__(
         self,
@@ -83,11 +88,13 @@ class Publisher:
         on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
         """`on_missing` is called when `publish_surely` meets a missing exchange or binding, `on_channel` with each new
-        channel before the first publish on it."""
+        channel before the first publish on it. With `on_channel` a channel that hangs is kept, because the replies to
+        what it has published come over it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Confirming | None = None
         self._opening = asyncio.Lock()
+        self._left: set[asyncio.Task[None]] = set()
         self._on_missing = on_missing
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
@@ -215,7 +222,7 @@ class Publisher:
             end = asyncio.get_running_loop().time() + timeout_s
             await self.connection.flowing(timeout_s=timeout_s)
             timeout_s = max(CONFIRM_LEAST_S, end - asyncio.get_running_loop().time())
-        if (found := self._confirming) is not None and not found.channel.is_closed:
+        if (found := self._usable()) is not None:
             return found, timeout_s
         try:
             async with asyncio.timeout(timeout_s):  # also of the wait for those before it, each of which tries it
@@ -225,7 +232,7 @@ class Publisher:
 
     async def _open(self, timeout_s: float) -> "Confirming":
         async with self._opening:
-            if (found := self._confirming) is None or found.channel.is_closed:
+            if (found := self._usable()) is None:
                 channel = await self.connection.channel(confirms=True, timeout_s=timeout_s)
                 if self._on_channel is not None:
                     try:
@@ -233,7 +240,17 @@ class Publisher:
                     except BaseException:
                         await close(channel)
                         raise
+                if (left := self._confirming) is not None and not left.channel.is_closed:
+                    closing = asyncio.create_task(left.close_when_answered(), name="leave a channel")
+                    self._left.add(closing)
+                    closing.add_done_callback(self._left.discard)
                 found = self._confirming = Confirming(channel)
+        return found
+
+    def _usable(self) -> "Confirming | None":
+        found = self._confirming
+        if found is None or found.channel.is_closed or (found.hangs and self._on_channel is None):
+            return None
         return found
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
@@ -261,6 +278,19 @@ class Confirming:
         self._waiting: set[asyncio.Task[Confirm]] = set()
         self._mandatory: dict[str, asyncio.Task[Confirm]] = {}
         self._most_bytes = (channel.connection.connection_tune.frame_max or UNLIMITED) - FRAME_BYTES
+        self._clock = asyncio.get_running_loop().time
+        self._silent_since_s = 0.0
+        """The last answer, or the first publish since all had been answered."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the broker has answered nothing for long, although publishes wait for its answer."""
+        return bool(self._waiting) and self._clock() - self._silent_since_s > HANGS_AFTER_S
+
+    async def close_when_answered(self) -> None:
+        if self._waiting:
+            await asyncio.wait(self._waiting, timeout=LEFT_OPEN_S)
+        await close(self.channel)
 
     async def write(
         self, message: Message, *, exchange: str, routing_key: str, mandatory: bool
@@ -279,6 +309,8 @@ class Confirming:
             raise InvalidArgument(f"the message cannot be written: {error}") from error
         publishing = self._publish(message.body, exchange, routing_key, properties, mandatory)
         task = asyncio.create_task(publishing, name="publish")
+        if not self._waiting:
+            self._silent_since_s = self._clock()
         self._waiting.add(task)
         if id:
             self._mandatory[id] = task
@@ -308,6 +340,7 @@ class Confirming:
 
     def _on_done(self, id: str, task: "asyncio.Task[Confirm]") -> None:
         self._waiting.discard(task)
+        self._silent_since_s = self._clock()
         if id:
             del self._mandatory[id]
         if not task.cancelled():

@@ -217,6 +217,40 @@ async def test_publish_surely_survives_a_lost_connection(publisher: Publisher, v
     assert await waiting(publisher, "some", least=published) >= published
 
 
+async def test_a_channel_that_answers_nothing_is_left_for_another_and_closed_once_it_has_answered(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RabbitMQ's channel hangs while it waits for the leader of a queue (tests/faults/test_cluster.py)."""
+    monkeypatch.setattr("lanekeeper.amqp.publisher.HANGS_AFTER_S", 0.1)
+    await declare(publisher, "some")
+    opened: list[Channel] = []
+    goes_on = asyncio.Event()
+    open_channel = publisher.connection.channel
+
+    async def opens(**how: Any) -> Channel:
+        opened.append(channel := await open_channel(**how))
+        if len(opened) == 1:
+            publishes = channel.basic_publish
+
+            async def publishes_later(*message: Any, **how: Any) -> Any:
+                await goes_on.wait()
+                return await publishes(*message, **how)
+
+            monkeypatch.setattr(channel, "basic_publish", publishes_later)
+        return channel
+
+    monkeypatch.setattr(publisher.connection, "channel", opens)
+    publish = partial(publisher.publish, exchange="", routing_key="some")
+    hanging = asyncio.create_task(publish(Message(body=b"", message_id="m")))
+    await until(lambda: publisher._confirming is not None and publisher._confirming.hangs)
+    await publish(Message(body=b"", message_id="m"))
+    await publish(Message(body=b""))
+    assert [each.is_closed for each in opened] == [False, False]
+    goes_on.set()
+    await hanging
+    await until(lambda: [each.is_closed for each in opened] == [True, False])
+
+
 async def test_after_a_cancelled_publish_the_next_with_the_same_id_succeeds(publisher: Publisher) -> None:
     await declare(publisher, "some")
     tasks = [

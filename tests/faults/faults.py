@@ -18,6 +18,7 @@ from tests.faults.checker import SLOTS_LOST, Disturbed, Verdict, Violation
 from tests.faults.ground import SETTLED_S, SLOTS, FileStore, Ground, RedisStore
 from tests.faults.nodes import Node
 from tests.faults.proxy import FROM, Proxy
+from tests.faults.unanswered import all_answered
 
 Break = Callable[[Ground, random.Random, float], Awaitable[str]]
 MEMORY = ("set_vm_memory_high_watermark", "0.00001", "0.6")
@@ -377,7 +378,7 @@ async def judged(
     ground: Ground, *, answered_within_s: float = ANSWERED_WITHIN_S, store_was_lost: bool = False
 ) -> Verdict:
     """After the last request: wait for answers, fetch the results that could not be sent, and judge."""
-    await ground.load.answered(within_s=answered_within_s)
+    await all_answered(ground, within_s=answered_within_s)
     if not store_was_lost:  # and the results with it
         ground.load.expect_scheduled(ground.crew.scheduled())
     await ground.load.fetched(within_s=FETCHED_WITHIN_S)
@@ -387,7 +388,7 @@ async def judged(
 
 async def judged_with_slots(ground: Ground) -> Verdict:
     """Judge, and see whether as many requests can run at once as the workers have slots."""
-    await ground.load.answered(within_s=ANSWERED_WITHIN_S)
+    await all_answered(ground, within_s=ANSWERED_WITHIN_S)
     lost = await _slots_lost(ground)
     verdict = await judged(ground)
     return replace(verdict, violations=(*verdict.violations, *lost))
@@ -406,7 +407,7 @@ async def _slots_lost(ground: Ground) -> list[Violation]:
         while most < wanted and time.monotonic() < end_s:
             most = max(most, ground.api.running)
             await asyncio.sleep(0.02)
-        await ground.load.answered(within_s=ANSWERED_WITHIN_S)
+        await all_answered(ground, within_s=ANSWERED_WITHIN_S)
         if most >= wanted:
             return []
     return [Violation(SLOTS_LOST, "", f"{most} of {wanted} work")]

@@ -254,8 +254,15 @@ class Crew:
 
     def scheduled(self) -> set[str]:
         """The ids of the requests that a schedule has published, as the workers say."""
+        return {event["id"] for event in self._events() if event.get("event") == "schedule.fired"}
+
+    def told_of(self, identity: str) -> list[dict[str, Any]]:
+        """The events of a request in the workers' logs."""
+        return [event for event in self._events() if event.get("request") == identity]
+
+    def _events(self) -> list[dict[str, Any]]:
         lives = [*self._ended, *(each.running for each in self.workers if each.running is not None)]
-        return {event["id"] for life in lives for event in life.events if event.get("event") == "schedule.fired"}
+        return [event for life in lives for event in life.events]
 
     async def _keep(self, worker: Worker) -> None:
         life = 0

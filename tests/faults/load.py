@@ -309,7 +309,7 @@ class Load:
         self._history = history
         self._rng = rng
         self._rate = rate
-        self._mix = mix
+        self.mix = mix
         self._name = name
         self._webhooks = webhooks
         self._publishers = [Publisher(urls, n) for n in range(PUBLISHERS)]
@@ -326,6 +326,11 @@ class Load:
     @property
     def in_flight(self) -> int:
         return len(self._confirmed)
+
+    @property
+    def unanswered(self) -> list[str]:
+        """The correlation ids of the requests for which a reply is expected."""
+        return list(self._waiting)
 
     async def __aenter__(self) -> Self:
         async with connected(self._urls[0]) as connection:
@@ -402,7 +407,7 @@ class Load:
         while True:
             due_s = max(due_s + 1 / self._rate, time.monotonic() - 1)
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            wish = draw(self._rng, self._mix, identity=self._next_id(), webhooks=self._webhooks)
+            wish = draw(self._rng, self.mix, identity=self._next_id(), webhooks=self._webhooks)
             self._spawn(self._one(wish), "one request")
 
     async def _one(self, wish: Wish) -> None:

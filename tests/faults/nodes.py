@@ -172,6 +172,18 @@ class Cluster:
         found: Node = await until(leads, within_s=COMMAND_S)
         return found
 
+    async def move_leader(self, queue: str, node: Node) -> None:
+        member = f"%2F_{queue}"
+
+        async def leads() -> bool:
+            leader = await self.leader_of(queue)
+            if leader != node:
+                servers = (f"{{'{member}', '{each.name}'}}" for each in (leader, node))
+                await leader.run("rabbitmqctl", "--quiet", "eval", f"ra:transfer_leadership({', '.join(servers)}).")
+            return leader == node
+
+        await until(leads, within_s=COMMAND_S)
+
     async def whole(self, *, within_s: float = READY_S) -> None:
         for node in self.nodes:
             await node.ready(within_s=within_s)

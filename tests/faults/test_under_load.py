@@ -18,6 +18,7 @@ from tests.faults.checker import LOST, NOT_PARKED, Asked, Verdict
 from tests.faults.faults import Made, broken, fault, inject, judged
 from tests.faults.ground import FileStore, Ground
 from tests.faults.load import EVERYTHING, Mix
+from tests.faults.unanswered import all_answered
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -149,7 +150,7 @@ async def test_a_corrupt_store_stops_the_work_and_loses_nothing(made: Made) -> N
             await asyncio.sleep(6)
             service.store.delete()
             moved_s = time.monotonic()
-        assert await service.load.answered(within_s=60)
+        assert await all_answered(service, within_s=60)
         print(f"caught up {time.monotonic() - moved_s:.1f} s after the store was moved away")
         assert is_kept(service, await judged(service, store_was_lost=True))
 
@@ -188,7 +189,7 @@ async def test_without_the_queue_of_dead_letters_requests_to_be_parked_wait_unti
             await asyncio.sleep(8)
             await service.broker.nodes[0].run("rabbitmqctl", "--quiet", "delete_queue", "lane.dead")
             await asyncio.sleep(8)
-        assert await service.load.answered(within_s=90)
+        assert await all_answered(service, within_s=90)
         await service.posted(within_s=90)
         verdict = service.verdict()
         # Dead letters in the queue when it was deleted had been answered, and are not parked again.
