@@ -16,6 +16,8 @@ from topology.lanes import DEFAULT_LANES
 NAMES: Final = Names("bench")
 PLAIN: Final = "benchmarks.harness.requesters:Plain"
 PEERS_PYTHON: Final = ROOT / ".cache/bench/bin/python"
+ONCE: Final = "faststream_once"
+"""FastStream with a claim and an outcome in Redis: the peer that keeps the same promise."""
 REPLIES: Final = f"{NAMES.reply_prefix}nobody"
 """The queue of answers that nobody waits for."""
 ONLY_REPLIES: Final = Topology(exchanges=(), queues=(Queue(REPLIES),), bindings=())
@@ -48,6 +50,7 @@ class Contestant:
     asks: str
     """The requester that uses the contestant's own client."""
     environ: Mapping[str, str] = field(default_factory=dict)
+    uses_redis: bool = False
     in_redis: bool = False
     """Answers that nobody waits for are kept in Redis, not in the queue `REPLIES`."""
 
@@ -157,7 +160,7 @@ def lanekeeper(
     )
 
 
-def _peer(name: str, *command: str, in_redis: bool = False) -> Contestant:
+def _peer(name: str, *command: str, in_redis: bool = False, uses_redis: bool = False) -> Contestant:
     module = f"benchmarks.peers.with_{name}"
     return Contestant(
         name=name,
@@ -167,6 +170,7 @@ def _peer(name: str, *command: str, in_redis: bool = False) -> Contestant:
         fills=f"{module}:Requester",
         asks=f"{module}:Requester",
         in_redis=in_redis,
+        uses_redis=uses_redis or in_redis,
     )
 
 
@@ -178,6 +182,7 @@ PEERS: Final = (
     ),
     _peer("dramatiq", "dramatiq", "MODULE", "--processes=1", "--threads={slots}", in_redis=True),
     _peer("faststream", "MODULE"),
+    _peer(ONCE, "MODULE", uses_redis=True),
     _peer(
         "taskiq",
         *("taskiq", "worker", "MODULE:broker", "--workers=1", "--max-async-tasks={slots}", "--log-level=WARNING"),

@@ -40,10 +40,12 @@ async def work() -> None:
 class Requester:
     """FastStream's own client."""
 
+    queue = queue
+
     async def __aenter__(self) -> Self:
         self._broker = broker_with(1)
         await self._broker.connect()
-        await self._broker.declare_queue(queue)
+        await self._broker.declare_queue(self.queue)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -52,7 +54,7 @@ class Requester:
     async def publish(self, body: bytes, *, number: int, lane: str, **_: Any) -> None:
         await self._broker.publish(
             body,
-            queue=queue,
+            queue=self.queue,
             priority=PRIORITIES[lane],
             persist=True,
             reply_to=os.environ["BENCH_REPLY_TO"],
@@ -60,7 +62,7 @@ class Requester:
         )
 
     async def ask(self, body: bytes, *, lane: str, **_: Any) -> None:
-        await self._broker.request(body, queue=queue, priority=PRIORITIES[lane], persist=True, timeout=60)
+        await self._broker.request(body, queue=self.queue, priority=PRIORITIES[lane], persist=True, timeout=60)
 
 
 if __name__ == "__main__":
