@@ -301,8 +301,8 @@ async def test_a_renewal_that_comes_after_a_release_renews_the_other_claims_only
     store = await opened(lease_s=SHORT)
     released = Held(ME, await granted(store))
     other = Identity("tenant", "other")
-    found = await store.claim(other, fingerprint())
-    assert isinstance(found, Granted)
+    held = await store.claim(other, fingerprint())
+    assert isinstance(held, Granted)
     await store.release(released)
 
     async def expired() -> bool:
@@ -310,9 +310,14 @@ async def test_a_renewal_that_comes_after_a_release_renews_the_other_claims_only
         return now is not None and not now.running
 
     await until(expired)
-    await store.renew([released, Held(other, found.token)])
-    running = [await store.find(each) for each in (ME, other)]
-    assert [each.running for each in running if each] == [False, True]
+
+    async def other_is_renewed() -> bool:  # a busy machine may need longer than the lease lasts until it looks
+        await store.renew([released, Held(other, held.token)])
+        running = [await store.find(each) for each in (other, ME)]
+        assert not (running[1] and running[1].running)
+        return running[0] is not None and running[0].running
+
+    await until(other_is_renewed)
 
 
 async def test_a_claim_that_comes_again_after_its_release_is_not_granted(store: Store) -> None:
@@ -353,14 +358,15 @@ async def test_every_late_message_of_an_earlier_holder_changes_nothing_for_the_n
 async def test_a_sheltered_claim_is_taken_over_only_after_its_lease(opened: Opened) -> None:
     store = await opened(lease_s=SHORT)
     held = Held(ME, await granted(store, nonce=b"q1"))
+    renewed_s = time.monotonic()
     await store.renew([held])
     await store.shelter(held)
-    assert isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2")), Running)
 
     async def taken() -> bool:
         return isinstance(await store.claim(ME, fingerprint(redelivered=True, nonce=b"q2")), Granted)
 
     await until(taken)
+    assert time.monotonic() - renewed_s > 0.95 * SHORT, "its times are whole milliseconds"
 
 
 async def test_the_answer_of_a_sheltered_claim_is_found_by_the_redelivery(store: Store) -> None:
