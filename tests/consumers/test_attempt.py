@@ -387,6 +387,17 @@ async def test_the_pause_that_a_provider_asks_for_is_kept_unless_the_retry_can_c
     assert with_other.delay_ms < 20_000 <= alone.delay_ms
 
 
+@pytest.mark.slow
+async def test_the_second_call_of_an_attempt_has_the_lanes_time_limit_too(providers: Open) -> None:
+    two = await providers(failing("overloaded"), failing("hang"))
+
+    async with asyncio.timeout(20):
+        outcome = await two.ask(call_timeout_s=2)  # so long that the first is called on a busy machine
+
+    assert failed_with(outcome) == TIMEOUT
+    assert two.calls == (1, 1)
+
+
 TO_SONNET = (route("one"), route("two"), route("one", FALLBACK), route("two", FALLBACK))
 
 

@@ -10,7 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from consumers.housekeeping import (
+    DeadSpec,
+    LetterSize,
     _write,
+    surplus,
     sweeping,
 )
 from consumers.state.base import StoreUnavailable
@@ -19,6 +22,37 @@ from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS
 from tests.support.virtual_time import virtually
+
+SECOND_MS = 1000
+
+
+def kept(tenant: str, count: int, *, bytes: int = 100, age_s: float = 50, first: int = 0) -> list[LetterSize]:
+    """Letters of a tenant, the oldest first; their keys begin with `first`."""
+    return [LetterSize(tenant, first + at, bytes, NOW_MS - round(age_s * SECOND_MS) + at) for at in range(count)]
+
+
+def gone(letters: list[LetterSize], **spec: Any) -> set[int]:
+    return surplus(letters, DeadSpec(**spec), now_ms=NOW_MS)
+
+
+@pytest.mark.parametrize(
+    ("bound", "left"),
+    [({"max_count": 20}, 20), ({"max_count": 16}, 14), ({"max_bytes": 1600}, 14), ({"max_count": 1}, 1)],
+)
+def test_dead_letters_beyond_the_number_or_size_go_down_to_seven_eighths_the_oldest_first(
+    bound: dict[str, int], left: int
+) -> None:
+    assert gone(kept("", 20), **bound) == set(range(20 - left))
+
+
+def test_a_few_large_letters_go_and_not_the_many_small_ones_of_others() -> None:
+    small, large = kept("small", 100), kept("large", 10, bytes=100_000, first=500)
+    assert gone([*small, *large], max_bytes=500_000) == set(range(500, 506))
+
+
+def test_dead_letters_older_than_they_are_kept_are_removed_and_one_without_a_time_is_not() -> None:
+    letters = [*kept("", 1, age_s=150), *kept("", 1, age_s=100, first=1), LetterSize("", 2, 1, 0)]
+    assert gone(letters, keep_s=100) == {0}
 
 
 def test_exported_dead_letters_and_the_name_of_their_new_file_are_on_the_disk(

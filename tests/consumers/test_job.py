@@ -81,6 +81,15 @@ async def test_a_time_limit_of_something_else_is_no_end_of_the_wait() -> None:
             raise TimeoutError("another")
 
 
+async def test_a_wait_that_has_ended_cannot_be_stopped_later() -> None:
+    job = Bench().job()
+    async with job.interruptible(60):
+        pass
+    job.stop(Stop.CANCELLED)
+    await asyncio.sleep(0)  # a cancellation by the limit that is over would arrive here
+    assert job.waiting is None
+
+
 def test_a_request_and_its_copy_in_a_side_queue_are_one_request_but_not_one_message() -> None:
     bench = Bench()
     delivery = bench.delivery()
@@ -223,3 +232,9 @@ def test_internal_headers_are_believed_if_the_request_fell_from_a_delay_or_a_due
     assert (job.lane.name if job.lane else None) == lane
     assert job.trusted is trusted
     assert job.attempts == (3 if trusted else 0)
+
+
+@pytest.mark.parametrize(("reason", "expected"), [("delivery_limit", True), ("expired", False)])
+def test_a_request_that_exceeded_the_delivery_limit_counts_as_redelivered(reason: str, expected: bool) -> None:
+    delivery = Bench().delivery(exchange="lane.fallen", headers=death("lane.critical", reason), queue="lane.fallen")
+    assert FALLEN.job_of(delivery).redelivered is expected

@@ -74,6 +74,15 @@ async def test_who_reads_several_parts_gets_those_of_all_its_streams_in_one_mess
     assert not sent[-1].persistent
 
 
+@pytest.mark.parametrize("id", ['"', "a b", "", "\u00e4", None])
+async def test_an_id_that_would_need_escapes_is_not_put_beside_others(bench: Bench, id: str | None) -> None:
+    parts = Parts(bench.replies, bench.job(correlation_id=id, headers={n.PARTS_TOGETHER: True}))
+    for _ in range(3):
+        await parts(b"{}")
+    await parts.confirmed()
+    assert [each.message.headers[n.PART] for each in bench.publisher.sent] == ["event"] * 3
+
+
 @pytest.mark.parametrize("size", [WAITING_BYTES // 4, 2 * WAITING_BYTES])
 async def test_only_so_many_bytes_wait_for_a_publish_and_all_go_out_once_and_in_order(
     bench: Bench, unconfirmed: Answers, size: int

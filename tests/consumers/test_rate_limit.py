@@ -3,7 +3,7 @@
 import pytest
 
 from consumers import rate_limit
-from consumers.rate_limit import LogThrottle, RateLimit
+from consumers.rate_limit import LogThrottle, Parking, RateLimit
 
 
 class Clock:
@@ -37,3 +37,15 @@ def test_the_tenant_that_asked_longest_ago_is_forgotten_first(monkeypatch: pytes
     assert [some.take(name) for name in ("a", "b")] == [False, True]
     some, throttle = RateLimit(per_s=0, at_once=1, clock=Clock()), LogThrottle(clock=Clock())
     assert [throttle.count(name) for name in ("a", "b", "a", "c", "a", "b")] == [1, 1, 0, 1, 0, 1]
+
+
+KIB = 1024
+
+
+def kept(parking: Parking, tenant: str, *sizes: int) -> list[bool]:
+    return [parking.takes(tenant, each, code="invalid_request") for each in sizes]
+
+
+@pytest.mark.parametrize(("size", "most"), [(0, 4), (64 * KIB - 1, 4), (64 * KIB + 1, 2), (192 * KIB + 1, 1)])
+def test_a_large_message_counts_as_several(size: int, most: int) -> None:
+    assert kept(Parking(invalid_per_hour=4), "a", *[size] * 5).count(True) == most

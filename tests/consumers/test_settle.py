@@ -490,6 +490,12 @@ async def test_a_batchs_result_that_was_not_read_yet_waits_with_its_request(benc
     assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
 
 
+def test_a_batchs_result_moves_to_a_side_queue_with_its_request(bench: Bench) -> None:
+    copy = settle.set_aside(from_batch(bench), now_ms=NOW_MS, names=NAMES)
+    assert copy.body == BODY + RESULT
+    assert read_hop(copy.headers).batch == BatchHop(ticket="t", result_bytes=len(RESULT))
+
+
 @pytest.mark.parametrize(
     ("outcome", "exchange"), [(DEFERRED, "lane.delay.01"), (RETRIED, "lane.delay.02"), (BURIED, "lane.dead")]
 )

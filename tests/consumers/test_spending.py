@@ -385,6 +385,14 @@ async def test_one_request_of_a_tenant_may_hold_all_that_is_left_of_a_lanes_cap(
     assert isinstance(await ground.enter(second), Deferred)
 
 
+async def test_what_a_killed_worker_held_for_a_lane_with_batches_ends_with_its_request() -> None:
+    ground = Ground(lanes={"critical": daily(tokens=2000)})
+    assert await ground.enter(ground.job(message_id="a", lane=BATCHED)) is None
+    again = ground.job(message_id="a", lane=BATCHED)
+    assert await ground.enter(again) is None
+    assert counted(ground.store) == {"cap lane critical tokens": 1500}
+
+
 async def test_what_batches_saved_is_told_for_lane_and_tenant_and_counts_against_no_cap() -> None:
     ground = Ground(lanes={"critical": daily(usd=1)})
     job = ground.job(user_id="shop")
@@ -601,6 +609,17 @@ async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
     assert ground.store.used["cap lane critical requests"] == 1
 
 
+@pytest.mark.parametrize(("day", "used"), [(1, 0), (0, 1)])
+async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: int, used: int) -> None:
+    ground = Ground(lanes={"critical": daily(requests=1)})
+    headers = batched(held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000)
+    job = ground.job(**await gathered(ground) | {"headers": headers})
+    await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical requests"] == used
+
+
 async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_lost() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
     job = ground.job(**await gathered(ground))
@@ -618,6 +637,16 @@ async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> No
     await ground.gate.leave(job, decoded(job), Batched(params=b""))
     bench.publisher.failing = {"": BrokerUnreachable("away")}
     assert await bench.settler.settle(job, Batched(params=b"")) is None
+    await ground.spending.finish(within_s=30)
+
+    assert ground.store.used["cap lane critical requests"] == 0
+
+
+async def test_what_was_counted_for_a_delivery_alone_does_not_stay_if_it_is_lost() -> None:
+    ground = Ground(lanes={"critical": daily(requests=1)})
+    job = ground.job(exchange="lane.due", headers=batched(live=True))
+    assert await ground.enter(job) is None
+    await ground.gate.leave(job, decoded(job), None)
     await ground.spending.finish(within_s=30)
 
     assert ground.store.used["cap lane critical requests"] == 0

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -68,6 +69,13 @@ async def test_what_is_dropped_is_gone_and_may_be_dropped_again(store: BodyStore
     await store.drop(kept)
     with pytest.raises(BodyError, match="nothing is there"):
         await store.fetch(kept)
+
+
+async def test_only_what_was_kept_here_is_dropped(store: BodyStore, tmp_path: Path) -> None:
+    await store.keep([b"hello"])
+    (tmp_path / "bodies/mine").write_bytes(b"hello")
+    await store.drop(BodyAddress(f"{store.url}/mine", HELLO))
+    assert await store.fetch(BodyAddress(f"{store.url}/mine", HELLO)) == b"hello"
 
 
 @pytest.mark.parametrize("path", ["../secret", "a/../../secret", "%2e%2e/secret", ".hidden", "a//b", "", "a?b", "/etc"])
@@ -143,6 +151,16 @@ async def test_what_is_being_written_is_counted_once(store: BodyStore, monkeypat
     with pytest.raises(BodiesFull, match="500001 bytes there"):
         await full.keep([b"x"], tenant="a")
     full.close()
+
+
+async def test_an_expired_body_that_another_process_removed_first_is_gone(
+    store: BodyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.keep([])
+    (tmp_path / "bodies" / f"1000000000-{'0' * 32}").write_bytes(b"x" * 600)
+    monkeypatch.setattr(store._files, "rm_file", Mock(side_effect=FileNotFoundError))
+    await store.sweep()
+    await store.keep([b"x" * 500])
 
 
 @pytest.mark.parametrize(

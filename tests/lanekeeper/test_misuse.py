@@ -15,7 +15,7 @@ import lanekeeper as surface
 from lanekeeper import AccessRefused, Client, ClientMisused, InvalidArgument, InvalidUrl
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.replies import Problem
-from lanekeeper.requests import Options, request_message
+from lanekeeper.requests import Options, bound_s, request_message
 from lanekeeper.sync import Client as SyncClient
 from tests.support.fake_gateway import KEY, FakeGateway
 
@@ -191,6 +191,16 @@ print([name for name in names if before.get(name) is not after.get(name) and bef
 @pytest.mark.slow
 def test_neither_importing_nor_using_the_client_changes_the_libraries_below_it() -> None:
     assert subprocess.run([sys.executable, "-c", CHANGES], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_the_client_waits_until_shortly_after_the_deadline_if_there_is_one() -> None:
+    def awaited_s(**options: object) -> float | None:
+        return bound_s(request_message({}, options, stream=False, user="crm"))  # type: ignore[arg-type]
+
+    assert awaited_s() is None
+    assert awaited_s(deadline_s=10) == 15
+    assert awaited_s(deadline_s=10, delay_s=2) == 17
+    assert awaited_s(deadline_s=10, at=datetime.now(UTC)) is None
 
 
 @pytest.mark.parametrize("priority", [-1, 10, 200, 256, None])

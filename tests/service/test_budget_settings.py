@@ -5,8 +5,12 @@ import re
 
 import pytest
 
+from consumers.prices import Usage
+from consumers.spending import Cap
 from service.checks import of_models
+from service.config.effective import as_json
 from tests.support.settings import load, wrong
+from topology.codec.bodies import user_hash
 
 SECRET = "s3cret"
 
@@ -76,6 +80,60 @@ def test_contradicting_settings_are_all_reported_at_once() -> None:
         in told
     )
     assert "lanes.batch.model in given.toml: 'house-model-1' has no price, and what is spent is capped" in told
+
+
+def test_configured_prices_are_added_to_the_table_and_have_a_date() -> None:
+    settings = load(
+        env={
+            "LANEKEEPER_PRICES__MODELS": json.dumps(
+                {
+                    "house-model-1": {"input": 1, "output": 2},
+                    "claude-opus-5-5": {"input": 3, "output": 9, "cache_read": 0, "cache_write": 0.5},
+                }
+            ),
+            "LANEKEEPER_PRICES__AS_OF": "2026-11-01",
+        }
+    )
+
+    prices = settings.prices.table()
+    assert prices.source.endswith("as of 2026-11-01")
+    million = Usage(input_tokens=1_000_000, cache_read_input_tokens=1_000_000)
+    assert prices.cost_usd("house-model-1", million) == pytest.approx(1.1)
+    assert prices.cost_usd("claude-opus-5-5", million) == pytest.approx(3)
+    assert prices.cost_usd("claude-sonnet-5-5", million) == pytest.approx(2.1)
+
+
+def test_caps_are_set_for_lanes_tenants_keys_and_users_by_day_week_and_month() -> None:
+    settings = load(
+        """
+        [caps.lanes.batch.week]
+        usd = 200
+        [caps.tenants.shop]
+        usd = 5
+        requests = 100
+        tokens = 0.5
+        month = { usd = 50 }
+        [caps.tenants."*"]
+        tokens = 1000
+        [caps.keys.ci.day]
+        usd = 1
+        [caps.users."ann@shop.example"]
+        month = { tokens = 9 }
+        """,
+        env={"LANEKEEPER_CAPS__LANES__BATCH__USD": "50"},
+    )
+
+    spec = settings.caps.spec()
+    assert spec.lanes == {"batch": {"day": Cap(usd=50), "week": Cap(usd=200)}}
+    assert spec.tenants == {
+        "shop": {"day": Cap(usd=5, requests=100, tokens=0.5), "month": Cap(usd=50)},
+        "*": {"day": Cap(tokens=1000)},
+    }
+    assert spec.keys == {"ci": {"day": Cap(usd=1)}}
+    assert spec.users == {user_hash("ann@shop.example"): {"month": Cap(tokens=9)}}
+    assert as_json(settings.caps.tenants)["*"] == {"day": {"tokens": 1000}}
+    assert spec.in_money
+    assert not load().caps.spec().in_money
 
 
 @pytest.mark.parametrize(

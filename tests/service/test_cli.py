@@ -265,3 +265,14 @@ def test_what_others_wrote_does_not_control_the_terminal_and_forges_no_line(caps
     assert err == f"lanekeeper: {SHOWN}\n"
     assert not set(told) & set("\x1b\x9b\u202e\u2066\u200f")
     assert json.loads(told) == {HOSTILE: [HOSTILE]}, "it means what it meant"
+
+
+def test_a_status_shows_what_workers_tell_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from service.cli.status import _show_status
+    from service.status import Status
+
+    waiting = (f"normal: model {HOSTILE} [bold]x[/bold]",)
+    _show_status(Status(lanes=(), workers=(), waiting=waiting), Console())
+    assert f"normal: model {SHOWN} [bold]x[/bold]" in capsys.readouterr().out

@@ -42,6 +42,12 @@ def test_a_tenants_name_has_letters_digits_and_a_few_signs(name: str) -> None:
     assert read_tenant(name) == name
 
 
+@pytest.mark.parametrize("name", ["", "x" * 129, "a b", "a\x00b", "a\n", "*", "a*", "\ud83d", "a\u202eb", 7, None])
+def test_no_other_name_is_a_tenants(name: object) -> None:
+    with pytest.raises(ValueError, match=r"^$"):
+        read_tenant(name)
+
+
 def test_keys_of_other_tenants_need_a_user_that_may_speak_for_them() -> None:
     keys = json.dumps({HASH: {"tenant": "crm"}})
 

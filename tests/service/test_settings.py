@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from consumers.state.base import SEEN_LATE_S
 from lanekeeper.contract.problems import SettingsError
 from service.config.loading import load_settings
-from service.config.settings import Settings
+from service.config.settings import Settings, simulating
 from tests.support.settings import lane, load, wrong
 
 SECRET = "s3cret"
@@ -366,6 +367,22 @@ def test_a_ca_file_without_a_certificate_is_reported() -> None:
     assert load().tls.given_context() is None
 
 
+def test_while_simulating_the_only_providers_are_named_so_and_have_the_limits_of_the_first() -> None:
+    env = {
+        "ANTHROPIC_API_KEY": SECRET,
+        "LANEKEEPER_BUDGET__REQUESTS_PER_MIN": "60",
+        "LANEKEEPER_PROVIDERS__SPARE__API_KEY": SECRET,
+        "LANEKEEPER_PROVIDERS__SPARE__BASE_URL": "http://127.0.0.1:1",
+        "LANEKEEPER_LANES__BATCH__PROVIDERS": "spare",
+    }
+    after = simulating(load(env=env), "http://127.0.0.1:1234")
+
+    spec = after.routes_spec()
+    assert ([each.name for each in spec.providers], spec.lanes) == (["simulated", "simulated-openai"], {})
+    assert after.budget_spec().accounts["simulated"].requests == 60
+    assert after.api_key is None
+
+
 @pytest.mark.parametrize(
     ("env", "url"),
     [
@@ -386,3 +403,14 @@ def test_a_ca_file_without_a_certificate_is_reported() -> None:
 )
 def test_metrics_are_sent_to_the_collector_unless_turned_off(env: dict[str, str], url: str | None) -> None:
     assert load(env=env).metrics_url == url
+
+
+def test_operators_are_the_brokers_own_user_unless_others_are_named() -> None:
+    env = {"LANEKEEPER_AMQP_URL": f"amqp://app:{SECRET}@host/"}
+    assert load(env=env).operators == ("app",)
+    assert load(env={**env, "LANEKEEPER_CONTROL__OPERATORS": "ops"}).operators == ("ops",)
+
+
+def test_a_cancellation_of_an_unseen_request_is_kept_past_the_longest_deadline_of_all_lanes() -> None:
+    settings = load(env={"LANEKEEPER_LANES__NORMAL__DEADLINE_MAX_S": "1000000"})
+    assert settings.store_spec().cancelled_s == 1_000_000 + SEEN_LATE_S

@@ -82,3 +82,15 @@ def test_quantiles_are_computed_over_the_waits_of_all_workers() -> None:
         "count": 100,
     }
     assert critical.wait_ms["1h"]["count"] == 1
+
+
+def test_workers_with_a_simulated_provider_spend_no_dollars() -> None:
+    spent: dict[str, Any] = {"spent": {"lane": {"critical": {"requests": 1, "usd": 0.5}}}, "lanes": {}}
+    answers = [{"worker": "a", "simulated": True, **spent}, {"worker": "b", **spent}]
+
+    both = merge(answers, EMPTY, lanes=LANES, names=NAMES)
+    alone = merge(answers[:1], EMPTY, lanes=LANES, names=NAMES)
+
+    assert both.spent["lane"]["critical"]["usd"] == 0.5
+    assert both.simulated == ("a",)
+    assert alone.spent == {}

@@ -13,7 +13,7 @@ from aiohttp import web
 from consumers.failures import AccountError, RateLimitedError, RejectedError, TransientError
 from consumers.providers import cloud
 from consumers.providers.anthropic import AnthropicProvider
-from consumers.providers.cloud import bedrock, foundry, vertex
+from consumers.providers.cloud import FrameSplitter, bedrock, foundry, vertex
 from tests.support.malicious import MaliciousProvider, redirect
 
 from .conftest import AskedFor
@@ -229,3 +229,29 @@ async def test_a_redirect_is_not_followed_and_is_the_operators_to_mend(kind: str
     assert (refused.value.type, refused.value.status) == ("redirected", 502)
     assert "redirects to 127.0.0.1" in refused.value.detail
     assert "s3cret" not in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("region", "url"),
+    [
+        ("global", "https://aiplatform.googleapis.com/v1"),
+        ("eu", "https://aiplatform.eu.rep.googleapis.com/v1"),
+        ("us", "https://aiplatform.us.rep.googleapis.com/v1"),
+        ("europe-west1", "https://europe-west1-aiplatform.googleapis.com/v1"),
+    ],
+)
+async def test_vertex_has_its_address_by_the_region(region: str, url: str) -> None:
+    provider = vertex(name="google", region=region, project="p", api_key="a-token")
+
+    assert str(provider.client.base_url).rstrip("/") == url
+    assert (provider.secret, provider.batches) == ("a-token", None)
+    assert not provider.api.lists_models
+    await provider.aclose()
+
+
+async def test_bedrock_has_its_address_by_the_region() -> None:
+    provider = bedrock(name="aws", region="eu-west-1", api_key="a-key")
+
+    assert str(provider.client.base_url).rstrip("/") == "https://bedrock-runtime.eu-west-1.amazonaws.com"
+    assert provider.api.splitter is FrameSplitter
+    await provider.aclose()

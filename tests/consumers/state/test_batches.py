@@ -128,6 +128,13 @@ async def test_a_ticket_counts_once_and_as_it_was_last(store: Store) -> None:
     assert await enqueued(store, "b", 30)
 
 
+async def test_tokens_have_a_limit_of_their_own(store: Store) -> None:
+    assert await enqueued(store, "a", 1, 500, most_tokens=1000)
+    assert not await enqueued(store, "b", 1, 501, most_tokens=1000)
+    assert await enqueued(store, "b", 1, 500, most_tokens=1000)
+    assert await enqueued(store, "b", 1, 501)
+
+
 async def test_a_ticket_that_is_larger_than_the_limit_gets_room_when_it_is_alone(store: Store) -> None:
     assert await enqueued(store, "a", 1)
     assert not await enqueued(store, "large", 500)

@@ -50,6 +50,15 @@ async def test_beyond_the_limit_a_tenants_oldest_unseen_cancellation_is_forgotte
     assert await is_cancelled(store, "theirs", OTHER)
 
 
+async def test_cancellations_of_seen_requests_do_not_count_as_unseen(opened: Opened) -> None:
+    store = await opened(unseen_per_tenant=1)
+    await store.defer(ME, due_ms=in_ms(60_000), keep_until_ms=in_ms(120_000))
+    assert await store.cancel(ME, CANCELLED) == Cancelling.RECORDED
+    await cancelled(store, "a", "b")
+
+    assert await is_cancelled(store, ME.id)
+
+
 @pytest.mark.slow
 async def test_an_unseen_cancellation_is_kept_no_longer_than_its_request_can_wait(opened: Opened) -> None:
     store = await opened(cancelled_s=2, keep_s=60)

@@ -72,6 +72,27 @@ async def test_the_sdk_gets_the_same_as_from_the_api(tmp_path: Path) -> None:
         assert await calls(ours) == await calls(own)
 
 
+async def test_nobody_sees_the_file_of_another_tenant(tmp_path: Path) -> None:
+    async with (
+        SimulatedAPI() as api,
+        Alone(folder=tmp_path, provider=api.base_url, keys=KEYS) as made,
+        sdk(made.url, "crm") as crm,
+        sdk(made.url, "shop") as shop,
+    ):
+        id = (await crm.files.upload(file=text())).id
+        for call in (shop.files.retrieve_metadata, shop.files.delete, shop.files.download):
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                await call(id)
+            assert caught.value.body["error"] == {"type": "not_found_error", "message": f"File not found: {id}"}  # type: ignore[index]
+        assert await ids(shop) == await ids(shop, ids=[id]) == []
+        block: Any = {"type": "document", "source": {"type": "file", "file_id": id}}
+        asked: Any = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": [block]}]}
+        assert (await crm.messages.count_tokens(**asked)).input_tokens
+        with pytest.raises(anthropic.NotFoundError):
+            await shop.messages.count_tokens(**asked)
+        assert await ids(crm) == [id]
+
+
 async def test_a_file_that_a_tool_made_is_downloaded_and_no_browser_shows_it_under_the_gateways_address(
     tmp_path: Path,
 ) -> None:
