@@ -245,6 +245,7 @@ class Found:
 
     completion: Completion | None
     running: bool
+    lane: str = ""
     attempts: int = 0
     due_ms: int | None = None
     step: str = ""

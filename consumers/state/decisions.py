@@ -367,10 +367,12 @@ def find(row: Row | None, at: Times) -> Change[Found | None]:
     if row is None:
         return Change(None)
     if row.ended:
-        return Change(Found(completion=row.completion(), running=False, attempts=row.attempts))
+        return Change(Found(completion=row.completion(), running=False, lane=row.lane, attempts=row.attempts))
     running = row.lease_ms > at.now
     due_ms = None if running else row.due_ms
-    return Change(Found(completion=None, running=running, attempts=row.attempts, due_ms=due_ms, step=row.step))
+    return Change(
+        Found(completion=None, running=running, lane=row.lane, attempts=row.attempts, due_ms=due_ms, step=row.step)
+    )
 
 
 # ---- progress of requests that clients follow ------------------------------------------------------------------------

@@ -378,7 +378,7 @@ def status_of(
     lane = None if ended is None else ended.headers.get(n.LANE_NAME)
     if of_tenant is not None:
         fields["tenant"] = of_tenant
-    fields["lane"] = lane if submission is None else submission.lane
+    fields["lane"] = (lane if submission is None else submission.lane) or found.lane or None
     fields["attempts"] = found.attempts if ended is None else ended.headers.get(n.ATTEMPT, found.attempts)
     if submission is not None:
         fields["submitted_at"] = moment_text(submission.submitted_ms)

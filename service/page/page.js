@@ -325,7 +325,7 @@ function tenants(found) {
   const rows = Object.entries(all).sort(([, a], [, b]) => b.in_hand - a.in_hand || b.running - a.running || b.usd - a.usd || b.waits - a.waits);
   draw($("tenants"), rows.slice(0, TENANTS), (shown) => (shown.length
     ? [table(["tenant", "waiting", "running", "mean wait", "requests", "money"], shown.map(([name, each]) => [
-      name || "–", count(each.in_hand), count(each.running), each.waits ? ms(each.waited_ms / each.waits) : "–", count(each.requests), dollars(each.usd)])),
+      el("span", { class: "clamp", title: name }, name || "–"), count(each.in_hand), count(each.running), each.waits ? ms(each.waited_ms / each.waits) : "–", count(each.requests), dollars(each.usd)])),
     rows.length > TENANTS ? el("p", { class: "note" }, `and ${many(rows.length - TENANTS, "other")}`) : ""]
     : el("p", { class: "note" }, "No tenant has had a request since the workers started.")));
 }
@@ -350,7 +350,7 @@ function groupRow({ id, tenant, lane }) {
     did(row.cancel, "Cancelled");
   }) }, "Cancel");
   row.root = el("article", { class: "group" },
-    el("div", {}, el("b", {}, id), el("div", { class: "note" }, [lane, tenant || "no tenant"].filter(Boolean).join(", ")), row.words, row.failed, el("div", { class: "bar" }, row.bar), line), row.cancel);
+    el("div", {}, el("b", { class: "clamp", title: id }, id), el("div", { class: "note clamp", title: tenant }, [lane, tenant || "no tenant"].filter(Boolean).join(", ")), row.words, row.failed, el("div", { class: "bar" }, row.bar), line), row.cancel);
   return row;
 }
 
@@ -495,7 +495,7 @@ async function dead(number) {
     const { groups, total } = await call("GET", "v1/dead?limit=0");
     if (total !== number) deadShown = null; // the gateway shows a long list for a while: ask again
     draw($("dead"), [groups, groups.map(newSince)], ([all]) => el("table", { class: "stacked" }, el("tr", {}, el("th", {}, "cause"), el("th", { class: "n" }, "letters"), el("th", {}, "lanes, tenants"), el("th", {}, "since")),
-      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count)), el("td", {}, group.lanes.join(", ") || "–", el("div", { class: "note" }, group.tenants.join(", "))), el("td", {}, clock(group.oldest), el("div", { class: "note" }, `last ${clock(group.newest)}`), newSince(group) ? el("div", { class: "note bad" }, newSince(group)) : null)))));
+      all.map((group) => el("tr", {}, el("td", {}, el("button", { class: "as-link cause", title: group.error, onclick: () => cause(group) }, `${group.code}: ${group.error}`), group.relapses ? el("span", { class: "bad" }, ` ${group.relapses} again after a replay`) : null), el("td", { class: "n" }, count(group.count)), el("td", {}, group.lanes.join(", ") || "–", el("div", { class: "note clamp", title: group.tenants.join(", ") }, group.tenants.join(", "))), el("td", {}, clock(group.oldest), el("div", { class: "note" }, `last ${clock(group.newest)}`), newSince(group) ? el("div", { class: "note bad" }, newSince(group)) : null)))));
   } catch (error) {
     draw($("dead"), error.message, (words) => el("p", { class: "note" }, `${number} letters; ${words}`));
     deadShown = null;
@@ -542,7 +542,7 @@ async function request(id, tenant) {
     goesOn = !found.ended_at || found.webhook?.state === "retrying";
     cancel.hidden = Boolean(found.ended_at);
     draw(place, found, ({ webhook, ...rest }) => {
-      const plain = Object.entries(rest).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, String(value)]);
+      const plain = Object.entries(rest).filter(([, value]) => value == null || typeof value !== "object").map(([name, value]) => [name, value === "" ? "–" : String(value ?? "–")]);
       if (webhook) plain.push(["webhook", posted(webhook)], ...webhook.errors.map((error) => ["post failed", error]));
       if (rest.problem?.trace) plain.push(["trace", trace(rest.problem.trace)]);
       return [facts(plain), ...Object.entries(rest).filter(([, value]) => value && typeof value === "object").flatMap(([name, value]) => [el("p", { class: "note" }, name), el("pre", { tabindex: 0 }, JSON.stringify(value, null, 2))])];

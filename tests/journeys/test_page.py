@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +18,13 @@ from aiohttp import web
 from lanekeeper import Client
 from service.config.flows import PipelineSettings
 from service.gateway.access import hash_of
+from service.simulated.app import SimulatedAPI, SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.browser import Seen, opened
 from tests.support.endpoint import endpoint
 from tests.support.gate import call
 from tests.support.processes import environment, lanekeeper
-from tests.support.requester import requester
+from tests.support.requester import Requester, requester
 from tests.support.serving import serving
 from tests.support.waiting import STARTED_S, until
 
@@ -283,3 +287,102 @@ async def test_the_live_page_names_what_stops_work(vhost: Vhost, tmp_path: Path)
                 await worker.ready()
                 await seen.shows("#link", "1 problem, 1 worker")
                 await seen.shows("#alarm li", "No worker takes requests of the lane batch.")
+
+
+LONG = "abcdefghij" * 12
+"""Without a place at which a line may be broken."""
+LANE = "lane-with-the-longest-of-allowed"
+WINDOWS = ((390, 844), (768, 1024), (1280, 800))
+TARGET_PX = 44
+TOO_WIDE = """((width) => {
+  const found = [...document.body.querySelectorAll('*')].filter((each) => {
+    const {left, right, width: own} = each.getBoundingClientRect();
+    if (!own || each.closest('.scrolls > *, #plot *')) return false;
+    const room = each.parentElement.closest('section, dialog, .lane')?.getBoundingClientRect();
+    const isFree = each.matches('.scrolls, #plot, .clamp, .cause, input, select, textarea');
+    const isInline = getComputedStyle(each).display === 'inline';
+    if (!isFree && !isInline && each.scrollWidth > each.clientWidth + 1) return true;
+    return left < -1 || right > width + 1 || (room && (left < room.left - 1 || right > room.right + 1));
+  });
+  return found.map((each) => `${each.tagName} ${each.id} ${each.className}: ${each.textContent.slice(0, 60)}`);
+})"""
+TOO_SMALL = f"""[...document.querySelectorAll('button, input, select, summary, textarea, a')].filter((each) => {{
+  const {{width, height}} = each.getBoundingClientRect();
+  return width && (width < {TARGET_PX - 0.5} || height < {TARGET_PX - 0.5});
+}}).map((each) => `${{each.tagName}} ${{each.id}}: ${{each.textContent}}`)"""
+
+
+@dataclass
+class Crowded:
+    url: str
+    app: Requester
+
+
+@asynccontextmanager
+async def crowded(vhost: Vhost, folder: Path, *, letters: int) -> AsyncIterator[Crowded]:
+    """A system with the longest names, an outage, a lane without workers, a group and many dead letters."""
+    own = f"LANEKEEPER_LANES__{LANE.upper().replace('-', '_')}"
+    async with SimulatedAPI(SimulatedOptions(api_key="another")) as api:  # 401: the provider pauses
+        environ = environment(
+            vhost, api, LANEKEEPER_SPEAKERS=vhost.user, **{f"{own}__RANK": "25", f"{own}__BATCHES__ENABLED": "false"}
+        )
+        async with lanekeeper("topology", "apply", environ=environ, folder=folder) as apply:
+            assert await apply.ended() == 0
+        gateway = lanekeeper("gateway", "--port", "0", environ=environ, folder=folder)
+        worker = lanekeeper("consume", "--lane", "critical", "--lane", LANE, environ=environ, folder=folder)
+        async with gateway as served, worker as consumer, requester(vhost) as app:
+            url = str((await served.tells("gateway.ready", within_s=STARTED_S))["url"])
+            await consumer.ready()
+            for number in range(letters):
+                detail = f"{chr(97 + number % 26)}{chr(97 + number // 26 % 2)} {LONG}: the same again and again " * 3
+                headers = {
+                    "x-lane-dead-code": "provider_rejected", "x-lane-dead-detail": detail,
+                    "x-lane-routing-key": f"{LANE}.{LONG[:100]}.x", "x-lane-tenant": LONG,
+                    "x-lane-dead-at": "2026-11-29T06:00:00.000Z",
+                }  # fmt: skip
+                await app.publish(b"{}", exchange="", key="lane.dead", headers=headers, message_id=f"{number}-{LONG}")
+            for number in range(30):
+                grouped = {"x-lane-tenant": f"{number}{LONG}", "x-lane-group": LONG, "x-lane-group-size": 12_345}
+                await app.publish({"prompt": "x"}, key=f"{LANE}.{LONG[:100]}.x", headers=grouped, user_id=vhost.user)
+            pause = {"kind": "tenant", "name": LONG, "why": LONG + LONG[:80]}
+            assert (await call("POST", f"{url}/v1/pauses", pause)).status == 200
+            yield Crowded(url, app)
+
+
+async def test_nothing_is_wider_than_the_window_and_what_is_touched_is_large_enough(
+    vhost: Vhost, tmp_path: Path
+) -> None:
+    async with crowded(vhost, tmp_path, letters=300) as system, opened(f"{system.url}/", folder=tmp_path) as page:
+        seen = Seen(page)
+
+        async def see(where: str) -> None:
+            for width, height in WINDOWS:
+                await page.resize(width=width, height=height)
+                await until(lambda: page.value(f"matchMedia('(width: {width}px)').matches"))  # noqa: B023
+                assert await page.value(f"{TOO_WIDE}({width})") == [], f"{where} at {width}"
+                if width == WINDOWS[0][0]:
+                    assert await page.value(TOO_SMALL) == [], where
+
+        await seen.shows("#alarm li", "No worker takes requests of the lane batch.")
+        await seen.shows("#alarm li", "Provider anthropic")
+        await seen.shows("#dead", LONG)
+        await seen.shows("#groups", LONG)
+        await seen.shows("#pauses", LONG)
+        await see("the page")
+        await seen.choose("provider_rejected: ")
+        await seen.shows("#dialog td", LONG)
+        await see("a cause")
+        await page.value("document.querySelector('#dialog summary').click()")
+        await see("a cause that is edited")
+        await page.value("document.querySelector('#dialog td button').click()")
+        await seen.shows("#dialog label", "body")
+        await see("a dead letter")
+        await page.press("Escape", "r")
+        await seen.shows("#dialog td", LANE)
+        await see("the list of requests")
+        await page.value("document.querySelector('#dialog td button').click()")
+        await seen.shows("#dialog td", LANE)
+        await see("a request")
+        await page.press("Escape", "b")
+        await see("the brake")
+        await page.press("Escape")
