@@ -515,8 +515,9 @@ class Collector:
     # ---- requests that leave their batch -----------------------------------------------------------------------------
 
     async def _without_urgent(self, found: _Next) -> _Next | None:
-        """Send back whose deadline comes near before the ticket does, and what has ended, or its pipeline. Without the
-        store, only the former: what the ticket knows must be published."""
+        """Send back whose deadline comes near before the ticket does, and what has ended, or its pipeline; before its
+        batch is created, also what another message of the same request runs live, which would be paid twice. Without
+        the store, only the first: what the ticket knows must be published."""
         ticket, until_ms = found.ticket, self.settler.now_ms() + found.delay_ms
         if not ticket.items and ticket.gathered_ms + KEPT_MS < until_ms:  # what it cost will not be known
             return await self._finish(ticket)
@@ -526,7 +527,7 @@ class Collector:
         others = [item for item in ticket.items if item.number not in numbers]
         over: Collection[int] = ()
         with suppress(StoreUnavailable):
-            over = await self._ended(others)
+            over = await self._ended(others, in_batch=bool(ticket.batch_id))
         ended = [item for item in others if item.number in over]
         if not urgent and not ended:
             return found
@@ -548,8 +549,9 @@ class Collector:
         # if nothing is left, the ticket waits for what the batch has answered already: it is paid for
         return replace(found, ticket=replace(ticket, items=left))
 
-    async def _ended(self, items: Sequence[TicketItem]) -> dict[int, bool]:
-        """Which of them have ended, or their pipelines, by their numbers; and whether each was cancelled by that."""
+    async def _ended(self, items: Sequence[TicketItem], *, in_batch: bool = True) -> dict[int, bool]:
+        """Which of them have ended, or their pipelines, by their numbers; and whether each was cancelled by that. Not
+        yet `in_batch`: also those that run."""
         pipelines = {
             item.number: Identity(item.identity.tenant, id) for item in items if (id := item_of(item.message.headers))
         }
@@ -557,10 +559,11 @@ class Collector:
             list(dict.fromkeys((*(item.identity for item in items), *pipelines.values()))),
             dict[Identity, bool](),
         )
+        may_not_run = set() if in_batch else {item.identity for item in items}
         for at in range(0, len(asked), ASKED_AT_ONCE):
             some = asked[at : at + ASKED_AT_ONCE]
             for identity, ending in zip(some, await self.store.endings(some), strict=True):
-                if ending is not None and ending.is_over:
+                if ending is not None and (ending.is_over or (ending.is_running and identity in may_not_run)):
                     over[identity] = ending.is_cancelled or ending.code == "cancelled"
         found = {item.number: over[item.identity] for item in items if item.identity in over}
         return found | {number: True for number, pipeline in pipelines.items() if pipeline in over}

@@ -230,6 +230,8 @@ class Ending(NamedTuple):
     """Of its outcome's body, in bytes."""
     is_cancelled: bool = False
     """Its worker has still to end it."""
+    is_running: bool = False
+    """It has not ended, and a worker holds its claim."""
 
     @property
     def is_over(self) -> bool:

@@ -138,8 +138,9 @@ end
 function run.endings()
   local found = {}
   for i, key in ipairs(KEYS) do
-    local row = redis.call('HMGET', key, 'status', 'code', 'ended', 'cancelling')
-    found[i] = row[1] and {row[1], row[2], row[3], redis.call('HSTRLEN', key, 'body'), row[4]}
+    local row = redis.call('HMGET', key, 'status', 'code', 'ended', 'cancelling', 'lease')
+    local held = (tonumber(row[5]) or 0) > now and 1 or 0
+    found[i] = row[1] and {row[1], row[2], row[3], redis.call('HSTRLEN', key, 'body'), row[4], held}
   end
   return found
 end

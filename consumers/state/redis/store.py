@@ -737,11 +737,11 @@ def _monotonic_ms() -> int:
 def _ending(found: Sequence[Any] | None) -> base.Ending | None:
     if found is None:
         return None
-    status, code, ended_ms, size, cancelling = found
+    status, code, ended_ms, size, cancelling, is_held = found
     if cancelling == b"1":
         return base.Ending(is_cancelled=True)
     if status == b"":
-        return base.Ending()
+        return base.Ending(is_running=bool(is_held))
     return base.Ending("ok" if status == b"ok" else "error", code.decode(), int(ended_ms), size)
 
 

@@ -58,7 +58,7 @@ _DELETE: Final = f"DELETE FROM request {_OF}"
 _COUNT_UNSEEN = f"SELECT count(*) {_UNSEEN}"
 _OLDEST_UNSEEN = f"SELECT id {_UNSEEN} ORDER BY keep_ms LIMIT ?"
 _ENDINGS: Final = (
-    "SELECT held.key, status, code, coalesce(ended_ms, 0), coalesce(length(body), 0), cancelling FROM"
+    "SELECT held.key, status, code, coalesce(ended_ms, 0), coalesce(length(body), 0), cancelling, lease_ms > ? FROM"
     " (SELECT key, json_extract(value, '$[0]') AS tenant, json_extract(value, '$[1]') AS id FROM json_each(?)) AS held"
     " CROSS JOIN request ON request.tenant = held.tenant AND request.id = held.id WHERE keep_ms > ? OR lease_ms > ?"
 )
@@ -302,10 +302,14 @@ class Tables:
     def endings(self, at: Times, requests: Sequence[Identity]) -> list[base.Ending | None]:
         found: list[base.Ending | None] = [None] * len(requests)
         asked = as_json([(each.tenant, each.id) for each in requests])
-        for key, status, code, ended_ms, size, cancelling in self._execute(_ENDINGS, (asked, at.today, at.now)):
+        given = (at.now, asked, at.today, at.now)
+        for key, status, code, ended_ms, size, cancelling, is_held in self._execute(_ENDINGS, given):
             if cancelling:
-                status, code, ended_ms, size = None, None, 0, 0
-            found[key] = base.Ending(status, code or "", ended_ms, size, bool(cancelling))
+                found[key] = base.Ending(is_cancelled=True)
+            elif status is None:
+                found[key] = base.Ending(is_running=bool(is_held))
+            else:
+                found[key] = base.Ending(status, code or "", ended_ms, size)
         return found
 
     def tenants_of(self, at: Times, id: str) -> list[str]:

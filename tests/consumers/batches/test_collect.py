@@ -273,6 +273,17 @@ async def test_requests_that_another_ticket_has_are_left_to_it(collecting: Colle
     assert [item.number for item in (await collecting.again(ticket)).items] == [1, 2]
 
 
+async def test_a_request_that_another_of_its_messages_runs_live_is_in_no_batch(collecting: Collecting) -> None:
+    ticket = await collecting.gathered(*items(3))
+    fingerprint = Fingerprint(body_hash=b"h" * 16, mark=b"m" * 16, redelivered=False, nonce=b"n" * 8)
+    assert isinstance(await collecting.bench.store.claim(Identity("tenant", "id-1"), fingerprint), Granted)
+    *back, left = await collecting.take(ticket)
+    assert results(back) == {"id-1": None}, "it waits there until the other has ended"
+    assert not collecting.submitted()
+    again = await collecting.again(collecting.read(left))
+    assert collecting.provider.made[again.batch_id].custom_ids == [f"{ticket.id}-0", f"{ticket.id}-2"]
+
+
 async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Collecting) -> None:
     ticket = await collecting.gathered(*items(2))
     await collecting.gathered(*items(2), id="b" * 24)

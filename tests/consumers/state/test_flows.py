@@ -42,7 +42,7 @@ async def test_endings_tell_how_requests_ended_without_their_bytes(store: Store)
         Ending("error", "cancelled", CANCELLED.ended_ms, len(CANCELLED.body)),
         Ending(is_cancelled=True),
         Ending(),
-        Ending(),
+        Ending(is_running=True),
         None,
         None,
     ]
