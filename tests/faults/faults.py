@@ -19,6 +19,7 @@ from tests.faults.ground import SETTLED_S, SLOTS, FileStore, Ground, RedisStore
 from tests.faults.nodes import Node
 from tests.faults.proxy import FROM, Proxy
 from tests.faults.unanswered import all_answered
+from tests.support.waiting import until
 
 Break = Callable[[Ground, random.Random, float], Awaitable[str]]
 MEMORY = ("set_vm_memory_high_watermark", "0.00001", "0.6")
@@ -345,8 +346,9 @@ def fault(title: str) -> Fault:
 
 
 async def inject(ground: Ground, found: Fault, *, lasts_s: float, rng: random.Random) -> Disturbed:
-    """Cause one fault and record it; waits first until all workers run, so that it affects them."""
+    """Cause one fault and record it; waits first until all workers run and have work, so that it affects them."""
     await ground.crew.ready()
+    await until(lambda: ground.load.in_flight)
     in_flight, at_s = ground.load.in_flight, time.monotonic()
     against = await found.inject(ground, rng, lasts_s)
     made = Disturbed(

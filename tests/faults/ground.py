@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -63,6 +64,8 @@ class FileStore:
 
     folder: Path
     is_mounted: bool
+    locked_s: list[tuple[float, float]] = field(default_factory=list, compare=False)
+    """When `lock` held the lock, from and until."""
 
     @property
     def is_a(self) -> frozenset[str]:
@@ -80,9 +83,11 @@ class FileStore:
         """Hold the lock that writers need, from outside. Does nothing if the file does not exist."""
         with suppress(sqlite3.OperationalError):
             connection = await asyncio.to_thread(self._locked)
+            began_s = time.monotonic()
             try:
                 await asyncio.sleep(lasts_s)
             finally:
+                self.locked_s.append((began_s, time.monotonic()))
                 connection.close()
 
     async def fill(self, lasts_s: float) -> None:
@@ -254,13 +259,19 @@ class Crew:
 
     def scheduled(self) -> set[str]:
         """The ids of the requests that a schedule has published, as the workers say."""
-        return {event["id"] for event in self._events() if event.get("event") == "schedule.fired"}
+        return {event["id"] for event in self.events() if event.get("event") == "schedule.fired"}
 
     def told_of(self, identity: str) -> list[dict[str, Any]]:
         """The events of a request in the workers' logs."""
-        return [event for event in self._events() if event.get("request") == identity]
+        return [event for event in self.events() if event.get("request") == identity]
 
-    def _events(self) -> list[dict[str, Any]]:
+    def told_s(self, event: str) -> list[float]:
+        """When the workers logged this event, as `time.monotonic()`."""
+        ago_s = time.time() - time.monotonic()
+        moments = (each["timestamp"] for each in self.events() if each.get("event") == event)
+        return sorted(datetime.fromisoformat(each).timestamp() - ago_s for each in moments)
+
+    def events(self) -> list[dict[str, Any]]:
         lives = [*self._ended, *(each.running for each in self.workers if each.running is not None)]
         return [event for life in lives for event in life.events]
 

@@ -5,7 +5,6 @@ A selection of what `./dev faults` does for longer. Each test has a broker of it
 """
 
 import asyncio
-import itertools
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,13 +14,16 @@ import pytest
 from consumers.claiming import RENEW_EVERY_S
 from consumers.state.base import LEASE_S
 from tests.faults.checker import LOST, NOT_PARKED, Asked, Verdict
-from tests.faults.faults import Made, broken, fault, inject, judged
+from tests.faults.faults import ANSWERED_WITHIN_S, POSTED_WITHIN_S, Made, broken, fault, inject, judged
 from tests.faults.ground import FileStore, Ground
 from tests.faults.load import EVERYTHING, Mix
 from tests.faults.unanswered import all_answered
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
+"""For a machine on which each start of a worker takes half a minute."""
+PATIENT = {f"LANEKEEPER_LANES__{lane}__CALL_TIMEOUT_S": "60" for lane in ("CRITICAL", "NORMAL", "BATCH")}
+"""Settings with which no call is repeated because the machine is busy."""
 HEARD = replace(EVERYTHING, unheard=0.0)
 """All are answered: the result of a request that is not would be lost with the store."""
 
@@ -67,8 +69,7 @@ async def test_the_requests_of_a_killed_worker_are_continued_before_its_claims_e
     """The broker delivers them again at once, and a redelivery takes the claim over: nobody waits for its lease."""
     mix = Mix(lanes={"critical": 1.0}, latency_s=(1.0, 2.0), delayed=0, refused=0, conflicting=0)
     # Some twelve calls at any time, and three times as many slots: each worker has calls, and the others have room.
-    settings = {"LANEKEEPER_LANES__CRITICAL__SLOTS": "12", "LANEKEEPER_LANES__CRITICAL__CALL_TIMEOUT_S": "60"}
-    async with made(mix=mix, rate=8.0, **settings) as service:
+    async with made(mix=mix, rate=8.0, LANEKEEPER_LANES__CRITICAL__SLOTS="12", **PATIENT) as service:
         verdict = await broken(service, ("worker killed", 0), ("worker killed", 0))
         assert is_kept(service, verdict)
         kills_s = [each.at_s for each in service.disturbances()]
@@ -79,7 +80,7 @@ async def test_the_requests_of_a_killed_worker_are_continued_before_its_claims_e
 
 
 async def test_a_worker_that_is_told_to_stop_under_load_repeats_no_call(made: Made) -> None:
-    async with made() as service:
+    async with made(**PATIENT) as service:
         verdict = await broken(service, ("worker told to stop", 0), ("worker told to stop", 0))
         assert is_kept(service, verdict)
         assert verdict.repeated_calls == 0
@@ -88,22 +89,15 @@ async def test_a_worker_that_is_told_to_stop_under_load_repeats_no_call(made: Ma
 
 async def test_no_provider_is_called_during_an_alarm_because_its_answer_could_not_be_published(made: Made) -> None:
     async with made() as service:
-        alarm_s = 6.0
-        verdict = await broken(service, ("memory alarm", alarm_s))
+        verdict = await broken(service, ("memory alarm", 10.0))
         assert is_kept(service, verdict)
-        (alarm,) = service.disturbances()
-        # The commands that raise and end the alarm take seconds themselves, so the calls tell how long it was.
-        began_s = sorted(call.at_s for call in service.calls())
-        pauses_s = [
-            (min(after_s, alarm.healed_s) - max(before_s, alarm.at_s), before_s)
-            for before_s, after_s in itertools.pairwise(began_s)
-        ]
-        first_s = next(from_s for lasts_s, from_s in pauses_s if lasts_s > 1)
-        late = sum(first_s < each_s < alarm.healed_s - 1 for each_s in began_s)
-        print(f"{late} calls in the alarm, the longest pause {max(pauses_s)[0]:.1f} s")
-        # RabbitMQ tells a connection of the alarm at its first publish in it: an idle worker calls once more.
-        assert late <= len(service.workers)
-        assert max(pauses_s)[0] > alarm_s / 2
+        # RabbitMQ tells a connection of the alarm at its first publish in it. Until its last connection knows, a worker
+        # may call; what it called then may reach the provider late.
+        blocked_s, freed_s = max(service.crew.told_s("broker.blocked")), min(service.crew.told_s("broker.unblocked"))
+        late_s = [call.at_s - blocked_s for call in service.calls() if blocked_s < call.at_s < freed_s]
+        print(f"{freed_s - blocked_s:.1f} s after all were told, calls after", [f"{each:.2f} s" for each in late_s])
+        assert len(service.crew.told_s("broker.blocked")) >= len(service.workers)
+        assert all(each_s < (freed_s - blocked_s) / 2 for each_s in late_s)
 
 
 async def test_a_retry_storm_ends_soon_after_its_cause(made: Made) -> None:
@@ -117,15 +111,17 @@ async def test_a_retry_storm_ends_soon_after_its_cause(made: Made) -> None:
 
 
 async def test_without_its_store_a_worker_makes_no_call_and_loses_nothing(made: Made) -> None:
-    async with made() as service:
+    async with made(**PATIENT) as service:
         titles = [each for each in ("store locked", "store's disk full") if fault(each).needs in service.store.is_a]
-        verdict = await broken(service, *((title, 5.0) for title in titles))
+        verdict = await broken(service, *((title, 8.0) for title in titles))
         assert is_kept(service, verdict)
         assert verdict.repeated_calls == 0
         # On a full disk some claims are still granted: free space inside the file can still be written.
-        locked = service.disturbances()[0]
-        during = [call for call in service.calls() if locked.at_s + 1 < call.at_s < locked.healed_s - 0.5]
-        assert during == [], "no call without a claim"
+        assert isinstance(service.store, FileStore)
+        ((locked_s, freed_s),) = service.store.locked_s
+        late_s = [call.at_s - locked_s for call in service.calls() if locked_s < call.at_s < freed_s]
+        print("calls after the store was locked:", [f"{each:.2f} s" for each in late_s])
+        assert all(each_s < (freed_s - locked_s) / 2 for each_s in late_s), "only those that had a claim"
 
 
 async def test_a_deleted_store_loses_no_request(made: Made) -> None:
@@ -150,7 +146,7 @@ async def test_a_corrupt_store_stops_the_work_and_loses_nothing(made: Made) -> N
             await asyncio.sleep(6)
             service.store.delete()
             moved_s = time.monotonic()
-        assert await all_answered(service, within_s=60)
+        assert await all_answered(service, within_s=ANSWERED_WITHIN_S)
         print(f"caught up {time.monotonic() - moved_s:.1f} s after the store was moved away")
         assert is_kept(service, await judged(service, store_was_lost=True))
 
@@ -172,13 +168,15 @@ async def test_a_deleted_lane_loses_only_what_was_queued_in_it_and_is_declared_a
             )
             print(f"said {time.monotonic() - deleted_s:.1f} s after it was deleted")
             await asyncio.sleep(6)
-        await service.load.answered(within_s=10)
-        await service.posted(within_s=20)
+        asked_s = {each.question: each.at_s for each in service.history.events if isinstance(each, Asked)}
+        await until(
+            lambda: all(asked_s[each] < deleted_s for each in service.load.unanswered), within_s=ANSWERED_WITHIN_S
+        )
+        await service.posted(within_s=POSTED_WITHIN_S)
         verdict = service.verdict()
         # While the lane was missing, publishers got an error.
         others = [str(each) for each in verdict.violations if each.kind != LOST and "unroutable" not in each.text]
         assert others == []
-        asked_s = {each.identity: each.at_s for each in service.history.events if isinstance(each, Asked)}
         assert all(asked_s[each.identity] < deleted_s for each in verdict.of(LOST)), "only what was there is lost"
         assert service.crew.crashes == []
 
@@ -189,8 +187,8 @@ async def test_without_the_queue_of_dead_letters_requests_to_be_parked_wait_unti
             await asyncio.sleep(8)
             await service.broker.nodes[0].run("rabbitmqctl", "--quiet", "delete_queue", "lane.dead")
             await asyncio.sleep(8)
-        assert await all_answered(service, within_s=90)
-        await service.posted(within_s=90)
+        assert await all_answered(service, within_s=ANSWERED_WITHIN_S)
+        await service.posted(within_s=POSTED_WITHIN_S)
         verdict = service.verdict()
         # Dead letters in the queue when it was deleted had been answered, and are not parked again.
         assert [str(each) for each in verdict.violations if each.kind != NOT_PARKED] == []
