@@ -41,7 +41,7 @@ from consumers.state.base import (
     StoredPauses,
     StoreUnavailable,
 )
-from consumers.state.groups import GroupedStore, progress, unknown
+from consumers.state.groups import GroupedStore, State, progress, unknown
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, TENANT, is_request_id, is_tenant
 from lanekeeper.contract.messages import Message
@@ -529,7 +529,8 @@ class Control:
 
     async def _about_group(self, command: Command) -> Mapping[str, Any]:
         group = await self.store.group(command.identity)
-        if group is None or group.head.owner is not None:  # a Message Batch is its API key's alone
+        if group is None or group.head.state is State.VOID or group.head.owner is not None:
+            # a Message Batch is its API key's alone
             return {**unknown(command.identity.id), "requests": [], "next": command.after}
         if command.kind == n.CANCEL_GROUP_KEY:
             await self.cancelling.cancel(command.identity)

@@ -299,7 +299,7 @@ async def bind_files(job: Job, decoded: Decoded, *, claiming: Claiming) -> Outco
     known = await claiming.find_files(ids)
     for id, file in known.items():
         if file.tenant != job.identity.tenant:  # as the API answers about a file that it does not have
-            return _no_such_file(id)
+            return _no_such_file(id, request=job.identity.id)
     providers = {file.provider: file.id for file in known.values()} or {routes[0].provider: ""}
     if len(providers) > 1:
         where = ", ".join(f"{id} at {provider}" for provider, id in providers.items())
@@ -313,9 +313,9 @@ async def bind_files(job: Job, decoded: Decoded, *, claiming: Claiming) -> Outco
     return None
 
 
-def _no_such_file(id: str) -> Outcome:
+def _no_such_file(id: str, *, request: str) -> Outcome:
     type_, message = "not_found_error", f"File not found: {id}"
-    body = json.dumps({"type": "error", "error": {"type": type_, "message": message}})
+    body = json.dumps({"type": "error", "error": {"type": type_, "message": message}, "request_id": request})
     failure = ProviderFailure(status=404, type=type_, error=body)
     brief = f"{type_} 404"
     return end_with("provider_rejected", f"404 {type_}: {message}", status=404, brief=brief, provider=failure)

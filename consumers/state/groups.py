@@ -338,7 +338,7 @@ class GroupedStore(FollowedStore, Protocol):
     async def group(self, identity: Identity) -> Group | None: ...
 
     async def groups_of(self, tenant: str) -> Sequence[Group]:
-        """All groups of a tenant, in no order."""
+        """All groups of a tenant, in no order. No list or count has those that are void."""
 
     async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[Group]:
         """The next groups of all tenants, the newest first."""

@@ -164,8 +164,7 @@ class BatchPaths:
         return items, expires_ms
 
     async def _check_share(self, identity: Identity, new: Head) -> None:
-        groups = await self.store.groups_of(identity.tenant)
-        kept = [each for each in groups if each.head.state is not State.VOID and each.identity != identity]
+        kept = [each for each in await self.store.groups_of(identity.tenant) if each.identity != identity]
         if len(kept) >= self.spec.batches_per_tenant:
             raise refused(
                 f"this tenant has {len(kept)} batches and groups, as many as are kept: delete some that have ended",

@@ -73,6 +73,8 @@ _ENDS = (*_ALWAYS_THERE, "stop_details", "container")
 _LOST = "parts of the answer were lost"
 _HELD_BYTES = 64 * 1024
 _TYPE = b'{"type":"'
+_KIND = re.compile(r"[\w.]+")
+"""A type that can be an event's name; OpenAI's have dots."""
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
@@ -298,7 +300,7 @@ def read_event(data: bytes) -> tuple[Stage, bytes]:
 def event_of(kind: str, data: bytes) -> bytes:
     """A provider's event of this type as a Server-Sent Event."""
     data = on_one_line(data)
-    if not kind.isidentifier():
+    if not _KIND.fullmatch(kind):
         kind = "unknown"
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 

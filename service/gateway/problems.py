@@ -29,6 +29,7 @@ from consumers.rate_limit import LogThrottle
 from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesFull
 from lanekeeper.contract import problems
+from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.names import BODY, CODE, PROVIDER_REQUEST_ID
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from lanekeeper.replies import NoReply, Problem
@@ -248,7 +249,8 @@ def is_openai(call: web.BaseRequest) -> bool:
 
 def refusal(call: web.BaseRequest, error: ApiError | LanekeeperError, *, sdk_id: str | None = None) -> web.Response:
     """In the format of the path. `sdk_id`: the id that an SDK reads; default: the request's, or a random one."""
-    request_id, api_error = call.get(ABOUT_REQUEST), api_error_of(error)
+    about, api_error = call.get(ABOUT_REQUEST, ""), api_error_of(error)
+    request_id = about if is_request_id(about) else None  # it becomes a header, and a path may hold anything
     if isinstance(error, StoreUnavailable) and (count := _away.count("store")):
         log.error(signals.STORE_AWAY, reason=str(error), count=count)
     path, id = call.path, sdk_id or request_id or uuid.uuid4().hex

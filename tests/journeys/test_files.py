@@ -79,6 +79,7 @@ async def test_files_of_others_are_not_there_and_unknown_ones_are_the_providers_
         wanted = {"type": "not_found_error", "message": f"File not found: {id}"}
         status, _, found = await post(url, naming(id), **SHOP)
         assert (status, found["error"]) == (404, wanted)
+        assert found["request_id"]
         reply = await app.ask(naming(id), **of_tenant(vhost, "shop"))
         assert (reply.status, reply.code, reply.json["provider_status"]) == ("error", "provider_rejected", 404)
         escaped = b'{"messages":[{"role":"user","content":[{"type":"document","source":{"type":"file",'

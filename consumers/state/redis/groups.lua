@@ -5,13 +5,18 @@ function run.group()
   return {now, redis.call('HGETALL', KEYS[1])}
 end
 
--- Swaps a group's head, if it is as expected (nothing: there is no group).
-function run.swap_group(id, expected, head, keep_ms, created_ms, place)
+-- Swaps a group's head, if it is as expected (nothing: there is no group). One that is void is in no set.
+function run.swap_group(id, expected, head, keep_ms, created_ms, place, is_void)
   if (redis.call('HGET', KEYS[1], 'head') or '') ~= expected then return 0 end
   redis.call('HSET', KEYS[1], 'head', head)
-  redis.call('ZADD', KEYS[3], created_ms, place)
   keep_ms = math.max(tonumber(keep_ms), now + redis.call('PTTL', KEYS[1]))
   redis.call('PEXPIREAT', KEYS[1], keep_ms)
+  if is_void == '1' then
+    redis.call('ZREM', KEYS[2], id)
+    redis.call('ZREM', KEYS[3], place)
+    return 1
+  end
+  redis.call('ZADD', KEYS[3], created_ms, place)
   redis.call('ZADD', KEYS[2], keep_ms, id)
   redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
   redis.call('PEXPIREAT', KEYS[2], redis.call('ZRANGE', KEYS[2], -1, -1, 'WITHSCORES')[2])

@@ -396,7 +396,8 @@ class RedisStore(Groups, SmallRows):
             if (head := change.head) is None:
                 return change.answer
             expected = "" if found is None else found.head.as_json()
-            values = (identity.id, expected, head.as_json(), head.keep_ms, head.created_ms, place)
+            is_void = int(head.state is groups.State.VOID)
+            values = (identity.id, expected, head.as_json(), head.keep_ms, head.created_ms, place, is_void)
             if await self._run("swap_group", keys, *values):
                 return change.answer
         raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")

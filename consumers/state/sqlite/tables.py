@@ -85,16 +85,17 @@ LOOKED_AT: Final = 20_000
 _FROM_ROW: Final = "SELECT seen_ms FROM request WHERE rowid >= ? ORDER BY rowid LIMIT 1"
 _GROUP_FIELDS: Final = f"SELECT tenant, id, head, ended_ms, size, key, webhook, saved_usd, {', '.join(KINDS)}"
 _GROUP: Final = f"{_GROUP_FIELDS} FROM request_group WHERE tenant = ? AND until_ms > ?"
+_IS_LISTED: Final = f"json_extract(head, '$.state') <> '{groups.State.VOID}'"
 _ENDED_GROUPS: Final = (
     f"{_GROUP_FIELDS} FROM request_group WHERE told = 0 AND processing = 0 AND until_ms > ?"
     " AND size BETWEEN 1 AND succeeded + errored + canceled + expired"
     f" AND json_extract(head, '$.state') = '{groups.State.SEALED}' LIMIT ?"
 )
 _NEWEST_GROUPS: Final = (
-    f"{_GROUP_FIELDS} FROM request_group WHERE (created_ms, tenant, id) < (?, ?, ?) AND until_ms > ?"
+    f"{_GROUP_FIELDS} FROM request_group WHERE (created_ms, tenant, id) < (?, ?, ?) AND until_ms > ? AND {_IS_LISTED}"
     " ORDER BY created_ms DESC, tenant DESC, id DESC LIMIT ?"
 )
-_COUNT_GROUPS: Final = "SELECT count(*) FROM request_group WHERE tenant = ? AND until_ms > ?"
+_COUNT_GROUPS: Final = f"SELECT count(*) FROM request_group WHERE tenant = ? AND until_ms > ? AND {_IS_LISTED}"
 _SET_HEAD: Final = (
     "INSERT INTO request_group (tenant, id, head, until_ms) VALUES (?, ?, ?, ?)"
     " ON CONFLICT DO UPDATE SET head = excluded.head, until_ms = max(until_ms, excluded.until_ms)"
@@ -390,7 +391,7 @@ class Tables:
         return change.answer
 
     def groups(self, today: int, tenant: str, *id: str) -> list[Group]:
-        return _groups(self._execute(f"{_GROUP}{' AND id = ?' if id else ''}", (tenant, today, *id)))
+        return _groups(self._execute(f"{_GROUP} AND {'id = ?' if id else _IS_LISTED}", (tenant, today, *id)))
 
     def newest_groups(self, today: int, most: int, after: GroupPlace) -> list[Group]:
         return _groups(self._execute(_NEWEST_GROUPS, (*after, today, most)))

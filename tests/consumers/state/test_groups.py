@@ -146,6 +146,7 @@ async def test_a_group_whose_creator_died_is_void_for_good_and_may_be_created_ag
     assert not await store.renew_group(GROUP, lease_ms=now_ms() + 1000)
     assert await store.open_group(GROUP, head()) is Opened.NEW
     assert await store.seal_group(GROUP) is not None
+    assert await store.count_groups("crm") == len(await store.groups_of("crm")) == 1
 
 
 async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: GroupedStore) -> None:
@@ -161,6 +162,8 @@ async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: Gr
         pass
 
     assert (await found(store)).head.state is State.VOID
+    assert await store.count_groups("crm") == 0
+    assert [*await store.groups_of("crm"), *await store.newest_groups(most=9)] == []
     assert await store.members(GROUP) == []
     assert await store.find(Identity("crm", IDS[0])) is None
 

@@ -116,6 +116,18 @@ def test_a_stream_can_be_made_of_a_whole_response(tools: list[Any]) -> None:
     assert [event["type"] for event in made] == [event["type"] for event in streamed]
 
 
+def test_an_event_of_a_response_has_its_name() -> None:
+    given = {"model": "gpt-5.5", "input": "words", "stream": True}
+    asked = simulated.read_response(json.dumps(given).encode())
+    whole = simulated.response(asked, echo(asked, output_tokens=None), id="1")
+    of_whole = b"".join(RESPONSES.events_of(whole, checked(given, n.OPENAI_RESPONSES)))
+    passed_on = [RESPONSES.read(json.dumps(event).encode())[1] for event in data_in(of_whole)]
+
+    for event in (*of_whole.strip().split(b"\n\n"), *passed_on):
+        (data,) = data_in(event)
+        assert event.startswith(b"event: %b\n" % data["type"].encode())
+
+
 def test_a_response_in_the_background_is_submitted_without_the_field_that_says_so() -> None:
     given = {"model": "gpt-5.5", "input": "words"}
     call = checked({**given, "background": True}, n.OPENAI_RESPONSES)

@@ -33,7 +33,7 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from lanekeeper.replies import Problem
-from service.gateway.problems import ApiError, api_error_of, detail_of, refusal
+from service.gateway.problems import ABOUT_REQUEST, ApiError, api_error_of, detail_of, refusal
 
 AMQP = ("message_id", "queue", "exchange", "reply_to", "routing", "publish", "amqp", "lane.")
 
@@ -194,3 +194,12 @@ def test_a_problem_names_the_trace_that_its_caller_began() -> None:
     for given, trace in ((f"00-{'a' * 32}-{'b' * 16}-01", "a" * 32), ("00-odd", None)):
         call = make_mocked_request("GET", "/v1/requests/x", headers={"traceparent": given})
         assert json.loads(refusal(call, ApiError(404, "unknown")).body).get("trace") == trace  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses/resp_%00", "/v1/requests/%00"])
+def test_what_cannot_be_an_id_is_not_sent_back_in_a_header(path: str) -> None:
+    call = make_mocked_request("GET", path)
+    call[ABOUT_REQUEST] = "\0\r\nset-cookie: a=b"
+
+    answered = refusal(call, ApiError(404, "unknown"))
+    assert not any("\0" in value or "cookie" in value for value in answered.headers.values())
