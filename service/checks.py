@@ -22,6 +22,7 @@ from consumers.providers.registry import Provider
 from consumers.providers.routes import Routes
 from consumers.state import SQLITE, open_store, redis_risks
 from consumers.state.base import StoreUnavailable
+from consumers.state.redis_url import SentinelUrl
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError
@@ -403,7 +404,11 @@ def of_transport(settings: Settings) -> Iterator[Finding]:
     urls = [("broker TLS", "LANEKEEPER_AMQP_URL", "amqps://", url) for url in settings.broker_urls]
     if settings.management is not None:
         urls.append(("management TLS", "LANEKEEPER_MANAGEMENT_URL", "https://", settings.management))
-    urls.append(("store TLS", "LANEKEEPER_STORE_URL", "rediss://", settings.store))
+    if (sentinels := SentinelUrl.of(settings.store)) is None:
+        urls.append(("store TLS", "LANEKEEPER_STORE_URL", "rediss://", settings.store))
+    elif not sentinels.is_encrypted:
+        named = [f"redis://{host}" for host, _ in sentinels.hosts]
+        urls += [("store TLS", "LANEKEEPER_STORE_URL", "rediss+sentinel://", url) for url in named]
     for provider in settings.routes_spec().providers:
         if provider.name == FIRST:
             urls.append(("provider TLS", "ANTHROPIC_BASE_URL", "https://", settings.provider_url))

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from consumers.state.redis_url import is_redis
+
 if TYPE_CHECKING:
     from consumers.state.base import StoreSpec
     from consumers.state.groups import GroupedStore
@@ -18,17 +20,17 @@ def open_store(url: str, *, namespace: str, spec: "StoreSpec") -> "GroupedStore"
 
     sqlite:///state/lane.sqlite            relative to the working folder
     sqlite:////var/lib/lane.sqlite         absolute
-    redis://:password@host:6379/0          rediss:// with TLS
+    redis://:password@host:6379/0          see redis_url.py
     """
     if url.startswith(SQLITE):
         from consumers.state.sqlite.store import SqliteStore
 
         return SqliteStore(Path(unquote(url.removeprefix(SQLITE))), namespace=namespace, spec=spec)
-    if url.startswith(("redis://", "rediss://")):
+    if is_redis(url):
         from consumers.state.redis.store import RedisStore  # its client library takes 4 MiB of memory
 
         return RedisStore(url, namespace=namespace, spec=spec)
-    raise ValueError("a store's URL begins with sqlite:///, redis:// or rediss://")
+    raise ValueError("a store's URL is that of a SQLite file or of a Redis")
 
 
 async def redis_risks(url: str, *, tls: Mapping[str, str]) -> list[str]:

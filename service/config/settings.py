@@ -863,9 +863,9 @@ class Settings(BaseSettings):
     reply_to: ReplySettings = ReplySettings()
     retry: RetrySettings = RetrySettings()
     store_url: types.StoreUrl | None = None
-    """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several. None: a
-    SQLite file in the user's state folder (`lanekeeper check` shows it). Example:
-    redis://:secret@redis.example.com:6379/0"""
+    """The store of results, claims and counters: `sqlite:////file` for one machine, `redis://` for several,
+    `redis+sentinel://host:26379,host2:26379/service/0` for a Redis that Sentinels name. None: a SQLite file in the
+    user's state folder (`lanekeeper check` shows it). Example: redis://:secret@redis.example.com:6379/0"""
     results: ResultSettings = ResultSettings()
     bodies: BodiesSettings = BodiesSettings()
     control: ControlSettings = ControlSettings()

@@ -17,12 +17,14 @@ from consumers.prices import Price
 from consumers.settle import FAILPOINTS
 from consumers.slots.admission import TenantShare
 from consumers.spending import DAY, EVERY_TENANT, MONTH, PERIODS, WEEK, Cap, Spent
+from consumers.state.redis_url import SENTINELS, SINGLE, SentinelUrl
 from lanekeeper.contract.identity import is_tenant, urls_of
 from service.telemetry import redaction
 from topology.codec.headers import is_version
 
 SHOWN = 60
-_PLAIN_URL = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._%/-]*)?")
+_PLAIN_HOST = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?"
+_PLAIN_URL = re.compile(rf"[a-z][a-z0-9+.-]*://{_PLAIN_HOST}(,{_PLAIN_HOST})*(/[A-Za-z0-9._%/-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,14 +269,24 @@ def _provider_url(text: str) -> str:
     return url
 
 
+SENTINEL_EXAMPLE = "redis+sentinel://:password@host:26379,host2:26379/service/0"
+
+
 def _store_url(text: str) -> str:
     if text.startswith("sqlite:"):
         file = text.removeprefix("sqlite:///")
         if file in (text, "", "/") or file.endswith("/") or "?" in text or "#" in text or not text.isprintable():
             raise wrong("sqlite:///relative/file or sqlite:////absolute/file, with ?, # and % in it as %XX")
         return text
+    if text.partition("://")[0] in SENTINELS:
+        try:
+            if _PRINTABLE.fullmatch(text) is not None and SentinelUrl.of(text) is not None:
+                return text
+        except ValueError:
+            pass
+        raise wrong(f"a URL such as {SENTINEL_EXAMPLE}, other characters in user and password as %XX")
     parts = _split(
-        text, schemes=("redis", "rediss"), example="redis://:password@host:6379/0 or sqlite:////absolute/file"
+        text, schemes=SINGLE, example=f"redis://:password@host:6379/0, {SENTINEL_EXAMPLE} or sqlite:////absolute/file"
     )
     if parts.query or re.fullmatch(r"/?|/[0-9]{1,5}", parts.path) is None:
         # A query is refused: `?ssl_cert_reqs=none`, for example, would silently turn off the check of the certificate.

@@ -61,6 +61,7 @@ from consumers.spending import Spending, Spent
 from consumers.state import open_store
 from consumers.state.base import Store, StoreUnavailable
 from consumers.state.groups import GroupedStore
+from consumers.state.redis_url import is_redis
 from consumers.strays import Strays
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
@@ -379,7 +380,7 @@ async def read_all_limits(
 
 
 def _budgets(settings: Settings, spec: BudgetSpec, stack: AsyncExitStack) -> Budgets:
-    if not settings.store.startswith(("redis://", "rediss://")):
+    if not is_redis(settings.store):
         return own_budgets(spec)
 
     # Imported here, because these modules take 4 MiB of memory, which a worker with a SQLite store can save.

@@ -37,6 +37,7 @@ def found(made: Settings) -> set[str]:
         ("broker user", "LANEKEEPER_AMQP_URL", "amqps://rabbit.example.com/"),
         ("management TLS", "LANEKEEPER_MANAGEMENT_URL", "http://rabbit.example.com:15672"),
         ("store TLS", "LANEKEEPER_STORE_URL", "redis://redis.example.com:6379/0"),
+        ("store TLS", "LANEKEEPER_STORE_URL", "redis+sentinel://localhost,redis.example.com:26379/main"),
         ("provider TLS", "ANTHROPIC_BASE_URL", "http://gateway.example.com"),
         ("user_id", "LANEKEEPER_REQUIRE_USER_ID", "false"),
         ("replies", "LANEKEEPER_REPLY_TO__BOUND_TO_USER", "false"),

@@ -132,6 +132,8 @@ def test_by_default_the_store_is_a_file_in_the_users_state_folder(monkeypatch: p
     assert load().store.startswith("sqlite:////home/someone/.local/state/lanekeeper/lane-localhost-")
 
     assert load(env={"LANEKEEPER_STORE_URL": "sqlite:///here.sqlite"}).store == "sqlite:///here.sqlite"
+    of_sentinels = load(env={"LANEKEEPER_STORE_URL": f"redis+sentinel://:{SECRET}@one:26379,[::1]/main/0"})
+    assert of_sentinels.shown_store == "redis+sentinel://***@one:26379,[::1]/main/0"
 
 
 @pytest.mark.slow
@@ -225,6 +227,10 @@ def test_broker_urls_of_different_clusters_are_refused_without_passwords(url: st
         ("LANEKEEPER_STORE_URL", f"redis://:{SECRET}@host/first"),
         ("LANEKEEPER_STORE_URL", f"rediss://:{SECRET}@host/0?ssl_cert_reqs=none"),
         ("LANEKEEPER_STORE_URL", f"postgres://u:{SECRET}@host/x"),
+        *(
+            ("LANEKEEPER_STORE_URL", f"redis+sentinel://:{SECRET}@{rest}")
+            for rest in ("host:1", "host:1,/main/0", "host:0/main", "host:1/main/x", "host:1/main/0?x=1", "h:1;h2/main")
+        ),
         ("LANEKEEPER_STORE_URL", "sqlite://relative"),
         *(("LANEKEEPER_STORE_URL", f"sqlite:///{file}") for file in ("", "/", "a/", "a?b", "a#b", "a\tb")),
         *(("LANEKEEPER_BODIES__URL", url) for url in ("/bodies", "a::s3://b", "s3://b?c", "s3://b#c", "https://b")),

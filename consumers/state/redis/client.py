@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from hashlib import sha1
 from importlib.resources import files
 from types import MappingProxyType
@@ -10,14 +10,17 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from consumers.state.base import StoreUnavailable
+from consumers.state.redis_url import SentinelUrl
 
 CONNECT_S = 3.0
 CALL_S = 3.0
+SENTINEL_S = 1.0
 CONNECTIONS = 32
 QUOTED_CHARS = 200
 LOST = (exceptions.RedisError, OSError, TimeoutError, RuntimeError)
@@ -75,22 +78,43 @@ class RedisClient:
     """Runs Lua scripts on one Redis. It connects at the first call, and again after an error."""
 
     def __init__(self, url: str, *, tls: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`tls`: redis-py's arguments for a `rediss://` URL, such as `ssl_ca_certs`."""
-        parts = urlsplit(url)
-        self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
+        """`tls`: redis-py's arguments for a URL with TLS, such as `ssl_ca_certs`."""
         self.trouble: str | None = None
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=CALL_S,  # waiting for a free connection
-            socket_connect_timeout=CONNECT_S,
-            socket_timeout=CALL_S,
-            retry=Retry(NoBackoff(), 0),  # no retries here: the caller decides whether to try again
-            protocol=2,  # with `driver_info=None` no greeting is sent, which saves a round trip for each connection
-            driver_info=None,
-            **(tls if parts.scheme == "rediss" else {}),
-        )
         self._is_closed = False
+        self._sentinel: Sentinel | None = None
+        self._room: AbstractAsyncContextManager[object] = nullcontext()
+        options: dict[str, Any] = {
+            "socket_connect_timeout": CONNECT_S,
+            "socket_timeout": CALL_S,
+            "retry": Retry(NoBackoff(), 0),  # no retries here: the caller decides whether to try again
+            "protocol": 2,  # with `driver_info=None` no greeting is sent, which saves a round trip for each connection
+            "driver_info": None,
+        }
+        if (sentinels := SentinelUrl.of(url)) is None:
+            parts = urlsplit(url)
+            self.address = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}"
+            # `timeout`: waiting for a free connection
+            pool: ConnectionPool = BlockingConnectionPool.from_url(
+                url,
+                max_connections=CONNECTIONS,
+                timeout=CALL_S,
+                **options,
+                **(tls if parts.scheme == "rediss" else {}),
+            )
+        else:
+            self.address = f"{sentinels.service} of {','.join(f'{host}:{port}' for host, port in sentinels.hosts)}"
+            self._room = asyncio.Semaphore(CONNECTIONS)  # this pool refuses where the other one waits
+            options |= {"ssl": True, **tls} if sentinels.is_encrypted else {}
+            self._sentinel = _sentinel(sentinels, options)
+            pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+                sentinels.service,
+                self._sentinel,
+                db=sentinels.database,
+                username=sentinels.username,
+                password=sentinels.password,
+                max_connections=CONNECTIONS,
+                **options,
+            )
         self._redis: Redis = Redis.from_pool(pool)
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Any:
@@ -98,7 +122,7 @@ class RedisClient:
         if self._is_closed:
             raise StoreUnavailable(f"Redis at {self.address} is not used any more: this store was closed")
         try:
-            async with asyncio.timeout(CONNECT_S + CALL_S):
+            async with asyncio.timeout(CONNECT_S + CALL_S), self._room:
                 try:
                     value = await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
                 except exceptions.NoScriptError:  # Redis was restarted, or never saw it
@@ -129,7 +153,7 @@ class RedisClient:
 
     async def _info(self) -> Mapping[str, Any] | None:
         try:
-            async with asyncio.timeout(CONNECT_S + CALL_S):
+            async with asyncio.timeout(CONNECT_S + CALL_S), self._room:
                 info: Mapping[str, Any] = await self._redis.info("memory", "persistence")
         except LOST:
             return None
@@ -139,6 +163,19 @@ class RedisClient:
         self._is_closed = True
         with suppress(*LOST):
             await self._redis.aclose(close_connection_pool=True)
+            if self._sentinel is not None:
+                await self._sentinel.aclose()
+
+
+def _sentinel(of: SentinelUrl, options: Mapping[str, Any]) -> Sentinel:
+    """Asked with the password of Redis, which many give to their Sentinels too, and then without."""
+    asked = {**options, "socket_connect_timeout": SENTINEL_S, "socket_timeout": SENTINEL_S}
+    without = Sentinel(of.hosts, sentinel_kwargs=asked)  # type: ignore[no-untyped-call]
+    if of.password is not None:
+        given = {**asked, "username": of.username, "password": of.password}
+        with_password = Sentinel(of.hosts, sentinel_kwargs=given)  # type: ignore[no-untyped-call]
+        without.sentinels[:0] = with_password.sentinels
+    return without
 
 
 def _explain(error: Exception) -> str:
@@ -147,6 +184,8 @@ def _explain(error: Exception) -> str:
     if "unauthenticated" in text:  # Redis answers this to a command of more than ten words before authentication
         error = exceptions.AuthenticationError(text)
     match error:
+        case MasterNotFoundError():
+            return "has no primary that a Sentinel knows: see that they run, and the name in LANEKEEPER_STORE_URL"
         case exceptions.AuthenticationError() | exceptions.AuthorizationError() | exceptions.NoPermissionError():
             return f"refuses this user or password, or what it wants to do: see LANEKEEPER_STORE_URL ({text})"
         case exceptions.BusyLoadingError():

@@ -19,7 +19,7 @@ from tests.support.certificates import certificate
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.memory_store import current
 from tests.support.private_broker import LOOPBACK, free_ports
-from tests.support.redis import RedisServer, redis_server
+from tests.support.redis import RedisServer, redis_server, sentinel_server
 from tests.support.waiting import until
 
 PASSWORD = "s3cret"
@@ -149,6 +149,44 @@ async def test_a_primary_that_was_demoted_is_left_for_the_one_to_which_its_addre
                 await admin.execute_command("REPLICAOF", LOOPBACK, str(second.port))  # type: ignore[no-untyped-call]
             assert "replica that may not be written" in await trouble_with(store)
             assert isinstance(await is_well_again(store), Granted)
+
+
+@pytest.mark.slow
+async def test_a_store_that_sentinels_name_goes_on_with_the_replica_after_a_primary_was_killed(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("first", "second", "sentinel")]
+    for folder in folders:
+        folder.mkdir()
+    secured = ("--requirepass", PASSWORD, "--masterauth", PASSWORD)
+    with (
+        redis_server(folders[0], *secured) as first,
+        redis_server(folders[1], *secured, "--replicaof", f"{LOOPBACK} {first.port}") as second,
+        sentinel_server(folders[2], "main", first, password=PASSWORD) as sentinel,
+    ):
+        (nobody,) = free_ports(1)
+        url = f"redis+sentinel://:{PASSWORD}@{LOOPBACK}:{nobody},{LOOPBACK}:{sentinel.port}/main/1"
+        async with a_store(url) as store, Redis.from_url(f"redis://:{PASSWORD}@{LOOPBACK}:{second.port}/1") as replica:
+            assert isinstance(await store.claim(ME, fingerprint()), Granted)
+            await until(lambda: _knows_its_replica(sentinel.url))
+            await until(lambda: replica.dbsize())
+            loop = asyncio.get_running_loop()
+            killed_s = loop.time()
+            first.kill()
+            assert PASSWORD not in await trouble_with(store)
+            granted = await is_well_again(store)
+            assert isinstance(granted, Granted)
+            assert loop.time() - killed_s < 10
+            first.start()  # it becomes a replica
+            ended = await store.complete(ME, fingerprint(redelivered=True), answered(), token=granted.token)
+            assert ended == answered()
+
+            unknown = RedisStore(url.replace("/main/", "/other/"), namespace="lane")
+            assert "has no primary that a Sentinel knows" in await trouble_with(unknown)
+            await unknown.__aexit__()
+
+
+async def _knows_its_replica(sentinel: str) -> bool:
+    async with Redis.from_url(sentinel) as asked:
+        return bool(await asked.sentinel_slaves("main"))
 
 
 @pytest.mark.slow
