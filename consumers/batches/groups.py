@@ -17,7 +17,7 @@ from consumers.job import Decoded, Job
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import Deferred, Outcome, Refused, Superseded, end_with
 from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailable
-from consumers.state.groups import Group, GroupedStore, State, all_members, progress
+from consumers.state.groups import GroupedStore, State, StoredGroup, all_members, progress
 from lanekeeper.contract.identity import GROUP_AT_MOST
 from lanekeeper.contract.problems import BrokerError, RequestProblem
 from lanekeeper.telemetry import signals
@@ -66,7 +66,7 @@ class GroupGate:
                 return _outcome(group)
         return None
 
-    async def _refused(self, identity: Identity, group: Group | None) -> Outcome | None:
+    async def _refused(self, identity: Identity, group: StoredGroup | None) -> Outcome | None:
         """Of a request that was not seen before: why it cannot be one of the group."""
         if group is not None:
             if sum(group.counts.values()) < GROUP_AT_MOST or group.head.state is not State.SEALED:
@@ -87,7 +87,7 @@ class GroupGate:
             self._known.popitem(last=False)
 
 
-def _outcome(group: Group) -> Outcome:
+def _outcome(group: StoredGroup) -> Outcome:
     if group.head.state is State.OPEN:
         return Deferred(delay_ms=LATER_MS, reason="its group is being published")
     if group.head.state is State.VOID:

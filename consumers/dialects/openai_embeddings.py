@@ -46,7 +46,7 @@ def _new_stream(request: Request, *, max_bytes: int, max_values: int) -> Streame
     raise RejectedError("embeddings are not streamed", type="unsendable")
 
 
-class Asked(NamedTuple):
+class EmbeddingInputs(NamedTuple):
     """What a request for embeddings asks for."""
 
     others: str
@@ -56,13 +56,13 @@ class Asked(NamedTuple):
     """How many they have at most."""
 
 
-def inputs_of(body: bytes) -> Asked:
+def inputs_of(body: bytes) -> EmbeddingInputs:
     """The inputs in a request's body: texts, or arrays of tokens."""
     fields = json.loads(body)
     given = fields.pop("input")
     inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     others = json.dumps([fields, isinstance(inputs[0], list)], sort_keys=True)
-    return Asked(others, inputs, sum(map(_tokens, inputs)))
+    return EmbeddingInputs(others, inputs, sum(map(_tokens, inputs)))
 
 
 def _tokens(given: object) -> int:
@@ -70,14 +70,14 @@ def _tokens(given: object) -> int:
     return max(1, size)
 
 
-def join(several: Sequence[Asked]) -> bytes:
+def join(several: Sequence[EmbeddingInputs]) -> bytes:
     """The body of one call for all of them."""
     fields, _ = json.loads(several[0].others)
     inputs = [each for asked in several for each in asked.inputs]
     return json.dumps({**fields, "input": inputs}, ensure_ascii=False).encode(errors="surrogatepass")
 
 
-def separate(answer: Answer, several: Sequence[Asked]) -> list[Answer]:
+def separate(answer: Answer, several: Sequence[EmbeddingInputs]) -> list[Answer]:
     """The answer for each, with its part of the usage. The vectors are copied as they came. Raises TransientError if
     the answer has not one for each input."""
     found: dict[int, bytes] = {}

@@ -23,7 +23,7 @@ from consumers.dialects import DIALECTS
 from consumers.dialects.answers import Answer, OnEvent
 from consumers.dialects.base import Dialect
 from consumers.dialects.openai_chat import CHAT
-from consumers.dialects.openai_embeddings import Asked, inputs_of, join, separate
+from consumers.dialects.openai_embeddings import EmbeddingInputs, inputs_of, join, separate
 from consumers.failures import TIMEOUT, AccountError, ProviderError, RejectedError, TransientError
 from consumers.gathering import Gathering
 from consumers.limits.base import CallInProgress
@@ -176,7 +176,7 @@ class OpenAIProvider:
             in_progress=in_progress,
         )
 
-    async def _among_others(self, request: Request, asked: Asked, timeout_s: float) -> Answer:
+    async def _among_others(self, request: Request, asked: EmbeddingInputs, timeout_s: float) -> Answer:
         key = (request.lane, asked.others)
         if (gathering := self._gatherings.get(key)) is None:
             gathering = self._gatherings[key] = Gathering(
@@ -286,7 +286,7 @@ class OpenAIProvider:
         raise from_response(response, dialect, secret=self.secret)
 
 
-_Gathered = tuple[Request, Asked]
+_Gathered = tuple[Request, EmbeddingInputs]
 
 
 def _azure_address(base: str, api_version: str | None, path: str, model: str) -> str:

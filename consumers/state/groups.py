@@ -79,7 +79,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class StoredGroup:
     """A group as it is at this moment."""
 
     identity: Identity
@@ -161,18 +161,18 @@ class Member(NamedTuple):
 class GroupChange(NamedTuple):
     """What was decided about a group. `head`: as it is to be; None: as it was."""
 
-    answer: "Opened | Group | None"
+    answer: "Opened | StoredGroup | None"
     head: Head | None = None
 
 
-Decide = Callable[[Group | None, int], GroupChange]
+Decide = Callable[[StoredGroup | None, int], GroupChange]
 """Decides about a group at a time (ms since 1970). None: the store knows none with this id."""
 
 
 # ---- what is decided about a group -----------------------------------------------------------------------------------
 
 
-def open_new(group: Group | None, now_ms: int, *, head: Head) -> GroupChange:
+def open_new(group: StoredGroup | None, now_ms: int, *, head: Head) -> GroupChange:
     """A group that is void may be created again, with the same requests; so may one that the store had lost, of which
     requests were seen since."""
     if group is None or group.head.owner is None:
@@ -186,14 +186,14 @@ def open_new(group: Group | None, now_ms: int, *, head: Head) -> GroupChange:
     return GroupChange(Opened.NEW, head)
 
 
-def renew(group: Group | None, now_ms: int, *, lease_ms: int) -> GroupChange:
+def renew(group: StoredGroup | None, now_ms: int, *, lease_ms: int) -> GroupChange:
     """Answers None if the group is not open any more."""
     if group is None or group.head.state is not State.OPEN or group.has_lapsed(now_ms):
         return GroupChange(None)
     return GroupChange(group, replace(group.head, lease_ms=lease_ms))
 
 
-def seal(group: Group | None, now_ms: int) -> GroupChange:
+def seal(group: StoredGroup | None, now_ms: int) -> GroupChange:
     """Answers None if the group is not open any more."""
     if group is None or group.head.state is not State.OPEN or group.has_lapsed(now_ms):
         return GroupChange(None)
@@ -201,33 +201,33 @@ def seal(group: Group | None, now_ms: int) -> GroupChange:
     return GroupChange(replace(group, head=head), head)
 
 
-def look(group: Group | None, now_ms: int) -> GroupChange:
+def look(group: StoredGroup | None, now_ms: int) -> GroupChange:
     """A group that has lapsed becomes void for good, so that no worker drops a request of a group that is sealed."""
     if group is None or not group.has_lapsed(now_ms):
         return GroupChange(group)
     return _void(group)
 
 
-def discard(group: Group | None, _: int) -> GroupChange:
+def discard(group: StoredGroup | None, _: int) -> GroupChange:
     """A group that is open becomes void: its creator gives up."""
     if group is None or group.head.state is not State.OPEN:
         return GroupChange(group)
     return _void(group)
 
 
-def remove(group: Group | None, _: int) -> GroupChange:
+def remove(group: StoredGroup | None, _: int) -> GroupChange:
     """A group that has ended becomes void."""
     if group is None or not group.has_ended:
         return GroupChange(group)
     return _void(group)
 
 
-def _void(group: Group) -> GroupChange:
+def _void(group: StoredGroup) -> GroupChange:
     head = replace(group.head, state=State.VOID)
     return GroupChange(replace(group, head=head), head)
 
 
-def cancel(group: Group | None, now_ms: int) -> GroupChange:
+def cancel(group: StoredGroup | None, now_ms: int) -> GroupChange:
     """Requests that run go on; no other one begins."""
     if group is None or group.has_ended or group.head.state is not State.SEALED or group.head.cancelled_ms:
         return GroupChange(group)
@@ -238,7 +238,7 @@ def cancel(group: Group | None, now_ms: int) -> GroupChange:
 # ---- what is told about it -------------------------------------------------------------------------------------------
 
 
-def progress(group: Group, *, now_ms: int) -> dict[str, Any]:
+def progress(group: StoredGroup, *, now_ms: int) -> dict[str, Any]:
     """As JSON, for users."""
     head, ended, left = group.head, group.ended, max(group.size - group.ended, group.counts["processing"])
     found: dict[str, Any] = {
@@ -332,18 +332,18 @@ class GroupedStore(FollowedStore, Protocol):
     async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:
         """Returns False if the group is not open any more."""
 
-    async def seal_group(self, identity: Identity) -> Group | None:
+    async def seal_group(self, identity: Identity) -> StoredGroup | None:
         """Returns None if the group was not open any more."""
 
-    async def group(self, identity: Identity) -> Group | None: ...
+    async def group(self, identity: Identity) -> StoredGroup | None: ...
 
-    async def groups_of(self, tenant: str) -> Sequence[Group]:
+    async def groups_of(self, tenant: str) -> Sequence[StoredGroup]:
         """All groups of a tenant, in no order. No list or count has those that are void."""
 
-    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[Group]:
+    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[StoredGroup]:
         """The next groups of all tenants, the newest first."""
 
-    async def ended_groups(self) -> Sequence[Group]:
+    async def ended_groups(self) -> Sequence[StoredGroup]:
         """Some groups, of any tenant, that have ended, and whose end was not told (`end_was_told`)."""
 
     async def end_was_told(self, identity: Identity) -> None: ...
@@ -351,11 +351,11 @@ class GroupedStore(FollowedStore, Protocol):
     async def count_groups(self, tenant: str) -> int:
         """How many groups of a tenant are kept."""
 
-    async def discard_group(self, identity: Identity) -> Group | None: ...
+    async def discard_group(self, identity: Identity) -> StoredGroup | None: ...
 
-    async def remove_group(self, identity: Identity) -> Group | None: ...
+    async def remove_group(self, identity: Identity) -> StoredGroup | None: ...
 
-    async def cancel_group(self, identity: Identity) -> Group | None: ...
+    async def cancel_group(self, identity: Identity) -> StoredGroup | None: ...
 
     async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
         """Cancel requests of a group that are not running."""
@@ -390,23 +390,23 @@ class Groups(Requests, ABC):
     async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:
         return await self.change_group(identity, partial(renew, lease_ms=lease_ms)) is not None
 
-    async def seal_group(self, identity: Identity) -> Group | None:
+    async def seal_group(self, identity: Identity) -> StoredGroup | None:
         return await self._changed(identity, seal)
 
-    async def group(self, identity: Identity) -> Group | None:
+    async def group(self, identity: Identity) -> StoredGroup | None:
         return await self._changed(identity, look)
 
-    async def discard_group(self, identity: Identity) -> Group | None:
+    async def discard_group(self, identity: Identity) -> StoredGroup | None:
         return await self._changed(identity, discard)
 
-    async def remove_group(self, identity: Identity) -> Group | None:
+    async def remove_group(self, identity: Identity) -> StoredGroup | None:
         return await self._changed(identity, remove)
 
-    async def cancel_group(self, identity: Identity) -> Group | None:
+    async def cancel_group(self, identity: Identity) -> StoredGroup | None:
         return await self._changed(identity, cancel)
 
-    async def _changed(self, identity: Identity, decide: Decide) -> Group | None:
-        group: Group | None = await self.change_group(identity, decide)
+    async def _changed(self, identity: Identity, decide: Decide) -> StoredGroup | None:
+        group: StoredGroup | None = await self.change_group(identity, decide)
         return group
 
     async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:

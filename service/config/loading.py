@@ -38,7 +38,7 @@ _OF_KUBERNETES = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Given:
     value: Any
     name: str
     """As the user wrote it, such as "LANEKEEPER_NAMESPACE in .env"."""
@@ -59,12 +59,12 @@ def load_with_sources(
     config: Path | None = None, *, for_calls: bool = False, **options: Any
 ) -> tuple[Settings, Mapping[Place, str]]:
     """The settings, and for each that is set its source: `environment`, `option`, or a file. Raises SettingsError."""
-    found: dict[Place, _Found] = {}
+    found: dict[Place, _Given] = {}
     lines: list[str] = []
     for source, values, name in _sources(config, options):
         for place, value in values:
             if is_setting(place):
-                found[place] = _Found(value, name(place), source)
+                found[place] = _Given(value, name(place), source)
             else:
                 lines.append(f"{name(place)}: {_unknown(place, value, name)}")
     try:
@@ -135,7 +135,7 @@ def _with_hyphens(place: Place) -> Place:
     return (*place[:at], place[at].replace("_", "-"), *place[at + 1 :]) if pattern(place)[at] == ANY else place
 
 
-def _nested(found: Mapping[Place, _Found]) -> dict[str, Any]:
+def _nested(found: Mapping[Place, _Given]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for place, each in found.items():
         group = nested
@@ -157,7 +157,7 @@ def _unknown(place: Place, value: Any, name: Callable[[Place], str]) -> str:
     return "no such setting" + (f"; did you mean {name(tuple(near[0].split('.'))).partition(' ')[0]}?" if near else "")
 
 
-def _wrong_values(error: ValidationError, found: Mapping[Place, _Found]) -> Iterator[str]:
+def _wrong_values(error: ValidationError, found: Mapping[Place, _Given]) -> Iterator[str]:
     for details in error.errors():
         first, *rest = map(str, details["loc"])
         location = (_ALIASES.get(first, first), *rest)
@@ -183,7 +183,7 @@ def _shown(value: Any, is_secret: bool) -> str:
     return mask_url(value.strip()) if isinstance(value, str) and "://" in value else "(hidden)"
 
 
-def _contradiction(disagreement: Disagreement, found: Mapping[Place, _Found]) -> str:
+def _contradiction(disagreement: Disagreement, found: Mapping[Place, _Given]) -> str:
     """With the names of those settings that are set; if none is, the first one's, written like its neighbour's."""
     names = [each.name for at in disagreement.at for place, each in found.items() if place[: len(at)] == at]
     if not names:
@@ -195,7 +195,7 @@ def _contradiction(disagreement: Disagreement, found: Mapping[Place, _Found]) ->
     return redaction.text(f"{', '.join(dict.fromkeys(names))}: {disagreement.text}")  # a key may stand for a name
 
 
-def _keys_sent_elsewhere(found: Mapping[Place, _Found]) -> Iterator[str]:
+def _keys_sent_elsewhere(found: Mapping[Place, _Given]) -> Iterator[str]:
     """The `.env` of whatever folder a command is run in may not say where a key that another source has set is sent."""
     for place, address in found.items():
         key = found.get((*place[:-1], place[-1].replace("base_url", "api_key")))

@@ -24,7 +24,7 @@ from consumers.batches.groups import SHOWN_WITHIN_S
 from consumers.clock import moment_text, now_ms
 from consumers.job import group_in
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
-from consumers.state.groups import KINDS, Group, GroupedStore, Head, Member, Opened, State
+from consumers.state.groups import KINDS, GroupedStore, Head, Member, Opened, State, StoredGroup
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import GROUP_AT_MOST, is_request_id
@@ -99,7 +99,7 @@ class BatchPaths:
                 group = await self._created(file, batch, Identity(caller.tenant or "", _id(caller, key)), created_ms)
         return self._answer(group, request)
 
-    async def _created(self, file: BinaryIO, batch: BatchCall, identity: Identity, created_ms: int) -> Group:
+    async def _created(self, file: BinaryIO, batch: BatchCall, identity: Identity, created_ms: int) -> StoredGroup:
         data = _mapped(file)  # closed with the last thread that reads it
         digest = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         items, expires_ms = await self._checked(data, batch, identity.id)
@@ -251,19 +251,19 @@ class BatchPaths:
         headers = {"content-type": JSONL, **_headers(group)}
         return await self.groups.stream(request, group, caller, BatchLines(), headers=headers)
 
-    async def _asked(self, request: web.Request, caller: GatewayKey) -> Group:
+    async def _asked(self, request: web.Request, caller: GatewayKey) -> StoredGroup:
         id = request.match_info["id"]
         if not is_request_id(id):
             raise _unknown(id)
         return await self._found(Identity(caller.tenant or "", id), caller)
 
-    async def _found(self, identity: Identity, caller: GatewayKey) -> Group:
+    async def _found(self, identity: Identity, caller: GatewayKey) -> StoredGroup:
         group = await self.store.group(identity)
         if group is None or not _is_visible(group, caller):
             raise _unknown(identity.id)
         return group
 
-    def _answer(self, group: Group, request: web.Request) -> web.Response:
+    def _answer(self, group: StoredGroup, request: web.Request) -> web.Response:
         response = answer(_described(group, url=_url(request)))
         response.headers.update(_headers(group))
         return response
@@ -297,7 +297,7 @@ def _portions(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield some
 
 
-def _is_visible(group: Group, caller: GatewayKey) -> bool:
+def _is_visible(group: StoredGroup, caller: GatewayKey) -> bool:
     return group.head.state is State.SEALED and group.head.owner == caller.name
 
 
@@ -314,12 +314,12 @@ def _url(request: web.Request) -> str:
     return f"{scheme}://{request.host}{BATCHES}"
 
 
-def _headers(group: Group) -> dict[str, str]:
+def _headers(group: StoredGroup) -> dict[str, str]:
     headers = {"request-id": secrets.token_hex(16)}
     return headers | ({n.BATCHED: "live"} if group.head.is_live else {})
 
 
-def _described(group: Group, *, url: str) -> dict[str, Any]:
+def _described(group: StoredGroup, *, url: str) -> dict[str, Any]:
     head, has_ended, id = group.head, group.has_ended, group.identity.id
     return {
         "id": id,
@@ -335,7 +335,7 @@ def _described(group: Group, *, url: str) -> dict[str, Any]:
     }
 
 
-def _page(groups: Sequence[Group], query: Mapping[str, str], limit: int, *, url: str) -> dict[str, Any]:
+def _page(groups: Sequence[StoredGroup], query: Mapping[str, str], limit: int, *, url: str) -> dict[str, Any]:
     ids = [group.identity.id for group in groups]
 
     def place(id: str) -> int:

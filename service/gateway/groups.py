@@ -15,11 +15,11 @@ from consumers.state.base import Completion, Found, Identity
 from consumers.state.groups import (
     GROUP_STATUSES,
     NEWEST,
-    Group,
     GroupedStore,
     GroupPlace,
     Member,
     State,
+    StoredGroup,
     all_members,
     progress,
 )
@@ -85,7 +85,7 @@ class GroupPaths:
         if tenant not in (None, caller.tenant or ""):
             require_operator(caller, acts=False)
 
-        def is_meant(group: Group) -> bool:
+        def is_meant(group: StoredGroup) -> bool:
             return group.status in statuses and (caller.operator != "no" or _is_own(group, caller))
 
         found, after = await _page(self.store, is_meant, tenant=tenant, limit=limit, after=begin)
@@ -108,7 +108,7 @@ class GroupPaths:
         await self.cancelling.cancel(group.identity)
         return answer(_described(await self._asked(request, caller, acts=True)), status=202)
 
-    async def _asked(self, request: web.Request, caller: GatewayKey, *, acts: bool) -> Group:
+    async def _asked(self, request: web.Request, caller: GatewayKey, *, acts: bool) -> StoredGroup:
         id, own = request.match_info["id"], caller.tenant or ""
         tenant = request.query.get("tenant", own)
         if tenant != own:
@@ -125,7 +125,7 @@ class GroupPaths:
     # ---- what Message Batches use too --------------------------------------------------------------------------------
 
     async def stream(
-        self, request: web.Request, group: Group, caller: GatewayKey, lines: Lines, *, headers: Mapping[str, str]
+        self, request: web.Request, group: StoredGroup, caller: GatewayKey, lines: Lines, *, headers: Mapping[str, str]
     ) -> web.StreamResponse:
         headers = {"cache-control": "no-store", **headers}
         writing = Writing(request, web.StreamResponse(headers=headers))
@@ -196,16 +196,16 @@ def in_one_line(body: bytes) -> bytes:
     return body.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
-def _is_shown(group: Group) -> bool:
+def _is_shown(group: StoredGroup) -> bool:
     """Not while it is created, nor after it was removed."""
     return group.head.state is State.SEALED
 
 
-def _is_own(group: Group, caller: GatewayKey) -> bool:
+def _is_own(group: StoredGroup, caller: GatewayKey) -> bool:
     return group.identity.tenant == (caller.tenant or "") and group.head.owner in (None, caller.name)
 
 
-def _described(group: Group, *, of_tenant: bool = False) -> dict[str, Any]:
+def _described(group: StoredGroup, *, of_tenant: bool = False) -> dict[str, Any]:
     found = {**progress(group, now_ms=now_ms()), "results_url": f"{GROUPS}/{group.identity.id}/results"}
     if group.key:
         found["lane"] = group.key.partition(".")[0]
@@ -224,10 +224,10 @@ async def overview(store: GroupedStore) -> list[dict[str, Any]]:
 
 
 async def _page(
-    store: GroupedStore, is_meant: Callable[[Group], bool], *, tenant: str | None, limit: int, after: GroupPlace
-) -> tuple[list[Group], GroupPlace | None]:
+    store: GroupedStore, is_meant: Callable[[StoredGroup], bool], *, tenant: str | None, limit: int, after: GroupPlace
+) -> tuple[list[StoredGroup], GroupPlace | None]:
     """The next groups, and where the page after this one begins (None: there is none). `tenant`: None for all."""
-    found: list[Group] = []
+    found: list[StoredGroup] = []
     looked_at = 0
     async with aclosing(_groups(store, tenant, after)) as groups:
         async for group in groups:
@@ -239,7 +239,7 @@ async def _page(
     return found, None
 
 
-async def _groups(store: GroupedStore, tenant: str | None, after: GroupPlace) -> AsyncGenerator[Group, None]:
+async def _groups(store: GroupedStore, tenant: str | None, after: GroupPlace) -> AsyncGenerator[StoredGroup, None]:
     if tenant is not None:
         for group in sorted(await store.groups_of(tenant), key=attrgetter("place"), reverse=True):
             if group.place < after:

@@ -87,7 +87,7 @@ PAGE_AT_MOST = 1000
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 
 
-class Stage(Enum):
+class StreamStage(Enum):
     """Where in a streamed answer an event is."""
 
     BEFORE = "before the first piece of the content"
@@ -105,7 +105,7 @@ class Format:
     request_id_header: str
     ping: bytes
     """What keeps the connection of a stream open."""
-    read: Callable[[bytes], tuple[Stage, bytes]]
+    read: Callable[[bytes], tuple[StreamStage, bytes]]
     """The stage of a part, and its Server-Sent Event."""
     events_of: Callable[[dict[str, Any], CheckedCall], Iterator[bytes]]
     """The Server-Sent Events that stream a complete answer."""
@@ -221,7 +221,7 @@ def _text(value: object) -> str:
 class Forwarding:
     """Turns the parts of a streamed answer into the Server-Sent Events to write to the client."""
 
-    def __init__(self, read: Callable[[bytes], tuple[Stage, bytes]], *, choices: int = 1) -> None:
+    def __init__(self, read: Callable[[bytes], tuple[StreamStage, bytes]], *, choices: int = 1) -> None:
         self._read = read
         self._choices = choices
         self._ended_choices = 0
@@ -244,16 +244,16 @@ class Forwarding:
         if self._has_gap:
             return b""
         stage, event = self._read(part.body)
-        self._ended_choices += stage is Stage.LAST
+        self._ended_choices += stage is StreamStage.LAST
         if self._stop is not None:
             self._stop += event
             return b""
-        if stage is Stage.LAST and self._ended_choices == self._choices:
+        if stage is StreamStage.LAST and self._ended_choices == self._choices:
             self._stop = event
             return self._release()
         self._held.append(event)
         self._held_bytes += len(event)
-        if not self._has_begun and stage is Stage.BEFORE and self._held_bytes < _HELD_BYTES:
+        if not self._has_begun and stage is StreamStage.BEFORE and self._held_bytes < _HELD_BYTES:
             return b""
         return self._release()
 
@@ -290,10 +290,10 @@ def type_of(event: bytes) -> str:
     return str(json.loads(event).get("type"))
 
 
-def read_event(data: bytes) -> tuple[Stage, bytes]:
+def read_event(data: bytes) -> tuple[StreamStage, bytes]:
     """`Format.read` of Messages."""
     kind = type_of(data)
-    stage = Stage.LAST if kind == _LAST else Stage.BEFORE if kind in _FIRST else Stage.CONTENT
+    stage = StreamStage.LAST if kind == _LAST else StreamStage.BEFORE if kind in _FIRST else StreamStage.CONTENT
     return stage, event_of(kind, data)
 
 

@@ -27,7 +27,7 @@ from lanekeeper.replies import Problem
 from service.config.settings import GatewayKey
 from service.gateway.answers import StoredAnswers, Writing, event_stream
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, compact, submitted_id_of
-from service.gateway.messages import AwaitedCalls, Format, Stage, event_of, on_one_line, type_of
+from service.gateway.messages import AwaitedCalls, Format, StreamStage, event_of, on_one_line, type_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
 
@@ -63,11 +63,11 @@ def _data(content: bytes) -> bytes:
 _FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"')
 
 
-def _read_chunk(data: bytes) -> tuple[Stage, bytes]:
+def _read_chunk(data: bytes) -> tuple[StreamStage, bytes]:
     if _FINISHED.search(data):
-        return Stage.LAST, _data(data)
+        return StreamStage.LAST, _data(data)
     is_first = b'"role"' in data and not any(map(_has_content, _objects(jiter.from_json(data), "choices")))
-    return Stage.BEFORE if is_first else Stage.CONTENT, _data(data)
+    return StreamStage.BEFORE if is_first else StreamStage.CONTENT, _data(data)
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
@@ -104,9 +104,9 @@ def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _read_response_event(data: bytes) -> tuple[Stage, bytes]:
+def _read_response_event(data: bytes) -> tuple[StreamStage, bytes]:
     kind = type_of(data)
-    stage = Stage.LAST if kind in _ENDS else Stage.BEFORE if kind in _BEFORE else Stage.CONTENT
+    stage = StreamStage.LAST if kind in _ENDS else StreamStage.BEFORE if kind in _BEFORE else StreamStage.CONTENT
     return stage, event_of(kind, data)
 
 
@@ -258,7 +258,7 @@ class ResponsePaths:
             previous = json.loads(body).get("id")
         return replace(call, body=compact({**json.loads(call.body), "previous_response_id": previous}))
 
-    async def _found(self, id: str, caller: GatewayKey) -> _Found:
+    async def _found(self, id: str, caller: GatewayKey) -> _StoredResponse:
         """Raises ApiError 404."""
         try:
             known = await self.requests.known(id, caller)
@@ -267,20 +267,20 @@ class ResponsePaths:
             raise _unknown(id) if error.status == 404 else error from None
         if first.get("dialect") != n.OPENAI_RESPONSES:
             raise _unknown(id)
-        return _Found(known, str(first.get("model")))
+        return _StoredResponse(known, str(first.get("model")))
 
-    def _json(self, found: _Found, response: Mapping[str, Any]) -> web.StreamResponse:
+    def _json(self, found: _StoredResponse, response: Mapping[str, Any]) -> web.StreamResponse:
         return web.Response(
             body=json.dumps(response, ensure_ascii=False).encode(),
             headers={"content-type": JSON, "cache-control": "no-store", REQUEST_ID_HEADER: found.known.id},
         )
 
-    async def _send(self, request: web.Request, found: _Found, caller: GatewayKey) -> web.StreamResponse:
+    async def _send(self, request: web.Request, found: _StoredResponse, caller: GatewayKey) -> web.StreamResponse:
         async with self._whole(found, caller) as response:
             return self._json(found, response)
 
     @asynccontextmanager
-    async def _whole(self, found: _Found, caller: GatewayKey) -> AsyncIterator[dict[str, Any]]:
+    async def _whole(self, found: _StoredResponse, caller: GatewayKey) -> AsyncIterator[dict[str, Any]]:
         """The response as it is now."""
         ended = found.known.found.completion
         if ended is None or ended.status != "ok":
@@ -361,7 +361,7 @@ def _starting_after(request: web.Request) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _StoredResponse:
     """A response in the background, as the store knows it."""
 
     known: Known

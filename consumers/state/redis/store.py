@@ -402,16 +402,16 @@ class RedisStore(Groups, SmallRows):
                 return change.answer
         raise StoreUnavailable(f"Redis at {self._client.address} is too slow: what it kept was other at each try")
 
-    async def groups_of(self, tenant: str) -> list[groups.Group]:
-        found: list[groups.Group] = []
+    async def groups_of(self, tenant: str) -> list[groups.StoredGroup]:
+        found: list[groups.StoredGroup] = []
         keys, begin = [self._of_tenant("groups", tenant)], self._group(Identity(tenant, ""))[0]
         for id, values in await self._run("groups_of", keys, begin):
             if (group := _group_of(Identity(tenant, id.decode()), values)) is not None:
                 found.append(group)
         return found
 
-    async def newest_groups(self, *, most: int, after: groups.GroupPlace = groups.NEWEST) -> list[groups.Group]:
-        found: list[groups.Group] = []
+    async def newest_groups(self, *, most: int, after: groups.GroupPlace = groups.NEWEST) -> list[groups.StoredGroup]:
+        found: list[groups.StoredGroup] = []
         while (wanted := most - len(found)) > 0:
             place = _place(after.tenant, after.id)
             looked_at, rows = await self._run(
@@ -424,8 +424,8 @@ class RedisStore(Groups, SmallRows):
             after = found[-1].place if found else after
         return found
 
-    async def ended_groups(self) -> list[groups.Group]:
-        found: list[groups.Group] = []
+    async def ended_groups(self) -> list[groups.StoredGroup]:
+        found: list[groups.StoredGroup] = []
         for key, values in await self._run("ended_groups", [self._ended_groups], groups.ENDED_AT_ONCE):
             identity = _group_at(key.decode().removeprefix(self._groups_begin))
             if (group := _group_of(identity, values)) is not None and group.has_ended:
@@ -701,11 +701,11 @@ def _group_at(place: str) -> Identity:
     return Identity(unquote(tenant), id)
 
 
-def _group_of(identity: Identity, values: list[bytes]) -> groups.Group | None:
+def _group_of(identity: Identity, values: list[bytes]) -> groups.StoredGroup | None:
     found = {name.decode(): value for name, value in zip(values[::2], values[1::2], strict=True)}
     if "head" not in found:
         return None
-    return groups.Group(
+    return groups.StoredGroup(
         identity=identity,
         head=groups.Head.of_json(found["head"]),
         counts={kind: int(found.get(kind, 0)) for kind in groups.KINDS},

@@ -23,7 +23,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from consumers.state import base
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import Change, Times
-from consumers.state.groups import MEMBERS_AT_ONCE, NEWEST, Group, GroupPlace, Groups, Member
+from consumers.state.groups import MEMBERS_AT_ONCE, NEWEST, GroupPlace, Groups, Member, StoredGroup
 from consumers.state.requests import Decide
 from consumers.state.rows import DecideRows, Place, Rows, SmallRows
 from consumers.state.shedding import Surplus, next_step
@@ -373,13 +373,13 @@ class SqliteStore(Groups, SmallRows):
     remove_members = _in_writer(Tables.remove_members)
     end_was_told = _in_writer(Tables.end_was_told)
 
-    async def groups_of(self, tenant: str) -> Sequence[Group]:
+    async def groups_of(self, tenant: str) -> Sequence[StoredGroup]:
         return await self._read(lambda tables: tables.groups(self._clock.since_1970_ms(), tenant))
 
-    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[Group]:
+    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[StoredGroup]:
         return await self._read(lambda tables: tables.newest_groups(self._clock.since_1970_ms(), most, after))
 
-    async def ended_groups(self) -> Sequence[Group]:
+    async def ended_groups(self) -> Sequence[StoredGroup]:
         return await self._read(lambda tables: tables.ended_groups(self._clock.since_1970_ms()))
 
     async def count_groups(self, tenant: str) -> int:

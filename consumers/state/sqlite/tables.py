@@ -25,7 +25,7 @@ from consumers.state.base import (
     Submission,
 )
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
-from consumers.state.groups import KINDS, MEMBER_BYTES, Group, GroupPlace, Head, Member
+from consumers.state.groups import KINDS, MEMBER_BYTES, GroupPlace, Head, Member, StoredGroup
 from consumers.state.rows import DecideRows, Place, Rows
 from consumers.state.shedding import (
     LOW_WATER,
@@ -390,13 +390,13 @@ class Tables:
             self._execute(_SET_HEAD, (identity.tenant, identity.id, head.as_json(), head.keep_ms))
         return change.answer
 
-    def groups(self, today: int, tenant: str, *id: str) -> list[Group]:
+    def groups(self, today: int, tenant: str, *id: str) -> list[StoredGroup]:
         return _groups(self._execute(f"{_GROUP} AND {'id = ?' if id else _IS_LISTED}", (tenant, today, *id)))
 
-    def newest_groups(self, today: int, most: int, after: GroupPlace) -> list[Group]:
+    def newest_groups(self, today: int, most: int, after: GroupPlace) -> list[StoredGroup]:
         return _groups(self._execute(_NEWEST_GROUPS, (*after, today, most)))
 
-    def ended_groups(self, today: int) -> list[Group]:
+    def ended_groups(self, today: int) -> list[StoredGroup]:
         return _groups(self._execute(_ENDED_GROUPS, (today, groups.ENDED_AT_ONCE)))
 
     def end_was_told(self, _: Times, group: Identity) -> None:
@@ -580,9 +580,9 @@ def _stored_file(row: Sequence[Any]) -> StoredFile:
     return StoredFile(**dict(zip(_FILE.split(", "), row, strict=True)))
 
 
-def _groups(rows: Iterable[Any]) -> list[Group]:
+def _groups(rows: Iterable[Any]) -> list[StoredGroup]:
     return [
-        Group(
+        StoredGroup(
             identity=Identity(tenant, id),
             head=Head.of_json(head),
             counts=dict(zip(KINDS, counts, strict=True)),

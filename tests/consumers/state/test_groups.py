@@ -8,7 +8,7 @@ import pytest
 from consumers.clock import now_ms
 from consumers.job import group_in
 from consumers.state.base import Completion, Fingerprint, Granted, Identity, InGroup
-from consumers.state.groups import Group, GroupedStore, Head, Opened, State
+from consumers.state.groups import GroupedStore, Head, Opened, State, StoredGroup
 from lanekeeper.contract import names as n
 
 GROUP = Identity("crm", "msgbatch_1")
@@ -44,7 +44,7 @@ async def counts(store: GroupedStore) -> str:
     return " ".join(f"{kind}={number}" for kind, number in group.counts.items() if number)
 
 
-async def found(store: GroupedStore) -> Group:
+async def found(store: GroupedStore) -> StoredGroup:
     group = await store.group(GROUP)
     assert group is not None
     return group
