@@ -287,6 +287,9 @@ def asks_to_stop(error: BaseException) -> bool:
 DEAD_QUEUE = "lane.dead"
 FETCHED_AT_ONCE = 10
 PUBLISHERS = 4
+MOST_WAITING = 300
+"""While so many requests are unanswered no other is sent: on a machine that is too busy for the load, the backlog would
+grow for as long as a fault or the start of a worker lasts."""
 
 
 class Load:
@@ -407,6 +410,8 @@ class Load:
         while True:
             due_s = max(due_s + 1 / self._rate, time.monotonic() - 1)
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            if len(self._waiting) >= MOST_WAITING:
+                continue
             wish = draw(self._rng, self.mix, identity=self._next_id(), webhooks=self._webhooks)
             self._spawn(self._one(wish), "one request")
 

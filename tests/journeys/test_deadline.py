@@ -3,9 +3,10 @@
 first delivery."""
 
 import asyncio
+import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,6 +28,17 @@ from topology.broker.admin import apply
 from topology.declaration import declare
 
 LATE_S = 0.5
+TRIES = 5
+
+
+async def least(late_s: Callable[[], Awaitable[float]]) -> float:
+    """The least of some measured times, until one is small enough: a busy machine delays some requests, a fault all."""
+    found_s = await late_s()
+    for _ in range(1, TRIES):
+        if found_s <= LATE_S:
+            break
+        found_s = min(found_s, await late_s())
+    return found_s
 
 
 @pytest.mark.every_version
@@ -49,28 +61,35 @@ async def test_a_delayed_request_does_not_start_before_it_is_due(vhost: Vhost) -
 async def test_a_delayed_request_starts_when_it_is_due(vhost: Vhost, delay_ms: int) -> None:
     async with serving(vhost) as worker, requester(vhost) as app:
         await app.ask({"prompt": "warm up"})
-        before_s = time.monotonic()
-        reply = await app.ask(
-            {"prompt": "later"}, headers={"x-lane-delay-ms": delay_ms, "x-lane-sent-ms": time.time_ns() // 1_000_000}
-        )
-        assert worker.calls("later")[0].started_s - before_s <= delay_ms / 1000 + LATE_S
-        assert reply.headers["x-lane-wait-ms"] < 1000 * LATE_S, "the wait counts from the due time"
+
+        async def late_s() -> float:
+            due_s = time.monotonic() + delay_ms / 1000
+            headers = {"x-lane-delay-ms": delay_ms, "x-lane-sent-ms": time.time_ns() // 1_000_000}
+            reply = await app.ask({"prompt": "later"}, headers=headers)
+            # the wait counts from the due time
+            return max(worker.calls("later")[-1].started_s - due_s, int(reply.headers["x-lane-wait-ms"]) / 1000)
+
+        assert await least(late_s) <= LATE_S
 
 
 @pytest.mark.timing
 async def test_a_request_with_a_start_time_runs_at_that_time(vhost: Vhost) -> None:
     async with serving(vhost) as worker, requester(vhost) as app:
         await app.read_events()
-        at = datetime.now(UTC) + timedelta(seconds=1.6)
-        there = at.astimezone(tz=None).isoformat(timespec="milliseconds")
-        before_s = time.monotonic() - (datetime.now(UTC) - at).total_seconds()  # the start time on the monotonic clock
-        reply = await app.ask(
-            {"prompt": "on time"}, headers={"x-lane-at": there}, key="normal.tests.x", message_id="at"
-        )
-        late_s = worker.calls("on time")[0].started_s - before_s
-        assert -0.005 <= late_s <= LATE_S
-        assert reply.headers["x-lane-wait-ms"] < 1000 * LATE_S
-        await until(lambda: sorted(app.events_of("at")) == ["completed", "deferred", "started"])
+        ids = (f"at-{number}" for number in itertools.count())
+
+        async def late_s() -> float:
+            id, at = next(ids), datetime.now(UTC) + timedelta(seconds=1.6)
+            there = at.astimezone(tz=None).isoformat(timespec="milliseconds")
+            at_s = time.monotonic() - (datetime.now(UTC) - at).total_seconds()  # the start time on the monotonic clock
+            headers = {"x-lane-at": there}
+            reply = await app.ask({"prompt": "on time"}, headers=headers, key="normal.tests.x", message_id=id)
+            began_s = worker.calls("on time")[-1].started_s - at_s
+            assert began_s >= -0.005
+            await until(lambda: sorted(app.events_of(id)) == ["completed", "deferred", "started"])
+            return max(began_s, int(reply.headers["x-lane-wait-ms"]) / 1000)
+
+        assert await least(late_s) <= LATE_S
 
 
 async def test_a_delay_is_not_shortened_by_a_timestamp_in_whole_seconds(vhost: Vhost) -> None:

@@ -186,11 +186,11 @@ async def test_a_request_that_will_not_wait_does_not_wait_for_a_silent_redis(
 ) -> None:
     client = FaultyClient(redis.url)
     budgets = opened(client=client)
-    client.fault, client.fault_after_s = StoreUnavailable("it does not answer"), 5.0
+    client.fault, client.fault_after_s = StoreUnavailable("it does not answer"), 20.0
     began_s = now_s()
 
     assert await budgets.try_reserve(ACCOUNT, lane="critical", amounts=ONE) is None
-    assert now_s() - began_s < 2
+    assert now_s() - began_s < 10
     assert len(budgets.queue(ACCOUNT).account.lines) == 0
     client.fault = None
 
@@ -219,7 +219,7 @@ async def test_a_clock_that_is_set_back_stops_no_request(opened: Opened, redis: 
     began_s = now_s()
     await ask(budgets, "batch")
 
-    assert now_s() - began_s < 2
+    assert now_s() - began_s < 60, "less than the hour"
 
 
 @pytest.mark.parametrize("kept", ["\xff\x00 no account", "\xcd\x00"])
