@@ -244,6 +244,10 @@ class Client:
         if not 1 <= len(named) <= GROUP_AT_MOST:
             raise InvalidArgument(f"bodies: found {len(named)}, allowed are 1 to {GROUP_AT_MOST}")
         id = uuid.uuid4().hex if group is None else group
+        made = self.group(id, tenant=options.get("tenant"))
+        wrong = next((name for name in named if not is_request_id(f"{id}.{name}")), None)
+        if wrong is not None:
+            raise InvalidArgument(f"bodies: the name {wrong!r:.200} makes no request's id: {REQUEST_ID}")
         headers = {**options.get("headers", {}), n.GROUP: id, n.GROUP_SIZE: len(named)}
         waiting = iter(named.items())
         while some := list(islice(waiting, PUBLISHED_AT_ONCE)):
@@ -253,7 +257,7 @@ class Client:
                 each["headers"], each["message_id"] = headers, f"{id}.{name}"
                 publishing.append(self.publish(body, key=key, **each))
             await asyncio.gather(*publishing)
-        return self.group(id, tenant=options.get("tenant"))
+        return made
 
     def group(self, id: str, *, tenant: str | None = None) -> Group:
         """A group of requests, to follow or cancel it."""

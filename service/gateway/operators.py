@@ -298,10 +298,11 @@ def visible_to(status: Status, caller: GatewayKey) -> dict[str, Any]:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body)
+        json.dumps(found, ensure_ascii=False).encode()  # no half of a surrogate pair: no store can be asked for it
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise invalid_request("body: a JSON object is required")
+        raise invalid_request("body: a JSON object in UTF-8 is required")
     return found
 
 

@@ -24,6 +24,7 @@ from aiohttp.http import WebSocketReader
 from multidict import CIMultiDict
 
 from consumers.background import background_task
+from lanekeeper.contract.identity import encodable
 from lanekeeper.contract.problems import LanekeeperError
 from service.config.settings import GatewayKey
 from service.gateway.answers import Drain, StoredAnswers
@@ -241,6 +242,8 @@ def read_message(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage
         raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not JSON") from None
     if not isinstance(found, dict):
         raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not a JSON object")
+    if any(isinstance(text, str) and encodable(text) != text for text in (found.get("id"), found.get("ref"))):
+        raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not JSON in UTF-8")
     kind = found.get("type")
     if not isinstance(kind, str) or kind not in FIELDS:
         raise _wrong(f"type: allowed are {', '.join(FIELDS)}")

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lanekeeper import Client, Final, Group, NotEnded, Problem
+from lanekeeper import Client, Final, Group, InvalidArgument, NotEnded, Problem
 from lanekeeper.groups import Outcome
 from lanekeeper.sync import Client as SyncClient
 from service.cli import main
@@ -257,6 +257,12 @@ async def test_the_client_publishes_many_and_follows_them_as_one(vhost: Vhost, t
         assert (await later.cancel()).cancelled == 3
         assert [type(each) async for _, each in later.results()] == [Problem] * 3
         assert (await client.group("nobody").progress()).status == "unknown"
+
+        with pytest.raises(InvalidArgument, match="the name 'a b'"):
+            await client.publish_many(dict.fromkeys(("ok", "a b"), {"prompt": "x"}), key="normal.docs.night", group="h")
+        after = await client.publish_many([{"prompt": "x"}], key="normal.docs.night")
+        assert [type(each) async for _, each in after.results()] == [Final]
+        assert (await client.group("h").progress()).status == "unknown", "none was published"
 
 
 async def _are_delayed(client: Client, group: Group, count: int) -> bool:

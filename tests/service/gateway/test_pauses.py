@@ -66,3 +66,10 @@ async def test_what_cannot_be_a_pause_is_refused_by_name(tmp_path: Path) -> None
             assert status == 400
             assert text in problem["detail"]
         assert await ops.call("GET", "/v1/pauses") == (200, {"pauses": []})
+
+
+async def test_half_of_a_surrogate_pair_in_an_operators_body_is_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as ops:
+        for path in ("/v1/requests/cancel", "/v1/requests/replay", "/v1/dead/drop", "/v1/pauses"):
+            status, told = await ops.call("POST", path, body={"tenant": "\ud800"})
+            assert (status, told["detail"]) == (400, "body: a JSON object in UTF-8 is required")

@@ -252,6 +252,13 @@ def test_the_document_allows_what_is_read(type: str, fields: dict[str, Any], bod
         assert [Draft202012Validator(each).is_valid(fields) for each in SAID].count(True) == 1
 
 
+@pytest.mark.parametrize("name", ["id", "ref"])
+def test_half_of_a_surrogate_pair_closes_with_1007(name: str) -> None:
+    with pytest.raises(InvalidMessage) as error:
+        read_message(json.dumps({"type": "submit", "body": BODY, name: "\ud800"}))
+    assert error.value.code == 1007
+
+
 @pytest.mark.parametrize("held", ["[]," * 200_000, "7" * 500_000])
 def test_what_takes_long_to_parse_closes_with_1009_before_it_is_parsed(held: str) -> None:
     with pytest.raises(InvalidMessage, match="more than") as error:
