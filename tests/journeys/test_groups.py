@@ -258,8 +258,9 @@ async def test_the_client_publishes_many_and_follows_them_as_one(vhost: Vhost, t
         assert [type(each) async for _, each in later.results()] == [Problem] * 3
         assert (await client.group("nobody").progress()).status == "unknown"
 
+        bad = {"ok": {"prompt": "x"}, "a b": {"prompt": "x"}}
         with pytest.raises(InvalidArgument, match="the name 'a b'"):
-            await client.publish_many(dict.fromkeys(("ok", "a b"), {"prompt": "x"}), key="normal.docs.night", group="h")
+            await client.publish_many(bad, key="normal.docs.night", group="h")
         after = await client.publish_many([{"prompt": "x"}], key="normal.docs.night")
         assert [type(each) async for _, each in after.results()] == [Final]
         assert (await client.group("h").progress()).status == "unknown", "none was published"
