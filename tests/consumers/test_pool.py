@@ -232,3 +232,25 @@ async def test_an_internal_error_while_setting_aside_requeues_the_delivery_and_t
     await until(lambda: bench.log == ["reject", "reject"])
     assert not working.running.done()
     await working.stop()
+
+
+async def test_a_pool_is_made_smaller_once_it_holds_no_more_and_larger_only_if_it_is_full() -> None:
+    bench, may_end = Bench(), asyncio.Event()
+
+    async def wait(job: Job) -> Outcome:
+        await may_end.wait()
+        return ANSWERED
+
+    working = Working(bench, wait)
+    for number in range(3):
+        working.deliver(bench.delivery(message_id=f"m-{number}"))
+    await until(lambda: working.pool.in_hand == 3)
+    await working.pool.resize(6)
+    assert working.deliveries.prefetch == 4, "nothing waits at the broker"
+    await working.pool.resize(2)
+    assert (working.deliveries.prefetch, working.deliveries.is_resizing) == (2, True)
+    may_end.set()
+    await until(lambda: working.pool.in_hand == 0)
+    await working.pool.resize(2)
+    assert not working.deliveries.is_resizing
+    await working.stop()

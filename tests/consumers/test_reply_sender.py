@@ -120,6 +120,17 @@ async def test_of_several_messages_to_a_new_address_only_the_first_is_tried_sepa
     assert (own.sent, shared.sent) == ([ADDRESS], [ADDRESS, ADDRESS])
 
 
+async def test_an_address_is_tried_separately_again_after_a_message_to_it_was_not_confirmed() -> None:
+    direct, shared, own = sender()
+    await direct.send_surely(ANSWER, ADDRESS)
+    shared.dies_by = "INTERNAL_ERROR"
+    assert (await direct.write(ANSWER, ADDRESS, timeout_s=5)).exception()
+    await asyncio.sleep(0)  # its callback
+    shared.dies_by = None
+    await direct.send_surely(ANSWER, ADDRESS)
+    assert own.sent == [ADDRESS, ADDRESS]
+
+
 def test_a_direct_reply_without_an_answer_of_the_broker_is_not_taken_for_forged_after_two_seconds() -> None:
     async def story() -> None:
         direct, _, own = sender()

@@ -508,6 +508,14 @@ async def test_a_batchs_result_that_was_an_attempt_is_not_kept(bench: Bench, out
     assert read_hop(copy.headers).batch in (None, BatchHop(ticket="t"))
 
 
+async def test_a_pipelines_next_step_tells_in_which_ticket_the_step_before_was(bench: Bench) -> None:
+    job = from_batch(bench)
+    flow = FlowHop(step="second", deadline_ms=NOW_MS + 60_000)
+    await bench.settler.settle(job, PipelineAdvanced(flow=flow, state=b"state", lane="critical", step="first"))
+    copy = bench.to("lane.delay.00")
+    assert (read_hop(copy.headers).batch, copy.body) == (BatchHop(ticket="t"), b"state")
+
+
 @pytest.mark.parametrize(("of", "attempts"), [(0, 0), (3, 1)])  # what a fan-out's items answer is the first attempt
 async def test_a_pipelines_next_step_begins_anew_in_its_lane(bench: Bench, of: int, attempts: int) -> None:
     past = HopHeaders(attempts=2, ran_ms=70, deaths=1, batch=BatchHop(account="a"), first_seen_ms=NOW_MS)

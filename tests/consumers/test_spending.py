@@ -561,6 +561,17 @@ async def test_without_a_cap_the_store_is_not_asked_and_usage_is_counted() -> No
     assert ground.spending.totals()["tenant"]["shop"] == Total(1, 1500, 0.5)
 
 
+async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_the_reporter() -> None:
+    store = MemoryAllowances()
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=2)}))
+    store.fails_at = 3
+
+    with capture_logs() as logs:
+        await spend(spending, spending.bounds("batch", ""), Spent(1))
+
+    assert told(logs) == [(50, 1)]
+
+
 def batched(**held: Any) -> dict[str, Any]:
     """The headers of a request that was in a batch."""
     return hop_headers(HopHeaders(batch=BatchHop(ticket="t", **held), first_seen_ms=NOW_MS))

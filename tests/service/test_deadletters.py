@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lanekeeper.contract.messages import Message
-from service.deadletters import Filter, merge_patch
+from service.deadletters import Filter, LetterEdit, Overview, ReplayRefused, merge_patch, position
 from topology.broker.deadletters import DeadLetter, cause_of, line_of, message_of_line
 
 HEADERS = {
@@ -92,6 +92,31 @@ def test_a_letter_matches_if_each_given_field_has_one_of_its_values(wanted: Filt
 )
 def test_a_merge_patch_is_applied_as_rfc_7396_says(target: Any, patch: Any, result: Any) -> None:
     assert merge_patch(target, patch) == result
+
+
+def test_an_edit_is_an_object() -> None:
+    with pytest.raises(ReplayRefused, match="JSON object"):
+        LetterEdit(patch=[1])
+
+
+def test_a_page_has_the_newest_and_the_next_goes_on_after_it() -> None:
+    letters = [letter(f"m-{n}", **{"x-lane-dead-at": f"2026-11-21T18:00:{n // 2:02}Z"}) for n in range(50)]
+    letters[3] = letter("m-3", **{"x-lane-replays": 2})
+    ids, after = [], None
+    while True:
+        overview = Overview(Filter(), limit=7, after=after)
+        for each in letters:
+            overview.keeps(Message(body=b"x" * 10, message_id=each.id, headers=each.message.headers), 1)
+        page = overview.as_json(jaeger_url=None)
+        assert (page["total"], page["matched"]) == (50, 50)
+        ids += [each["id"] for each in page["letters"]]
+        assert {each["body_bytes"] for each in page["letters"]} == {10}
+        if page["next"] is None:
+            break
+        after = position(page["next"])
+    assert sorted(ids) == sorted(each.id for each in letters)
+    (group,) = page["groups"]
+    assert (group["count"], group["relapses"], group["last_hour"]) == (50, 1, 0)
 
 
 @pytest.mark.parametrize(

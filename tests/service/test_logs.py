@@ -145,3 +145,10 @@ def test_a_key_is_removed_whatever_surrounds_it(around: str, key: str) -> None:
 
     assert f"sk-ant-{key}" not in shown
     assert "\n" not in shown
+
+
+def test_deeply_nested_and_circular_values_are_cut() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+
+    assert json.dumps(redaction.fields({"a": endless, "b": "x" * 10_000}, with_content=False))

@@ -9,7 +9,7 @@ import pytest
 from lanekeeper.contract.names import Names
 from topology.declaration import Binding, Exchange, Queue, Topology, Value, declare
 from topology.lanes import DEFAULT_LANES
-from topology.plan import Difference, compare
+from topology.plan import Difference, compare, without_levels
 
 DECLARED = declare(DEFAULT_LANES, names=Names(), broker_version="4.3.6")
 FOUND = replace(DECLARED, namespace="", lanes=(), note="")
@@ -168,3 +168,11 @@ def test_three_members_are_enough_or_as_many_as_there_are_nodes(
     members: tuple[str, ...], nodes: tuple[str, ...]
 ) -> None:
     assert kept_on("lane.critical", members, nodes) == []
+
+
+def test_missing_delay_levels_are_summarised_and_other_differences_are_listed() -> None:
+    found = compare(DECLARED, Topology())
+    shown, levels = without_levels(found, Names())
+    assert levels == 29
+    assert len(shown) < 45 + 7 * 8 < 140 < len(found)
+    assert not [each for each in shown if "lane.delay." in each.name and each.what != "binding"]

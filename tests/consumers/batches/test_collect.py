@@ -292,6 +292,16 @@ async def test_a_ticket_without_any_request_of_its_own_is_gone(collecting: Colle
     assert not collecting.submitted()
 
 
+async def test_that_a_lane_with_requests_in_batches_is_not_declared_any_more_is_told(collecting: Collecting) -> None:
+    collecting.collector.deliveries._trouble = None
+    former = [replace(item, routing_key="former.shop.sum") for item in items(2)]
+    await collecting.again(await collecting.gathered(*former, lane="former"))
+    collecting.now_ms += 25_600 + 600_000 - 1  # it came back, and another worker may have it since
+    assert "batches of former" in (collecting.collector.trouble or "")
+    collecting.now_ms += 1
+    assert collecting.collector.trouble is None
+
+
 @pytest.mark.parametrize(
     "error",
     [RateLimitedError("later", status=429, retry_after_s=102.4), AccountError("no key", reason="its key is refused")],
@@ -303,6 +313,15 @@ async def test_a_provider_that_takes_no_batch_is_waited_for(collecting: Collecti
     again = collecting.read(sent)
     assert (await collecting.again(again)).stage is TicketStage.SUBMITTED
     assert len(collecting.submitted()) == 1
+
+
+async def test_a_provider_that_cannot_be_asked_for_a_ticket_s_batch_is_waited_for(collecting: Collecting) -> None:
+    collecting.provider.failing = TransientError("down", status=500, retry_after_s=204.8)
+    ticket = replace(await collecting.gathered(*items(2)), stage=TicketStage.ADOPTING, requests=2)
+    (sent,) = await collecting.take(ticket)
+    assert (delay_ms(sent), collecting.read(sent).stage) == (204_800, TicketStage.ADOPTING)
+    assert collecting.collector.counts["unsubmitted"] == 1
+    assert not collecting.submitted()
 
 
 @pytest.mark.parametrize(
@@ -544,6 +563,23 @@ async def test_if_the_store_is_lost_while_a_batch_is_created_its_ticket_knows_it
     (sent,) = await taking
     assert collecting.read(sent).batch_id == "msgbatch_1"
     assert collecting.bench.log[-1] == "ack"
+
+
+async def test_whose_batch_it_is_is_noted_although_another_worker_asks_just_then(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.batches.collect.ASKS_FOR_S", 0)
+    hold, asked = collecting.bench.store.hold, list[str]()
+
+    async def busy(name: str, owner: str, *, for_s: float) -> bool:
+        if name == "batch msgbatch_1" and name not in asked:
+            asked.append(name)
+            return False
+        return await hold(name, owner, for_s=for_s)
+
+    monkeypatch.setattr(collecting.bench.store, "hold", busy)
+    ticket = await submitted(collecting)
+    assert await collecting.collector._is_its_own("msgbatch_1", ticket)
 
 
 async def test_a_worker_that_was_cut_off_makes_no_batch_after_its_successor_did(collecting: Collecting) -> None:

@@ -144,6 +144,20 @@ async def test_an_item_is_the_request_as_its_lane_gets_it_back() -> None:
     assert n.ROUTING_KEY not in item.message.headers
 
 
+async def test_the_largest_batch_is_closed_when_all_have_the_bytes_of_two() -> None:
+    bench = Bench()
+    bodies = [BODY.replace(b"hi", b"h" * size) for size in (100, 300, 200)]
+    found = [
+        parked(bench, f"r-{tag}", tag=tag, model=f"m-{tag}", body=body, params=body)
+        for tag, body in enumerate(bodies, start=1)
+    ]
+    size = sum(len(each.message.body) for each in found)
+    assert size % 2 == 0
+    gathering = Gathering(*found, bench=bench, spec=replace(SPEC, bytes=size // 2))
+    await gathering.run(settled=1)
+    assert gathering.items == [["r-2"]]
+
+
 @pytest.mark.parametrize(
     "other", [{"account": "b"}, {"provider": "b"}, {"model": "b"}, {"headers": "b"}, {"dialect": "openai.chat"}]
 )

@@ -28,6 +28,7 @@ from consumers.providers import batches as reading
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.anthropic_batches import MessageBatches
 from consumers.providers.batches import Batches, BatchInfo, ResultLine
+from consumers.providers.cloud import foundry
 from consumers.providers.registry import Registry
 from lanekeeper.contract.names import ANTHROPIC_MESSAGES
 from lanekeeper.telemetry.tracing import Tracing
@@ -329,6 +330,16 @@ async def test_a_batch_that_is_gone_is_told_apart_from_a_provider_without_batche
     assert caught.value.status == 404
     assert batches.is_missing
     assert registry.batches("anthropic") is batches, "others were created before"
+
+
+async def test_only_providers_with_batches_have_some(registry: Registry) -> None:
+    other = foundry(name="azure", api_key=KEY, base_url="http://127.0.0.1:1")
+    both = Registry(other, tracing=Tracing())
+
+    assert both.batches("azure") is both.batches("unknown") is None
+    with pytest.raises(TransientError, match="gone"):
+        await both.from_batch(ROUTE, b"", dialect=ANTHROPIC_MESSAGES)
+    await other.aclose()
 
 
 @pytest.mark.parametrize(

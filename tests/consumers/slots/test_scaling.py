@@ -5,6 +5,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 import pytest
@@ -289,3 +290,25 @@ async def test_while_slots_become_free_quickly_a_queue_is_scouted_only_between_s
             await asyncio.sleep(0.06)
             lane.slots.end("crm")
         assert lane.is_scouted() == is_scouted
+
+
+@in_virtual_time
+async def test_a_side_queue_is_prefetched_only_as_far_as_its_requests_run() -> None:
+    lane, side = Crowd(waiting=0), SizedPool("lane.normal.side.00", 1)
+    lane.queue.sides = [side]
+    lane.queue.load = replace(lane.queue.load, slots=16, max_slots=16)
+    lane.slots.resize(16)
+    async with lane.watched():
+        side.in_hand = 1
+        await asyncio.sleep(1)
+        assert side.prefetch == 1, "it waits for a slot"
+        for _ in range(200):
+            side.in_hand = side.running = side.prefetch
+            await asyncio.sleep(0.01)
+        assert side.prefetch == 16
+        side.running = 3
+        await asyncio.sleep(1)
+        assert side.prefetch == 16
+        side.in_hand = side.running = 0
+        await asyncio.sleep(0.3)
+        assert side.prefetch == 1

@@ -1,5 +1,6 @@
 """The simulated batches as the vendor's own client sees them."""
 
+import asyncio
 from decimal import Decimal
 from typing import Any
 
@@ -80,6 +81,31 @@ async def test_a_batch_that_is_wrong_as_a_whole_is_refused(
         await sdk.messages.batches.create(requests=wrong)
 
     assert not api.batches.all
+
+
+async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_then(
+    sdk: AsyncAnthropic, api: FaultyAPI
+) -> None:
+    api.configure(SimulatedOptions(batches=BatchOptions(processing_s=1e9, cancelling_s=0.05)))
+    batch = await sdk.messages.batches.create(requests=asking("[[latency: 1ms]] quick", "slow"))
+    running = await sdk.messages.batches.retrieve(batch.id)
+    assert (running.processing_status, running.request_counts.processing) == ("in_progress", 2)
+    with pytest.raises(anthropic.AnthropicError, match="results_url"):
+        await sdk.messages.batches.results(batch.id)
+    with pytest.raises(anthropic.BadRequestError):
+        await sdk.messages.batches.delete(batch.id)
+
+    cancelled = await sdk.messages.batches.cancel(batch.id)
+
+    assert (cancelled.processing_status, cancelled.cancel_initiated_at is None) == ("canceling", False)
+    async with asyncio.timeout(10):
+        while (await sdk.messages.batches.retrieve(batch.id)).processing_status != "ended":
+            pass
+    kinds = {id: line.result.type for id, line in (await results(sdk, batch.id)).items()}
+    assert kinds == {"r-0": "succeeded", "r-1": "canceled"}
+    assert (await sdk.messages.batches.delete(batch.id)).type == "message_batch_deleted"
+    with pytest.raises(anthropic.NotFoundError):
+        await sdk.messages.batches.retrieve(batch.id)
 
 
 async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
