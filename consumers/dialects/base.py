@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from consumers.dialects.answers import Answer
 from consumers.failures import ProviderError
 from consumers.limits.base import Amounts, RateHeaders
+from lanekeeper.telemetry import signals
 from topology.codec.decoding import Request
 
 
@@ -95,5 +96,7 @@ class Dialect:
     classify: Callable[[Failure], ProviderError]
     read_rate: Callable[[Mapping[str, str], float], RateHeaders | None]
     """What the headers (names in lower case) say about limits at this time (seconds since 1970)."""
+    operation: str = signals.CHAT
+    """OpenTelemetry's name for a call."""
     joins_tokens: bool = False
     """Input and output tokens count against one limit."""

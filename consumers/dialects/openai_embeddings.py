@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from consumers.dialects.answers import Answer
@@ -15,11 +15,13 @@ from consumers.dialects.openai_chat import CHAT
 from consumers.failures import RejectedError, TransientError
 from consumers.limits.base import RateHeaders
 from lanekeeper.contract.names import OPENAI_EMBEDDINGS
+from lanekeeper.telemetry import signals
 from topology.codec.decoding import Request
 
 LEAST_TOKEN_CHARACTERS: Final = 2
 """A text is taken to have no more tokens than one for each of so many characters; four are usual in English."""
 _ITEM: Final = re.compile(rb'\{[^{}\[\]]*"embedding"\s*:\s*(?:\[[^{}\[\]]*\]|"[^"]*")[^{}\[\]]*\}')
+_DATA: Final = re.compile(rb'"data"\s*:\s*\[\s*$')
 _INDEX: Final = re.compile(rb'"index"\s*:\s*(\d{1,9})')
 
 
@@ -81,7 +83,7 @@ def separate(answer: Answer, several: Sequence[EmbeddingInputs]) -> list[Answer]
     """The answer for each, with its part of the usage. The vectors are copied as they came. Raises TransientError if
     the answer has not one for each input."""
     found: dict[int, bytes] = {}
-    for number, item in enumerate(_ITEM.findall(answer.body)):
+    for number, item in enumerate(_entries(answer.body)):
         index = _INDEX.search(item)
         found[number if index is None else int(index[1])] = item
     count = sum(len(asked.inputs) for asked in several)
@@ -99,6 +101,19 @@ def separate(answer: Answer, several: Sequence[EmbeddingInputs]) -> list[Answer]
     return made
 
 
+def _entries(body: bytes) -> list[bytes]:
+    """The entries of the field `data`: cut out of the answer, or, if a text has brackets in it, written anew."""
+    found = list(_ITEM.finditer(body))
+    if (
+        found
+        and _DATA.search(body, 0, found[0].start())
+        and all(body[one.end() : other.start()].strip() == b"," for one, other in pairwise(found))
+        and body[found[-1].end() :].lstrip().startswith(b"]")
+    ):
+        return [each[0] for each in found]
+    return [json.dumps(each).encode() for each in json.loads(body)["data"]]
+
+
 def _shares(total: int, weights: Sequence[int]) -> list[int]:
     """Parts of a whole number, by these weights, which are the number together."""
     ends = [total * part // sum(weights) for part in accumulate(weights)]
@@ -113,4 +128,5 @@ EMBEDDINGS: Final = replace(
     body=lambda request, streamed: request.body,
     read_answer=_read_answer,
     new_stream=_new_stream,
+    operation=signals.EMBEDDINGS,
 )

@@ -32,7 +32,7 @@ class ResponseStream:
     def take(self, event: dict[str, Any], data: bytes) -> bytes | None:
         if not event:  # `[DONE]`, which some servers send
             return None
-        if event.get("type") in _ENDED:
+        if name_in(event.get("type")) in _ENDED:
             response = event.get("response")
             if not isinstance(response, dict):
                 raise TransientError("the stream's last event has no response", type="broken_stream")
@@ -69,12 +69,12 @@ def _error_within(event: Mapping[str, Any]) -> ErrorFields | None:
 def _read_answer(
     message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None
 ) -> Answer:
-    output, status = message.get("output"), message.get("status")
+    output, status = message.get("output"), name_in(message.get("status"))
     if not isinstance(output, list):
         raise TransientError("the answer is JSON, but no response", type="broken_answer")
     if status not in _WHOLE:
         raise TransientError("the response is not whole", type="unfinished")
-    reason = name_in(object_in(message.get("incomplete_details")).get("reason")) or name_in(status)
+    reason = name_in(object_in(message.get("incomplete_details")).get("reason")) or status
     usage, is_counted = read_usage(message.get("usage"))
     return Answer(
         body=body,

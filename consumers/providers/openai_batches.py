@@ -59,7 +59,7 @@ _STATUSES: Final[Mapping[str, Literal["in_progress", "canceling", "ended"]]] = {
     "expired": "ended",
     "failed": "ended",
 }
-_NOT_RUN: Final[Mapping[object, Kind]] = {"batch_expired": "expired", "batch_cancelled": "canceled"}
+_NOT_RUN: Final[Mapping[str, Kind]] = {"batch_expired": "expired", "batch_cancelled": "canceled"}
 _QUEUE_FULL: Final = "token_limit_exceeded"
 """A batch fails with this code if too many tokens are in the account's batches."""
 _QUEUE_FULL_S: Final = 300.0
@@ -169,7 +169,7 @@ class FileBatches:
             )
         with suppress(AnswerTooLargeError):
             match await self.reader.parse(line, object_in):
-                case {"custom_id": str(custom_id), "error": {"code": code}} if code in _NOT_RUN:
+                case {"custom_id": str(custom_id), "error": {"code": str(code)}} if code in _NOT_RUN:
                     return ResultLine(custom_id=custom_id, kind=_NOT_RUN[code], line=line)
                 case {"custom_id": str(custom_id), "response": {"status_code": 200}}:
                     return ResultLine(custom_id=custom_id, kind="succeeded", line=line)

@@ -139,18 +139,22 @@ class Registry:
         clock = asyncio.get_running_loop().time
         began_s, outcome, has_first = clock(), "cancelled", False
         calls = self._calls_of(route)
-        content = DIALECTS[request.dialect].content
+        dialect = DIALECTS[request.dialect]
 
         async def noting(event: bytes) -> None:
             nonlocal has_first
-            if not has_first and content in event:
+            if not has_first and dialect.content in event:
                 has_first = True
                 calls.first_tokens.add(clock() - began_s)
             if parts is not None:
                 await parts(event)
 
         with self._tracing.chat(
-            model=route.name, provider=route.provider, stream=parts is not None, max_tokens=request.max_tokens
+            model=route.name,
+            provider=route.provider,
+            stream=parts is not None,
+            max_tokens=request.max_tokens or None,  # embeddings have none
+            operation=dialect.operation,
         ) as span:
             try:
                 answer = await self._providers[route.provider].stream(
@@ -189,7 +193,8 @@ class Registry:
         batches = self._providers[route.provider].batches if route.provider in self._providers else None
         if batches is None:
             raise TransientError(f"the provider {route.provider[:80]!r} of its batch is gone", type="no_batches")
-        with self._tracing.chat(model=route.name, provider=route.provider, stream=False) as span:
+        operation = DIALECTS[dialect].operation
+        with self._tracing.chat(model=route.name, provider=route.provider, stream=False, operation=operation) as span:
             return self._count(await batches.answer(line, dialect=dialect), route, span)
 
     def count_stop(self, lane: str, model: str, answer: Answer) -> None:

@@ -132,6 +132,7 @@ ASK: Final = "ask"  # CLIENT: `lanekeeper send`, from publishing the request to 
 SEND: Final = "send"  # PRODUCER
 PROCESS: Final = "process"  # CONSUMER
 CHAT: Final = "chat"  # CLIENT
+EMBEDDINGS: Final = "embeddings"  # CLIENT
 ACK: Final = "ack"  # CLIENT; REJECT too
 REJECT: Final = "reject"
 POST: Final = "POST"  # CLIENT: a webhook

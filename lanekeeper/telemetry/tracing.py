@@ -171,10 +171,20 @@ class Tracing:
 
         return self._step(f"{operation} {queue}", said, is_current=False)
 
-    def chat(self, *, model: str, provider: str, stream: bool, max_tokens: int | None = None) -> Scope:
+    def chat(
+        self,
+        *,
+        model: str,
+        provider: str,
+        stream: bool,
+        max_tokens: int | None = None,
+        operation: str = signals.CHAT,
+    ) -> Scope:
+        """A call of a provider."""
+
         def said() -> Attributes:
             attributes: Attributes = {
-                signals.GEN_AI_OPERATION_NAME: signals.CHAT,
+                signals.GEN_AI_OPERATION_NAME: operation,
                 signals.GEN_AI_PROVIDER_NAME: provider,
                 signals.GEN_AI_REQUEST_MODEL: model[:_MODEL_MAXIMUM],
             }
@@ -184,7 +194,7 @@ class Tracing:
                 attributes[signals.GEN_AI_REQUEST_MAX_TOKENS] = max_tokens
             return attributes
 
-        return self._step(f"{signals.CHAT} {model[:_MODEL_MAXIMUM]}", said)
+        return self._step(f"{operation} {model[:_MODEL_MAXIMUM]}", said)
 
     def post(self, host: str) -> Scope:
         return self._step(signals.POST, lambda: {signals.HTTP_METHOD: signals.POST, signals.SERVER_ADDRESS: host})

@@ -337,11 +337,8 @@ _BEGUN_AGAIN: Final = ApiError(
 
 
 def _unknown(id: str) -> ApiError:
-    return ApiError(
-        404,
-        f"Response with id {_PREFIX + id[:100]!r} not found: it is kept no longer, or it was not in the background "
-        "(`background: true`), and lies at the provider alone",
-    )
+    """In OpenAI's words."""
+    return ApiError(404, f"Response with id '{_PREFIX}{id[:100]}' not found.")
 
 
 def _id_in(request: web.Request) -> str:

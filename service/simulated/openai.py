@@ -483,7 +483,7 @@ class SimulatedResponses:
         id, _, action = request.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
         if (stored := self._stored.get(id)) is None:
             message = f"Response with id '{id[:100]}' not found."
-            raise Refusal(404, message, outcome="not_found", details={"param": "response_id"})
+            raise Refusal(404, message, outcome="not_found")
         match request.method, action:
             case "GET", "":
                 if request.query.get("stream") == "true":

@@ -11,7 +11,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-TARGET_NAMES = ("body", "packed", "properties", "table", "stream", "bedrock", "answer", "response", "control")
+TARGET_NAMES = ("body", "packed", "properties", "table", "stream", "openai", "bedrock", "answer", "response", "control")
 CORPUS = Path(__file__).with_name("corpus")
 CACHE = Path(".cache/fuzz")
 ONE_INPUT_S = 5

@@ -20,12 +20,15 @@ from pamqp.header import ContentHeader
 from consumers.control import _id_of, read_command
 from consumers.dialects.anthropic import MESSAGES, classify, read_rate
 from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
-from consumers.dialects.base import Failure
+from consumers.dialects.base import Dialect, Failure
 from consumers.dialects.bodies import set_stream
+from consumers.dialects.openai_chat import CHAT
+from consumers.dialects.openai_embeddings import EMBEDDINGS, Asked, separate
+from consumers.dialects.openai_responses import RESPONSES
 from consumers.failures import ProviderError, read_retry_after_s
 from consumers.providers.calling import parse_message
 from consumers.providers.cloud import FrameSplitter
-from consumers.providers.errors import from_event
+from consumers.providers.errors import from_event, from_fields
 from consumers.providers.streams import (
     EventSplitter,
     parse_event,
@@ -37,7 +40,8 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import DETAIL_CHARACTERS, RequestProblem
 from lanekeeper.telemetry import tracing
 from topology.codec import headers as header_rules
-from topology.codec.decoding import Request, decode
+from topology.codec.bounds import VALUES
+from topology.codec.decoding import Request, decode, unpublished
 from topology.lanes import CRITICAL, LaneSpec
 
 NOW_MS: Final = 1_790_000_000_000
@@ -133,6 +137,46 @@ def stream(data: bytes) -> None:
         _is_one_line(error)
 
 
+def openai(data: bytes) -> None:
+    """An answer in one of OpenAI's dialects, streamed or whole; the first byte says which, and where the stream is cut
+    into pieces."""
+    how, rest = (data[0] if data else 0), data[1:]
+    dialect = (CHAT, RESPONSES, EMBEDDINGS)[how % 3]
+    try:
+        if dialect is EMBEDDINGS:
+            message = parse_message(rest, "application/json")
+            if (wrong := dialect.error_within(message)) is not None:
+                raise from_fields(wrong, dialect, secret="sk-secret", data=rest)
+        else:
+            message = _openai_stream(dialect, rest, size=how + 1)
+        body = to_json(message)
+        strict(body)
+        found = dialect.read_answer(message, body, provider="fuzz", request_id=None, rate=None)
+        assert min(found.counted) >= 0
+        if dialect is EMBEDDINGS:
+            two = [Asked("", ["one", "two"], 2), Asked("", ["three"], 1)]
+            assert [len(strict(each.body)["data"]) for each in separate(found, two)] == [2, 1]
+    except ProviderError as error:
+        _is_one_line(error)
+
+
+def _openai_stream(dialect: Dialect, data: bytes, *, size: int) -> dict[str, Any]:
+    asked = unpublished("1", model="fuzz", max_tokens=1, dialect=dialect.name)
+    streamed = dialect.new_stream(asked, max_bytes=EVENT_BYTES, max_values=VALUES)
+    for raw in _events(EventSplitter(EVENT_BYTES, keeps=dialect.is_event), data, size=size):
+        event = parse_event(raw)
+        if (wrong := dialect.error_within(event)) is not None:
+            raise from_event(wrong, dialect, secret="sk-secret", data=raw)
+        if (told := streamed.take(event, raw)) is not None:
+            strict(told)
+        streamed.used()
+        if streamed.is_complete:
+            break
+    else:
+        streamed.end()
+    return streamed.message()
+
+
 def bedrock(data: bytes) -> None:
     """Amazon's frames: `data` as it is, and once more as headers and payload of a valid frame."""
     size = data[0] if data else 0
@@ -190,7 +234,8 @@ def control(data: bytes) -> None:
 
 
 TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
-    each.__name__: each for each in (body, packed, properties, table, stream, bedrock, answer, response, control)
+    each.__name__: each
+    for each in (body, packed, properties, table, stream, openai, bedrock, answer, response, control)
 }
 
 

@@ -4,7 +4,6 @@ _ATTEMPTS = "A lost connection or a proxy's page: Lanekeeper tries again, then a
 _BROKEN = "An answer that is not whole is not passed on; Lanekeeper retries, then answers 502"
 _BEGUN = "A stream that has begun cannot be retried unnoticed: it ends with an error event of Lanekeeper's"
 _CHECKED = "The gateway checks the body itself; its message also has the value that was found"
-_SAYS = "A 404 of Lanekeeper's own says what it serves or keeps"
 
 REASONS: tuple[tuple[str, str], ...] = (
     ("api_resources.*test_batches*results*", "Mocked at the API is a batch that the gateway has not created: 404"),
@@ -36,9 +35,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("chat events: error transfer ends in the middle", _BEGUN),
     ("*events: error error in the middle", _BEGUN),
     ("retrieve: not in the background", "A response that was not in the background lies at the provider alone: 404"),
-    ("background deleted: *", _SAYS),
-    ("retrieve unknown", _SAYS),
-    ("moderations", _SAYS),
+    ("moderations", "A 404 of Lanekeeper's own says what it serves"),
     (
         "calls of: retry 529 for ever, *",
         "Each of the SDK's three calls is retried by Lanekeeper too (here: two attempts)",

@@ -241,4 +241,4 @@ def test_requests_for_embeddings_become_one_call_whose_answer_is_separated() -> 
     assert [each.counted.requests for each in (first, second)] == [0.5, 0.5]
 
     with pytest.raises(TransientError, match="2 embeddings for 3 inputs"):
-        separate(Answer(body=items[:-26], model="m", provider="p"), several)
+        separate(Answer(body=b'{"data":[%b]}' % items[:-27], model="m", provider="p"), several)

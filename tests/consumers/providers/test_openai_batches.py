@@ -261,6 +261,7 @@ async def test_a_request_that_timed_out_in_the_batch_may_be_tried_again(odd: Bat
         b'{"custom_id":"a-1","response":{"status_code":200,"body":"text"},"error":null}',
         b'{"custom_id":"a-1","response":{"status_code":200,"body":{"choices":[',
         b'{"custom_id":"a-1","response":{"status_code":"200"},"error":[]}',
+        b'{"custom_id":"a-1","response":null,"error":{"code":[]}}',
     ],
 )
 async def test_a_line_that_is_no_result_costs_an_attempt(odd: Batches, server: Server, line: bytes) -> None:

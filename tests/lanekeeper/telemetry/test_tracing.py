@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
+from consumers.dialects.openai_embeddings import EMBEDDINGS
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import ConfirmUnknown, LanekeeperError, RequestProblem
 from lanekeeper.telemetry import signals
@@ -103,6 +104,17 @@ def test_a_chat_span_has_the_model_the_parameters_and_the_usage(recorded: Record
         "gen_ai.usage.cache_read.input_tokens": 2,
         "gen_ai.usage.cache_write.input_tokens": 3,
         "anthropic.request.id": "req_1",
+    }
+
+
+def test_a_call_for_embeddings_is_named_by_its_operation(recorded: Recorded) -> None:
+    with recorded.tracing.chat(model="small", provider="openai", stream=False, operation=EMBEDDINGS.operation):
+        pass
+
+    assert dict(recorded.span("embeddings small").attributes or {}) == {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": "openai",
+        "gen_ai.request.model": "small",
     }
 
 
