@@ -38,6 +38,7 @@ async def test_the_demo_answers_everything_and_its_verdict_says_so(vhost: Vhost,
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), DEAD_PROXY)
     environ = environment(vhost, **QUICK, **of_the_real_account, **proxies)
     code, lines = await run("demo", environ=environ, folder=tmp_path, within_s=LONG_S)
+    print("\n".join(lines))  # whichever of these fails
     told = " ".join(" ".join(lines).split())
     assert code == 0, told
     for number in (1, 2, 3):
