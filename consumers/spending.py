@@ -238,6 +238,12 @@ class Spending:
         now_ms = self._now_ms()
         return {bound: used if now_ms < ends_ms else 0.0 for bound, (used, ends_ms) in self._used.items()}
 
+    def used_up(self) -> list[str]:
+        """The caps of which nothing is left, or less than a request needed."""
+        now_ms = self._now_ms()
+        full = {name for name, (level, _) in self._reported.items() if level == LEVELS[-1]}
+        return [bound.name for bound, (_, ends_ms) in self._used.items() if bound.name in full and now_ms < ends_ms]
+
     async def _take(self, bounds: tuple[Bound, ...], hold: Hold, publish: Publish) -> Hold | Over:
         try:
             for bound in bounds:

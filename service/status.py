@@ -35,6 +35,7 @@ from lanekeeper.contract.names import CONTROL, PROBE_KEY, STATUS_KEY, Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, Unroutable
 from lanekeeper.replies import ControlRefused, NoReply
 from lanekeeper.telemetry.tracing import Tracing
+from service.config.names import variable
 from topology import delays
 from topology.lanes import LaneSpec
 
@@ -101,7 +102,7 @@ class Status:
     lanes: tuple[LaneStatus, ...]
     workers: tuple[str, ...]
     troubles: tuple[str, ...] = ()
-    """Why workers take no work."""
+    """Why workers take no work, or lanes no requests."""
     accounts: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """For each account (a provider with a line of models) and each of its limits (`rpm`, `itpm`, `otpm`,
     `concurrency`): what it allows (`limit`), what is `left` of it, and what is `used`."""
@@ -124,7 +125,7 @@ class Status:
     in_delays: int | None = None
     dead: int | None = None
     caps: tuple[str, ...] = ()
-    """The caps of which nothing is left."""
+    """The caps of which nothing is left, or less than a request needed."""
     in_batches: int | None = None
     """How many requests are gathered for providers' batches, or are in one. None: the broker does not tell."""
     batch_tickets: int = 0
@@ -289,7 +290,7 @@ def _merged(
             for name in names_of_lanes  # workers may know further lanes
         ),
         workers=tuple(sorted(str(answer.get("worker", "?")) for answer in answers)),
-        troubles=tuple(_troubles(answers)),
+        troubles=(*_troubles(answers), *_full(lanes, found, names)),
         accounts=_accounts(answers),
         reserves={account: lanes for answer in answers for account, lanes in answer.get("reserves", {}).items()},
         waiting=tuple(sorted(_waiting(answers))),
@@ -333,6 +334,14 @@ def _troubles(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for answer in answers:
         for why in answer.get("troubles", ()):
             yield f"{answer.get('worker', '?')} takes no work: {why}"
+
+
+def _full(lanes: Sequence[LaneSpec], found: Mapping[str, Depth], names: Names) -> Iterator[str]:
+    for lane in lanes:
+        intake = found.get(names.intake(lane.name))
+        if intake is not None and intake.ready >= lane.max_length:
+            limit = variable(("lanes", lane.name, "max_length"))
+            yield f"lane {lane.name} is full ({limit}={lane.max_length}): publishers are refused"
 
 
 def _schedules(answers: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

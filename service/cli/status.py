@@ -147,7 +147,7 @@ def _show_status(found: "Status", console: "Console") -> None:
         for reason, delayed in sorted((lane.delayed_for or {}).items()):
             say(f"{lane.lane}: {delayed['count']} wait for {reason}, the last until {_clock(delayed['last_in_s'])}")
     for cap in found.caps:
-        say(f"{cap} is used up: its requests wait for the next period, or are refused")
+        say(f"{cap} is reached: its requests wait for the next period, or are refused")
     unknown = (found.in_delays or 0) - sum(lane.delayed or 0 for lane in found.lanes) - found.batch_tickets
     if unknown > 0:
         say(
@@ -175,7 +175,7 @@ def _show_status(found: "Status", console: "Console") -> None:
         say(brake.pause_line(pause))
     for name, schedule in found.schedules.items():
         say(f"schedule {schedules.schedule_line(name, schedule)}")
-    for line in (*found.waiting, *found.paused, *found.breakers):
+    for line in (*found.waiting, *found.paused, *(f"circuit breaker of {each}" for each in found.breakers)):
         say(line)
     if dollars := {lane: figures["usd"] for lane, figures in found.spent.get("lane", {}).items() if figures.get("usd")}:
         text = ", ".join(f"{lane} ${usd:.4f}" for lane, usd in dollars.items())

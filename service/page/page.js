@@ -140,7 +140,7 @@ function alarm(found) {
     ...idle.map(({ lane }) => `No worker takes requests of the lane ${lane}.`),
     ...(found.paused ?? []).map((line) => `Provider ${line}`),
     ...(found.breakers ?? []).map((line) => `Circuit breaker of ${line}`),
-    ...(found.caps ?? []).map((name) => `The ${name} is used up: its requests wait for the next period, or are refused.`),
+    ...(found.caps ?? []).map((name) => `The ${name} is reached: its requests wait for the next period, or are refused.`),
   ];
   $("alarm").hidden = !wrong.length;
   draw($("alarm"), wrong, () => wrong.map((line) => el("li", {}, line)));

@@ -72,7 +72,7 @@ def status(worker: Worker, worker_name: str) -> Mapping[str, Any]:
         "webhooks": {"running": worker.posting.running, **worker.posting.posted},
         "control": _control(worker),
         "batches": {"waiting": _in_batches(worker), "tickets": worker.collector.tickets_waiting, **_batches(worker)},
-        "caps": _caps_used_up(worker),
+        "caps": sorted(worker.budgeting.spending.used_up())[:TROUBLES],
     }
 
 
@@ -301,12 +301,6 @@ def _troubles(worker: Worker) -> list[str]:
         if why is not None:
             found.setdefault(why, f"{what}: {why}")
     return list(found.values())[:TROUBLES]
-
-
-def _caps_used_up(worker: Worker) -> list[str]:
-    """The first of the caps of which nothing is left."""
-    used_up = [bound.name for bound, used in worker.budgeting.spending.used().items() if used >= bound.limit]
-    return sorted(used_up)[:TROUBLES]
 
 
 def _removed(worker: Worker) -> dict[str, int]:

@@ -151,6 +151,21 @@ def told(logs: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
     return [(each["percent"], each["used"]) for each in logs if each["event"] == signals.CAP_REACHED]
 
 
+async def test_a_cap_that_leaves_less_than_a_request_needs_is_used_up_until_its_day_ends() -> None:
+    store, clock = MemoryAllowances(), Clock()
+    spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10)}), now_ms=clock)
+    bounds = spending.bounds("batch", "")
+    await spend(spending, bounds, Spent(8))
+    assert spending.used_up() == []
+
+    assert isinstance(await take(spending, bounds, Spent(11)), Over)
+    assert spending.used_up() == [], "no day would do for this request"
+    assert isinstance(await take(spending, bounds, Spent(3)), Over)
+    assert spending.used_up() == [bounds[0].name]
+    clock.ms += 86_400_000
+    assert spending.used_up() == []
+
+
 async def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> None:
     store, clock = MemoryAllowances(), Clock()
     spending = Spending(store, CapsSpec(lanes={"batch": daily(requests=10)}), now_ms=clock)

@@ -65,6 +65,14 @@ def test_an_answer_that_cannot_be_read_is_left_out_and_named(odd: dict[str, Any]
     assert status.troubles == ("b:2 sends a status that cannot be read",)
 
 
+def test_a_lane_that_refuses_publishers_is_named() -> None:
+    lengths = {**EMPTY, "lane.batch": Depth(BATCH.max_length, 1), "lane.critical": Depth(CRITICAL.max_length - 1, 1)}
+
+    (trouble,) = merge([], lengths, lanes=LANES, names=NAMES).troubles
+
+    assert "lane batch is full (LANEKEEPER_LANES__BATCH__MAX_LENGTH=" in trouble
+
+
 def test_quantiles_are_computed_over_the_waits_of_all_workers() -> None:
     answers = [
         {"worker": "a", "lanes": {"critical": figures(waits={"5m": sketch(range(1, 51)), "1h": "?"})}},

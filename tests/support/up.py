@@ -37,6 +37,8 @@ Try in another terminal, in this folder:
   lanekeeper send --stream "Name three rivers."
   lanekeeper send --no-wait --lane batch "Name all rivers."
   lanekeeper top
+Your own program: Anthropic's SDK with base_url="{url}", OpenAI's with "{url}v1",
+or any AMQP client with the address in LANEKEEPER_AMQP_URL.
 
 Ctrl-C ends it. {data}"""
 
