@@ -23,7 +23,7 @@ from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
 from consumers.dialects.base import Dialect, Failure
 from consumers.dialects.bodies import set_stream
 from consumers.dialects.openai_chat import CHAT
-from consumers.dialects.openai_embeddings import EMBEDDINGS, Asked, separate
+from consumers.dialects.openai_embeddings import EMBEDDINGS, EmbeddingInputs, separate
 from consumers.dialects.openai_responses import RESPONSES
 from consumers.failures import ProviderError, read_retry_after_s
 from consumers.providers.calling import parse_message
@@ -154,7 +154,7 @@ def openai(data: bytes) -> None:
         found = dialect.read_answer(message, body, provider="fuzz", request_id=None, rate=None)
         assert min(found.counted) >= 0
         if dialect is EMBEDDINGS:
-            two = [Asked("", ["one", "two"], 2), Asked("", ["three"], 1)]
+            two = [EmbeddingInputs("", ["one", "two"], 2), EmbeddingInputs("", ["three"], 1)]
             assert [len(strict(each.body)["data"]) for each in separate(found, two)] == [2, 1]
     except ProviderError as error:
         _is_one_line(error)
