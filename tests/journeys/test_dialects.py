@@ -5,10 +5,13 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from lanekeeper import Client, Part
+from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract import names as n
-from service.config.settings import ProviderSettings
+from service.config.settings import ProviderSettings, Settings
+from service.deadletters import DeadLetters, Filter, LetterEdit
 from service.simulated.app import SimulatedOptions
 from tests.support.brokers import Vhost
 from tests.support.faulty_api import FaultyAPI
@@ -182,3 +185,23 @@ async def test_embeddings_are_gathered_and_each_asker_gets_its_own(vhost: Vhost)
         assert [got.status for got in well] == ["ok"] * 5
         assert wrong.code == "provider_rejected"
         assert worker.parts.budgeting.registry.calls
+
+
+async def test_a_dead_letter_is_replayed_with_another_model_of_its_dialect(vhost: Vhost) -> None:
+    chosen = Filter(ids=frozenset({"x"}))
+    async with FaultyAPI() as api, serving(vhost, providers={"oai": openai(api)}) as worker, requester(vhost) as app:
+        body = chat("[[fault: invalid x1]] hi")
+        asked = await app.publish(body, headers=CHAT, message_id="x", key="normal.shop.ask")
+        assert (await app.final(asked)).code == "provider_rejected"
+        async with Connection(vhost.amqp_url, name="operator") as connection:
+            letters = DeadLetters(Settings(amqp_url=SecretStr(vhost.amqp_url)), connection)
+            await until(lambda: app.holds(1, "lane.dead"))
+            assert (await letters.replay(chosen, LetterEdit(model="claude-haiku-5-5"))).replayed == 1
+            refused = (await until(lambda: app.finals(asked)[1:]))[0]
+            assert (refused.code, refused.json["status"]) == ("provider_rejected", 404)
+            await until(lambda: app.holds(1, "lane.dead"))
+            assert (await letters.replay(chosen, LetterEdit(model="gpt-5.4-mini"))).replayed == 1
+            answered = (await until(lambda: app.finals(asked)[2:]))[0]
+        assert answered.json["choices"][0]["message"]["content"] == "echo: [[fault: invalid x1]] hi"
+        assert [call.model for call in api.calls] == ["gpt-4o", "claude-haiku-5-5", "gpt-5.4-mini"]
+        assert not worker.api.calls, "it is of another dialect"
