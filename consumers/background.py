@@ -120,6 +120,8 @@ class Background:
         except asyncio.CancelledError:
             task.add_done_callback(if_left)
             raise
+        finally:
+            del task  # its error's traceback holds this frame: a circle that would keep what the coroutine holds
 
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)

@@ -261,7 +261,10 @@ class BodyStore:
         try:
             future = self._threads.submit(work)
             future.add_done_callback(partial(_release, self._free_threads, loop))
-            return await asyncio.wrap_future(future)
+            try:
+                return await asyncio.wrap_future(future)
+            finally:
+                del future  # its error's traceback holds this frame: a circle that would keep the body
         except LanekeeperError:
             raise
         except FileNotFoundError:

@@ -188,6 +188,8 @@ class SubmittedRequests:
         except asyncio.CancelledError:
             await asyncio.wait((submitting,))  # until then the caller must keep the body and count the call
             raise
+        finally:
+            del submitting  # its error's traceback holds this frame: a circle that would keep the body
 
     async def known(self, id: str, caller: GatewayKey) -> Known:
         if not is_request_id(id):

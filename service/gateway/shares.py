@@ -115,6 +115,9 @@ class BodyParsing:
             if isinstance(error, TimeoutError):
                 raise refused("too many bodies wait here to be parsed", status=529) from None
             raise
+        finally:
+            # They hold the error of `work`, and its traceback holds this frame: a circle that would keep the body.
+            del begun, parsed
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,10 @@
 """What tenants compete for is shared, and comes back whole, whoever is cancelled."""
 
 import asyncio
+import gc
 import math
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -82,3 +84,23 @@ async def test_who_is_cancelled_while_its_body_is_parsed_ends_when_the_thread_do
     with pytest.raises(asyncio.CancelledError):
         await parsed
     assert ended.is_set()
+
+
+async def test_what_is_refused_keeps_no_body_until_the_next_collection(parsing: BodyParsing) -> None:
+    class Body:
+        pass
+
+    def refuse() -> None:
+        body = Body()
+        held.append(weakref.ref(body))
+        raise ApiError(413, "too large")
+
+    held: list[weakref.ref[Body]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(ApiError):
+            await parsing.run(PACKED, refuse)
+        await until(lambda: held[0]() is None)
+    finally:
+        gc.enable()
