@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from consumers.dialects.answers import DONE
+from consumers.dialects.answers import DONE, Answer
 from consumers.dialects.base import ErrorFields, Failure
 from consumers.dialects.errors import UNPAID, by_status, detail_of, fields_of
-from consumers.dialects.fields import bucket_headers, count_in, limit_in, object_in, text_in
+from consumers.dialects.fields import bucket_headers, count_in, limit_in, name_in, object_in, text_in
 from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
 from consumers.limits.base import RateHeaders
 from consumers.prices import Usage
@@ -159,3 +159,10 @@ def read_usage(counts: object) -> tuple[Usage, bool]:
         cache_read_input_tokens=min(cached, prompt),
     )
     return usage, type(given.get(f"{sent}_tokens")) is int
+
+
+def answer_of(message: Mapping[str, Any], body: bytes, **about: Any) -> Answer:
+    """The answer of these bytes. `about`: its other fields."""
+    usage, is_counted = read_usage(message.get("usage"))
+    model = name_in(message.get("model"))
+    return Answer(body=body, model=model, usage=usage, is_counted=is_counted, counts_cached=True, **about)

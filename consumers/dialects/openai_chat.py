@@ -9,9 +9,18 @@ from consumers.dialects.answers import NO_CATEGORY, Answer
 from consumers.dialects.base import Dialect, StreamedAnswer
 from consumers.dialects.bodies import rewritten, set_stream
 from consumers.dialects.fields import MALFORMED, broken_stream, name_in, object_in
-from consumers.dialects.openai import classify, error_in, error_within, is_event, read_rate, read_usage, status_of
+from consumers.dialects.openai import (
+    answer_of,
+    classify,
+    error_in,
+    error_within,
+    is_event,
+    read_rate,
+    read_usage,
+    status_of,
+)
 from consumers.failures import AnswerTooLargeError, TransientError
-from consumers.limits.base import Amounts, RateHeaders
+from consumers.limits.base import Amounts
 from lanekeeper.contract.names import OPENAI_CHAT
 from topology.codec import bounds
 from topology.codec.decoding import Request
@@ -180,27 +189,13 @@ def _finished_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"index": 0, **fields, "message": message}
 
 
-def _read_answer(
-    message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None
-) -> Answer:
+def _read_answer(message: dict[str, Any], body: bytes, **about: Any) -> Answer:
     choices = message.get("choices")
     if not isinstance(choices, list) or not choices or not all(isinstance(each, dict) for each in choices):
         raise TransientError("the answer is JSON, but no chat completion", type="broken_answer")
     stop_reason = name_in(choices[0].get("finish_reason")) or None
     refuses = stop_reason == FILTERED or bool(object_in(choices[0].get("message")).get("refusal"))
-    usage, is_counted = read_usage(message.get("usage"))
-    return Answer(
-        body=body,
-        model=name_in(message.get("model")),
-        provider=provider,
-        usage=usage,
-        request_id=request_id,
-        stop_reason=stop_reason,
-        refusal=NO_CATEGORY if refuses else None,
-        rate=rate,
-        is_counted=is_counted,
-        counts_cached=True,
-    )
+    return answer_of(message, body, stop_reason=stop_reason, refusal=NO_CATEGORY if refuses else None, **about)
 
 
 def _new_stream(request: Request, *, max_bytes: int, max_values: int) -> StreamedAnswer:

@@ -9,11 +9,9 @@ from typing import Any, Final, NamedTuple
 
 from consumers.dialects.answers import Answer
 from consumers.dialects.base import StreamedAnswer
-from consumers.dialects.fields import name_in
-from consumers.dialects.openai import read_usage
+from consumers.dialects.openai import answer_of
 from consumers.dialects.openai_chat import CHAT
 from consumers.failures import RejectedError, TransientError
-from consumers.limits.base import RateHeaders
 from lanekeeper.contract.names import OPENAI_EMBEDDINGS
 from lanekeeper.telemetry import signals
 from topology.codec.decoding import Request
@@ -25,23 +23,11 @@ _DATA: Final = re.compile(rb'"data"\s*:\s*\[\s*$')
 _INDEX: Final = re.compile(rb'"index"\s*:\s*(\d{1,9})')
 
 
-def _read_answer(
-    message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None
-) -> Answer:
+def _read_answer(message: dict[str, Any], body: bytes, **about: Any) -> Answer:
     data = message.get("data")
     if not isinstance(data, list) or not data:
         raise TransientError("the answer is JSON, but no embeddings", type="broken_answer")
-    usage, is_counted = read_usage(message.get("usage"))
-    return Answer(
-        body=body,
-        model=name_in(message.get("model")),
-        provider=provider,
-        usage=usage,
-        request_id=request_id,
-        rate=rate,
-        is_counted=is_counted,
-        counts_cached=True,
-    )
+    return answer_of(message, body, **about)
 
 
 def _new_stream(request: Request, *, max_bytes: int, max_values: int) -> StreamedAnswer:

@@ -8,10 +8,10 @@ from consumers.dialects.answers import NO_CATEGORY, Answer
 from consumers.dialects.base import ErrorFields, StreamedAnswer
 from consumers.dialects.bodies import set_stream
 from consumers.dialects.fields import name_in, object_in
-from consumers.dialects.openai import error_in, read_usage
+from consumers.dialects.openai import answer_of, error_in, read_usage
 from consumers.dialects.openai_chat import CHAT, FILTERED
 from consumers.failures import AnswerTooLargeError, TransientError
-from consumers.limits.base import Amounts, RateHeaders
+from consumers.limits.base import Amounts
 from lanekeeper.contract.names import OPENAI_RESPONSES
 from topology.codec import bounds
 from topology.codec.decoding import Request
@@ -66,28 +66,15 @@ def _error_within(event: Mapping[str, Any]) -> ErrorFields | None:
     return None
 
 
-def _read_answer(
-    message: dict[str, Any], body: bytes, *, provider: str, request_id: str | None, rate: RateHeaders | None
-) -> Answer:
+def _read_answer(message: dict[str, Any], body: bytes, **about: Any) -> Answer:
     output, status = message.get("output"), name_in(message.get("status"))
     if not isinstance(output, list):
         raise TransientError("the answer is JSON, but no response", type="broken_answer")
     if status not in _WHOLE:
         raise TransientError("the response is not whole", type="unfinished")
     reason = name_in(object_in(message.get("incomplete_details")).get("reason")) or status
-    usage, is_counted = read_usage(message.get("usage"))
-    return Answer(
-        body=body,
-        model=name_in(message.get("model")),
-        provider=provider,
-        usage=usage,
-        request_id=request_id,
-        stop_reason=reason,
-        refusal=NO_CATEGORY if reason == FILTERED or _refuses(output) else None,
-        rate=rate,
-        is_counted=is_counted,
-        counts_cached=True,
-    )
+    refusal = NO_CATEGORY if reason == FILTERED or _refuses(output) else None
+    return answer_of(message, body, stop_reason=reason, refusal=refusal, **about)
 
 
 def _refuses(output: list[Any]) -> bool:

@@ -108,12 +108,7 @@ class AnthropicProvider:
         # Key and address are arguments, so that the client does not take them from the environment or a profile.
         client = AsyncAnthropic(api_key=api_key, base_url=base_url, **client_options(base_url))
         found = cls(client, name=name, secret=api_key, **reading)
-        reader = BatchReader(
-            secret=api_key,
-            max_answer_bytes=found.max_answer_bytes,
-            max_values=found.max_values,
-            parsing=found.parsing,
-        )
+        reader = BatchReader(found._calling)
         found.batches = MessageBatches(client, name=name, reader=reader, headers_of=found.header_rules.of)
         return found
 

@@ -8,18 +8,17 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 import httpx2
 
-from consumers.decoding import Parsing
 from consumers.dialects.answers import Answer
 from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.providers.calling import Calling
 from consumers.providers.errors import translate_errors, within
 from consumers.providers.streams import bounded, from_json
-from topology.codec import bounds
 
 CREATE_WITHIN_S: Final = 180.0
 WITHIN_S: Final = 30.0
@@ -101,14 +100,14 @@ class Batches(Protocol):
 
 @dataclass(slots=True, eq=False, repr=False)  # it knows the key
 class BatchReader:
-    """Reads what an API of batches answers."""
+    """Reads what an API of batches answers, within the bounds of the provider's calls."""
 
-    _: KW_ONLY
-    secret: str
-    max_answer_bytes: int = bounds.ANSWER_BYTES
-    max_values: int = bounds.VALUES
-    parsing: Parsing = field(default_factory=Parsing)
+    calling: Calling
     _missing_until_s: float = field(default=0.0, init=False)
+
+    @property
+    def secret(self) -> str:
+        return self.calling.secret
 
     @property
     def is_missing(self) -> bool:
@@ -120,7 +119,7 @@ class BatchReader:
 
     @property
     def max_line_bytes(self) -> int:
-        return min(self.max_answer_bytes, LINE_BYTES)
+        return min(self.calling.max_answer_bytes, LINE_BYTES)
 
     async def object(
         self, opened: AbstractAsyncContextManager[httpx2.Response], *, within_s: float | None = None
@@ -162,10 +161,10 @@ class BatchReader:
 
     async def parse(self, line: bytes, work: Callable[[bytes], Parsed]) -> Parsed:
         """Raises `AnswerTooLargeError` if the line would take long to parse."""
-        rank = (_LEAST_URGENT, len(line))
-        if (excess := await self.parsing.excess(line, max_values=self.max_values, rank=rank)) is not None:
+        parsing, rank = self.calling.parsing, (_LEAST_URGENT, len(line))
+        if (excess := await parsing.excess(line, max_values=self.calling.max_values, rank=rank)) is not None:
             raise AnswerTooLargeError(excess)
-        return await self.parsing.run(partial(work, line), rank=rank)
+        return await parsing.run(partial(work, line), rank=rank)
 
     def too_large(self) -> AnswerTooLargeError:
         """What is told of a line that was not kept."""

@@ -126,13 +126,7 @@ class OpenAIProvider:
             headers=headers,
             **more,
         )
-        reader = BatchReader(
-            secret=found.secret,
-            max_answer_bytes=found.max_answer_bytes,
-            max_values=found.max_values,
-            parsing=found.parsing,
-        )
-        found.batches = FileBatches(found.call, name=name, reader=reader)
+        found.batches = FileBatches(found.call, name=name, reader=BatchReader(found._calling))
         return found
 
     @classmethod
