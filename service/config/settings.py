@@ -975,12 +975,12 @@ class Settings(BaseSettings):
         )
 
     @property
-    def has_batches(self) -> bool:
-        """Whether a provider may have batches, as far as these settings say."""
+    def has_message_batches(self) -> bool:
+        """Whether a provider may have Message Batches, as far as these settings say."""
         return (
             not self.providers
             or self.api_key is not None
-            or any(section.kind in ("anthropic", "openai") for section in self.providers.values())
+            or any(section.kind == "anthropic" for section in self.providers.values())
         )
 
     def lane_specs(self) -> tuple[LaneSpec, ...]:

@@ -103,7 +103,7 @@ class Gateway:
             names_keys=bool(settings.caps.keys),
             handlers=settings.handlers.keys(),
             pipelines={spec.name: spec for spec in settings.pipeline_specs()},
-            has_batches=settings.has_batches,
+            has_batches=settings.has_message_batches,
         )
         # bodies that are too large for an AMQP message are accepted only if there is a store for them
         most_bytes = PACKED_BYTES if settings.bodies_url is None else settings.bodies.most_bytes

@@ -420,3 +420,11 @@ def test_operators_are_the_brokers_own_user_unless_others_are_named() -> None:
 def test_a_cancellation_of_an_unseen_request_is_kept_past_the_longest_deadline_of_all_lanes() -> None:
     settings = load(env={"LANEKEEPER_LANES__NORMAL__DEADLINE_MAX_S": "1000000"})
     assert settings.store_spec().cancelled_s == 1_000_000 + SEEN_LATE_S
+
+
+def test_openais_batches_are_no_message_batches() -> None:
+    openai = {"LANEKEEPER_PROVIDERS__OAI__KIND": "openai", "LANEKEEPER_PROVIDERS__OAI__API_KEY": SECRET}
+    assert not load(env=openai).has_message_batches
+    where = "LANEKEEPER_PROVIDERS__OTHER__"
+    claude = {f"{where}KIND": "anthropic", f"{where}API_KEY": SECRET, f"{where}BASE_URL": "https://claude.example"}
+    assert load(env={**openai, **claude}).has_message_batches
