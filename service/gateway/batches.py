@@ -151,9 +151,7 @@ class BatchPaths:
                         batch, data[item.begin : item.end], request_id=f"{id}.{item.custom_id}"
                     )
                 except RequestProblem as problem:
-                    error = api_error_of(problem)
-                    error.message = f"requests.{item.number}.params: {error.message}"
-                    raise error from problem
+                    raise _of_item(problem, item) from problem
                 items.append(item)
                 expires_ms = max(expires_ms, request.deadline_ms)
 
@@ -299,6 +297,12 @@ def _portions(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 def _is_visible(group: StoredGroup, caller: GatewayKey) -> bool:
     return group.head.state is State.SEALED and group.head.owner == caller.name
+
+
+def _of_item(problem: RequestProblem, item: Item) -> ApiError:
+    error = api_error_of(problem)
+    error.message = f"requests.{item.number}.params: {error.message}"
+    return error
 
 
 def _too_slow() -> ApiError:
