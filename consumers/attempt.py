@@ -327,10 +327,13 @@ class Attempts:
             return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, in_progress=in_progress)
         except ProviderError as error:
             judged = await self.breakers.pauses.judge(route, error)
-            if judged is error:
-                raise
-            if judged.means.retry is not Retry.REJECTED:
-                raise judged from error
+            try:
+                if judged is error:
+                    raise
+                if judged.means.retry is not Retry.REJECTED:
+                    raise judged from error
+            finally:
+                del judged  # its traceback holds this frame: a circle that would keep the request's body
         try:
             return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, in_progress=in_progress)
         except AccountError as again:

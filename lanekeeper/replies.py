@@ -201,13 +201,17 @@ def part_of(message: Message) -> Part:
     )
 
 
+def _problem_in(message: Message) -> Problem:
+    problem = Problem(json.loads(message.body))
+    problem.webhook = _webhook_in(message.headers)
+    return problem
+
+
 def final_of(message: Message) -> Final:
     """Raises Problem if the request ended in an error."""
     headers = message.headers
     if headers.get(n.STATUS) != "ok":
-        problem = Problem(json.loads(message.body))
-        problem.webhook = _webhook_in(headers)
-        raise problem
+        raise _problem_in(message)
     return Final(
         body=message.body,
         request_id=str(headers.get(n.REQUEST_ID, "")),
