@@ -142,6 +142,7 @@ class Attempts:
         except BreakerOpen as breaker:
             return self._later(job, decoded, breaker.retry_in_s)
         except ProviderError as error:
+            _forget_frames(error)
             is_outage = error.is_outage and not (parts is not None and parts.has_sent)
             wait_s = self.breakers.least_wait_s(decoded.chain.routes) if is_outage else 0.0
             # while no provider may be called, or the account is what is wrong, the attempt does not count
@@ -386,6 +387,12 @@ def _lose(job: Job, route: Route, used: Amounts | None) -> None:
 
 def _is_paid(used: Amounts | None) -> bool:
     return used is not None and used.output_tokens > 0
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """The job keeps the error, and the error's frames the job: a circle that would keep the request's body."""
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
 
 
 def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:

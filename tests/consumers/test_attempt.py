@@ -358,6 +358,9 @@ async def test_a_failure_that_opens_the_last_breaker_is_no_attempt_however_soon_
     assert isinstance(outcome, Deferred)
     assert two.job.attempted is not None
     assert not two.job.attempted.counts
+    error = two.job.attempted.error
+    assert error is not None
+    assert error.__traceback__ is None, "its frames hold the job, and with it the body"
 
 
 async def test_a_request_waits_for_the_open_breaker_if_the_other_provider_lacks_budget_alone(
