@@ -17,7 +17,7 @@ from consumers.job import Decoded, Job
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import Deferred, Outcome, Refused, Superseded, end_with
 from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailable
-from consumers.state.groups import GroupedStore, State, StoredGroup, all_members, progress
+from consumers.state.groups import GroupedStore, State, StoredGroup, all_members, described, progress
 from lanekeeper.contract.identity import GROUP_AT_MOST
 from lanekeeper.contract.problems import BrokerError, RequestProblem
 from lanekeeper.telemetry import signals
@@ -116,12 +116,12 @@ class GroupEnds:
 
     async def _tell(self) -> None:
         for group in await self.store.ended_groups():
-            told, tenant = progress(group, now_ms=now_ms()), group.identity.tenant
+            tenant = group.identity.tenant
             if group.webhook and self.webhooks.spec.refusal(group.webhook, tenant=tenant) is None:
-                body = json.dumps({"type": "group", **told}).encode()
+                body = json.dumps({"type": "group", **described(group, now_ms=now_ms())}).encode()
                 outcome = Completion(status="ok", body=body, ended_ms=group.last_ended_ms)
                 await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
-            self.lifecycle.publish_group(group.key, **told)
+            self.lifecycle.publish_group(group.key, **progress(group, now_ms=now_ms()))
             await self.store.end_was_told(group.identity)
 
 

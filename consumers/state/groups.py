@@ -32,6 +32,7 @@ KINDS: Final[tuple[Kind, ...]] = ("processing", "succeeded", "errored", "cancele
 """Anthropic's words for the requests of a batch."""
 GroupStatus = Literal["in_progress", "cancelling", "ended"]
 GROUP_STATUSES: Final[tuple[GroupStatus, ...]] = ("in_progress", "cancelling", "ended")
+GROUPS_PATH: Final = "/v1/groups"
 EXPIRED: Final = "deadline_exceeded"
 MEMBERS_AT_ONCE: Final = 200
 ENDED_AT_ONCE: Final = 100
@@ -264,6 +265,12 @@ def progress(group: StoredGroup, *, now_ms: int) -> dict[str, Any]:
         so_far_ms = max(0, now_ms - head.created_ms)
         found["predicted_end_at"] = moment_text(now_ms + so_far_ms * left // ended)
     return found
+
+
+def described(group: StoredGroup, *, now_ms: int) -> dict[str, Any]:
+    """As JSON, over HTTP and for its webhook."""
+    found = {**progress(group, now_ms=now_ms), "results_url": f"{GROUPS_PATH}/{group.identity.id}/results"}
+    return {**found, "lane": group.key.partition(".")[0]} if group.key else found
 
 
 def unknown(id: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from consumers.clock import now_ms
 from consumers.state.base import Completion, Found, Identity
 from consumers.state.groups import (
     GROUP_STATUSES,
+    GROUPS_PATH,
     NEWEST,
     GroupedStore,
     GroupPlace,
@@ -21,7 +22,7 @@ from consumers.state.groups import (
     State,
     StoredGroup,
     all_members,
-    progress,
+    described,
 )
 from lanekeeper.contract.identity import is_request_id, is_tenant
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
@@ -32,7 +33,6 @@ from service.gateway.calls import limit_of, refuse_unknown
 from service.gateway.problems import ApiError, answer
 from service.gateway.requests import Known, LargeStatus, status_of
 
-GROUPS: Final = "/v1/groups"
 JSONL: Final = "application/x-jsonl"
 PAGE: Final = 20
 PAGE_AT_MOST: Final = 200
@@ -65,10 +65,10 @@ class GroupPaths:
 
     def handlers(self) -> Mapping[tuple[str, str], _Handler]:
         return {
-            ("GET", GROUPS): self._list,
-            ("GET", f"{GROUPS}/{{id}}"): self._get,
-            ("GET", f"{GROUPS}/{{id}}/results"): self._results,
-            ("DELETE", f"{GROUPS}/{{id}}"): self._delete,
+            ("GET", GROUPS_PATH): self._list,
+            ("GET", f"{GROUPS_PATH}/{{id}}"): self._get,
+            ("GET", f"{GROUPS_PATH}/{{id}}/results"): self._results,
+            ("DELETE", f"{GROUPS_PATH}/{{id}}"): self._delete,
         }
 
     async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
@@ -206,9 +206,7 @@ def _is_own(group: StoredGroup, caller: GatewayKey) -> bool:
 
 
 def _described(group: StoredGroup, *, of_tenant: bool = False) -> dict[str, Any]:
-    found = {**progress(group, now_ms=now_ms()), "results_url": f"{GROUPS}/{group.identity.id}/results"}
-    if group.key:
-        found["lane"] = group.key.partition(".")[0]
+    found = described(group, now_ms=now_ms())
     return {**found, "tenant": group.identity.tenant} if of_tenant else found
 
 

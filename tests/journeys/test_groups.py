@@ -208,6 +208,7 @@ async def test_its_end_is_told_by_one_event_and_one_webhook_after_the_last_reque
         first.verify()
         assert (first.id, first.json["type"]) == ("g", "group")
         assert first.json["counts"] == {"in_progress": 0, "completed": 2, "failed": 0, "cancelled": 0}
+        assert first.json == {"type": "group", **(await call("GET", f"{url}/v1/groups/g")).body}
         assert second.id == made["id"]
         assert app.events_of("g").count("group") == 1
 
