@@ -49,6 +49,8 @@ CONFIRM_LEAST_S = 1.0
 HANGS_AFTER_S = 5.0
 LEFT_OPEN_S = 75.0
 """How long a channel that hung is kept open for its answers; RabbitMQ's own wait ends 65 s after it began."""
+KEPT_AT_MOST = 4
+"""So many channels that hung stay open for replies; the next one that hangs is waited for."""
 SURELY_WITHIN_S = 100.0
 """Long enough for a restart of the broker. After that the worker returns the request to its queue, and its stored
 result is published when it is delivered again."""
@@ -88,13 +90,15 @@ class Publisher:
         on_channel: Callable[[Channel], Awaitable[None]] | None = None,
     ) -> None:
         """`on_missing` is called when `publish_surely` meets a missing exchange or binding, `on_channel` with each new
-        channel before the first publish on it. With `on_channel` a channel that hangs is kept, because the replies to
-        what it has published come over it."""
+        channel before the first publish on it. With `on_channel` a channel that hung stays open, because the replies
+        to what it has published come over it."""
         self.connection = connection
         self._tracing = tracing
         self._confirming: Confirming | None = None
         self._opening = asyncio.Lock()
         self._left: set[asyncio.Task[None]] = set()
+        self._kept: list[Channel] = []
+        """Channels that hung, and stay open."""
         self._on_missing = on_missing
         self._on_channel = on_channel
         self._limit = MessageLimit(connection)
@@ -240,7 +244,11 @@ class Publisher:
                     except BaseException:
                         await close(channel)
                         raise
-                if (left := self._confirming) is not None and not left.channel.is_closed:
+                if (left := self._confirming) is None or left.channel.is_closed:
+                    pass
+                elif self._on_channel is not None:
+                    self._kept = [*(each for each in self._kept if not each.is_closed), left.channel]
+                else:
                     closing = asyncio.create_task(left.close_when_answered(), name="leave a channel")
                     self._left.add(closing)
                     closing.add_done_callback(self._left.discard)
@@ -249,9 +257,9 @@ class Publisher:
 
     def _usable(self) -> "Confirming | None":
         found = self._confirming
-        if found is None or found.channel.is_closed or (found.hangs and self._on_channel is None):
+        if found is None or found.channel.is_closed:
             return None
-        return found
+        return None if found.hangs and len(self._kept) < KEPT_AT_MOST else found
 
     def _error_of(self, error: Exception, exchange: str, routing_key: str, timeout_s: float) -> BrokerError:
         if isinstance(error, ChannelNotFoundEntity | ChannelAccessRefused):

@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
+from pamqp.commands import Basic
 from yarl import URL
 
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import PROBE_WITHIN_S, Publisher
+from lanekeeper.amqp.replies import DirectReplies
+from lanekeeper.amqp.tolerant import message_of
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -217,18 +221,20 @@ async def test_publish_surely_survives_a_lost_connection(publisher: Publisher, v
     assert await waiting(publisher, "some", least=published) >= published
 
 
-async def test_a_channel_that_answers_nothing_is_left_for_another_and_closed_once_it_has_answered(
-    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """RabbitMQ's channel hangs while it waits for the leader of a queue (tests/faults/test_cluster.py)."""
+@pytest.fixture
+def first_hangs(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Channel], asyncio.Event]:
+    """The channels that are opened, of which the first publishes nothing until the event. RabbitMQ's channel hangs when
+    it waits for the leader of a queue (tests/faults/test_cluster.py)."""
     monkeypatch.setattr("lanekeeper.amqp.publisher.HANGS_AFTER_S", 0.1)
-    await declare(publisher, "some")
     opened: list[Channel] = []
     goes_on = asyncio.Event()
     open_channel = publisher.connection.channel
 
     async def opens(**how: Any) -> Channel:
-        opened.append(channel := await open_channel(**how))
+        channel = await open_channel(**how)
+        if not how["confirms"]:
+            return channel
+        opened.append(channel)
         if len(opened) == 1:
             publishes = channel.basic_publish
 
@@ -240,6 +246,14 @@ async def test_a_channel_that_answers_nothing_is_left_for_another_and_closed_onc
         return channel
 
     monkeypatch.setattr(publisher.connection, "channel", opens)
+    return opened, goes_on
+
+
+async def test_a_channel_that_answers_nothing_is_left_for_another_and_closed_once_it_has_answered(
+    publisher: Publisher, first_hangs: tuple[list[Channel], asyncio.Event]
+) -> None:
+    opened, goes_on = first_hangs
+    await declare(publisher, "some")
     publish = partial(publisher.publish, exchange="", routing_key="some")
     hanging = asyncio.create_task(publish(Message(body=b"", message_id="m")))
     await until(lambda: publisher._confirming is not None and publisher._confirming.hangs)
@@ -249,6 +263,34 @@ async def test_a_channel_that_answers_nothing_is_left_for_another_and_closed_onc
     goes_on.set()
     await hanging
     await until(lambda: [each.is_closed for each in opened] == [True, False])
+
+
+async def test_the_replies_to_what_a_channel_published_before_it_hung_still_come_over_it(
+    publisher: Publisher, first_hangs: tuple[list[Channel], asyncio.Event]
+) -> None:
+    opened, goes_on = first_hangs
+    direct = DirectReplies()
+    asking = Publisher(publisher.connection, tracing=Tracing(), on_channel=direct.consume)
+    await declare(publisher, "some")
+    messages = [Message(body=b"first"), Message(body=b"second")]
+    with direct.expecting(messages[0]) as first, direct.expecting(messages[1]) as second:
+        publish = partial(asking.publish, exchange="", routing_key="some")
+        hanging = asyncio.create_task(publish(messages[0]))
+        await until(lambda: asking._confirming is not None and asking._confirming.hangs)
+        await publish(messages[1])
+        goes_on.set()
+        await hanging
+        channel = await publisher.connection.channel(confirms=False)
+
+        async def answer(came: DeliveredMessage) -> None:
+            asked = message_of(came)
+            properties = Basic.Properties(correlation_id=asked.correlation_id)
+            await channel.basic_publish(asked.body, routing_key=asked.reply_to or "", properties=properties)
+
+        await channel.basic_consume("some", answer, no_ack=True)
+        end = asyncio.get_running_loop().time() + 10
+        assert [(await each.next(end=end)).body for each in (first, second)] == [b"first", b"second"]
+    assert [each.is_closed for each in opened] == [False, False]
 
 
 async def test_after_a_cancelled_publish_the_next_with_the_same_id_succeeds(publisher: Publisher) -> None:
