@@ -9,6 +9,7 @@ from typing import Any, Self
 from unittest.mock import patch
 
 from consumers.state.base import AllowanceTaken, Completion, Fingerprint, Granted, Held, Identity, Pause, Period
+from consumers.state.groups import StoredGroup
 
 
 class Forgetful:
@@ -24,6 +25,12 @@ class Forgetful:
         self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion:
         return completion
+
+    async def release(self, held: Held, **_: Any) -> None:
+        return None
+
+    async def ended_groups(self) -> Sequence[StoredGroup]:
+        return ()
 
     async def renew(self, held: Sequence[Held]) -> Mapping[Held, Any]:
         return {}
