@@ -390,8 +390,9 @@ def _is_paid(used: Amounts | None) -> bool:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """The job keeps the error, and the error's frames the job: a circle that would keep the request's body."""
-    while error is not None:
+    """The job keeps the error, and the error's frames the job: a circle that would keep the request's body. Causes may
+    form a circle too, so those without frames end it."""
+    while error is not None and error.__traceback__ is not None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
 
 

@@ -244,16 +244,18 @@ class Publisher:
                     except BaseException:
                         await close(channel)
                         raise
-                if (left := self._confirming) is None or left.channel.is_closed:
-                    pass
-                elif self._on_channel is not None:
-                    self._kept = [*(each for each in self._kept if not each.is_closed), left.channel]
-                else:
-                    closing = asyncio.create_task(left.close_when_answered(), name="leave a channel")
-                    self._left.add(closing)
-                    closing.add_done_callback(self._left.discard)
+                if (left := self._confirming) is not None and not left.channel.is_closed:
+                    self._leave(left)
                 found = self._confirming = Confirming(channel)
         return found
+
+    def _leave(self, left: "Confirming") -> None:
+        if self._on_channel is not None:
+            self._kept = [*(each for each in self._kept if not each.is_closed), left.channel]
+            return
+        closing = asyncio.create_task(left.close_when_answered(), name="leave a channel")
+        self._left.add(closing)
+        closing.add_done_callback(self._left.discard)
 
     def _usable(self) -> "Confirming | None":
         found = self._confirming

@@ -5,16 +5,16 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 import pytest
 from typing_extensions import override
 
-from consumers.attempt import Attempts
+from consumers.attempt import Attempts, _forget_frames
 from consumers.budget_gate import BudgetGate
 from consumers.claiming import Claiming
-from consumers.failures import TIMEOUT, RetryPolicy
+from consumers.failures import TIMEOUT, RetryPolicy, TransientError
 from consumers.job import Chain, Decoded, Job, Reserved, Route
 from consumers.limits.base import Amounts, Reservation
 from consumers.limits.estimates import Estimates
@@ -475,3 +475,13 @@ async def test_events_before_the_text_are_kept_only_up_to_a_limit(providers: Ope
     await parts.confirmed()
 
     assert two.parts() == ["ping"] * 3
+
+
+def test_an_error_whose_causes_form_a_circle_keeps_no_frames() -> None:
+    errors = [TransientError("one"), TransientError("two")]
+    for error in errors:
+        with suppress(TransientError):
+            raise error
+    errors[0].__cause__, errors[1].__cause__ = errors[1], errors[0]
+    _forget_frames(errors[0])
+    assert [error.__traceback__ for error in errors] == [None, None]
