@@ -300,7 +300,7 @@ def _merged(
         breakers=tuple(
             sorted(
                 {
-                    f"{name}: {breaker['state']}, asked again in {breaker['retry_in_s']} s"
+                    f"{name}: {breaker_text(breaker)}"
                     for answer in answers
                     for name, breaker in answer.get("breakers", {}).items()
                 }
@@ -415,6 +415,12 @@ def _paused(answers: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             found[name] = max(found.get(name, (0.0, "")), (pause["for_s"], text))
     for name, (for_s, text) in found.items():
         yield f"{name}: paused for {for_s:.0f} s: {text}"
+
+
+def breaker_text(breaker: Mapping[str, Any]) -> str:
+    """A worker's open circuit breaker, with the last call's error, which workers before 0.5 do not tell."""
+    why = f" after {breaker['error']}" if breaker.get("error") else ""
+    return f"{breaker['state']}{why}, asked again in {breaker['retry_in_s']} s"
 
 
 def _delays(names: Names) -> list[str]:

@@ -127,6 +127,8 @@ class Breaker:
         self._rng = rng
         self.last: ProviderFailure | None = None
         """What the provider answered to the last call that failed, without its body, which is another request's."""
+        self.error = ""
+        """The last call's error, in brief."""
 
     def wait_s(self, now_s: float) -> float:
         if self.state is BreakerState.CLOSED:
@@ -439,6 +441,7 @@ class Breakers:
         route = permit.route
         breaker = self._of(route)
         was = breaker.state
+        breaker.error = error.brief
         breaker.last = None if error.failure is None else replace(error.failure, error="", request_id=None)
         breaker.failed(failure, probe=permit.is_probe)
         return None if breaker.state is was else _changed(route, breaker, now_s, error)
@@ -454,7 +457,11 @@ class Breakers:
             if breaker.state is not BreakerState.CLOSED and not breaker.is_idle(now_s):
                 shown = model if self.models is None or model in self.models else OTHER
                 retry_in_s = round(breaker.wait_s(now_s), 1)
-                found[f"{provider} {shown}"] = {"state": breaker.state.value, "retry_in_s": retry_in_s}
+                found[f"{provider} {shown}"] = {
+                    "state": breaker.state.value,
+                    "retry_in_s": retry_in_s,
+                    "error": breaker.error,
+                }
         return found
 
     def _known(self, route: Route) -> Breaker:

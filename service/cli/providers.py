@@ -68,6 +68,8 @@ def told(answers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def provider_line(name: str, provider: Mapping[str, Any]) -> str:
     """One line of text about a provider."""
+    from service.status import breaker_text
+
     paused = provider["paused"]
     state = f"called by {provider['workers']} workers"
     if paused:
@@ -77,8 +79,7 @@ def provider_line(name: str, provider: Mapping[str, Any]) -> str:
             f"{longest['reason']} ({longest['error']}); probed again in {longest['probe_in_s']:.0f} s"
         )
     breakers = "".join(
-        f"; breaker of {model}: {breaker['state']}, asked again in {breaker['retry_in_s']} s"
-        for model, breaker in provider["breakers"].items()
+        f"; breaker of {model}: {breaker_text(breaker)}" for model, breaker in provider["breakers"].items()
     )
     return printable(f"{name}: {state}{breakers}")
 

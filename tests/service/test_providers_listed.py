@@ -3,6 +3,7 @@
 from service.cli.providers import provider_line, told
 
 PAUSE = {"reason": "it refuses the key", "error": "authentication_error 401", "for_s": 30.0, "probe_in_s": 8.0}
+BREAKER = {"state": "open", "retry_in_s": 1.5, "error": "overloaded_error 529"}
 
 
 def test_each_provider_is_told_once_with_what_any_worker_says_of_it() -> None:
@@ -13,7 +14,7 @@ def test_each_provider_is_told_once_with_what_any_worker_says_of_it() -> None:
                 "worker": "b:1",
                 "providers": ["anthropic", "aws"],
                 "paused": {"anthropic": {**PAUSE, "for_s": 2.0}},
-                "breakers": {"aws claude-haiku-5-5": {"state": "open", "retry_in_s": 1.5}},
+                "breakers": {"aws claude-haiku-5-5": BREAKER},
             },
             {"worker": "of another version"},
         ]
@@ -25,5 +26,5 @@ def test_each_provider_is_told_once_with_what_any_worker_says_of_it() -> None:
         "probed again in 8 s"
     )
     assert provider_line("aws", found["aws"]) == (
-        "aws: called by 2 workers; breaker of claude-haiku-5-5: open, asked again in 1.5 s"
+        "aws: called by 2 workers; breaker of claude-haiku-5-5: open after overloaded_error 529, asked again in 1.5 s"
     )

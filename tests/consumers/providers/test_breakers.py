@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
+from unittest.mock import ANY
 
 import pytest
 from structlog.testing import capture_logs
@@ -111,7 +112,7 @@ def test_a_breaker_opens_after_consecutive_failures_of_its_own_provider() -> Non
     assert enter(these, 0) is None
     assert OPEN_S / 2 <= these.wait_s(HERE, 0) <= OPEN_S
     assert enter(these, 0, ELSEWHERE)
-    assert these.states(0)["anthropic m"]["state"] == "open"
+    assert these.states(0)["anthropic m"] == {"state": "open", "retry_in_s": ANY, "error": "TransientError 500"}
 
 
 @pytest.mark.parametrize("is_probe", [False, True])
