@@ -26,7 +26,6 @@ from consumers.state.base import (
     ClaimAnswer,
     Completion,
     Ending,
-    FollowedStore,
     Found,
     Granted,
     Held,
@@ -36,6 +35,7 @@ from consumers.state.base import (
     Submission,
     WaitingLimit,
 )
+from consumers.state.store import Store
 from lanekeeper.contract.identity import shown
 from lanekeeper.contract.problems import PROBLEMS
 from lanekeeper.telemetry import signals
@@ -65,7 +65,7 @@ log = structlog.get_logger()
 class Claiming:
     """Takes, renews and releases the claims of one process."""
 
-    def __init__(self, store: FollowedStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._held: dict[Held, Job] = {}
         self._claim_tasks: dict[asyncio.Task[ClaimAnswer], Identity] = {}

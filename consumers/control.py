@@ -41,7 +41,8 @@ from consumers.state.base import (
     StoredPauses,
     StoreUnavailable,
 )
-from consumers.state.groups import GroupedStore, State, progress, unknown
+from consumers.state.groups import State, progress, unknown
+from consumers.state.store import Store
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import REQUEST_ID, TENANT, is_request_id, is_tenant
 from lanekeeper.contract.messages import Message
@@ -338,7 +339,7 @@ class Control:
     Still more are only counted and logged, which takes a tenth of a millisecond: all tenants' messages are in one
     queue, behind those of a tenant that sends too many."""
     brake: BrakeCommands
-    store: GroupedStore
+    store: Store
     cancelling: GroupCancelling
     speakers: Collection[str] = ()
     needs_user_id: bool = False

@@ -17,8 +17,9 @@ import structlog
 
 from consumers.clock import NowMs, now_ms
 from consumers.lifecycle import Lifecycle
-from consumers.state.base import DAY_S, Store, StoreUnavailable
+from consumers.state.base import DAY_S, StoreUnavailable
 from consumers.state.shedding import LOW_WATER, level
+from consumers.state.store import Store
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.bodies import BodiesUnavailable, BodyStore, sync_folder
 from lanekeeper.contract.messages import Message

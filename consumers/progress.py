@@ -16,17 +16,8 @@ from typing import Any
 import structlog
 
 from consumers.background import Background
-from consumers.state.base import (
-    EVENT,
-    RESTART,
-    AppendRefusal,
-    Following,
-    Held,
-    NewEntries,
-    NewEntry,
-    StoreUnavailable,
-    Submission,
-)
+from consumers.state.base import EVENT, RESTART, AppendRefusal, Held, NewEntries, NewEntry, StoreUnavailable, Submission
+from consumers.state.store import Store
 from lanekeeper.telemetry import signals
 
 GATHER_S = 0.02
@@ -120,7 +111,7 @@ class Progress:
 class ProgressWriter:
     """Writes the progress of all requests that this process works on and that clients follow."""
 
-    def __init__(self, store: Following, background: Background) -> None:
+    def __init__(self, store: Store, background: Background) -> None:
         self._store = store
         self._background = background
         self._unwritten: dict[Progress, None] = {}

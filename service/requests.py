@@ -14,16 +14,8 @@ from typing import Any, Final
 import structlog
 
 from consumers.clock import moment_text, now_ms
-from consumers.state.base import (
-    Cancelling,
-    Completion,
-    Found,
-    Identity,
-    ListedRequest,
-    RequestFilter,
-    RequestState,
-    Store,
-)
+from consumers.state.base import Cancelling, Completion, Found, Identity, ListedRequest, RequestFilter, RequestState
+from consumers.state.store import Store
 from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from service.deadletters import DeadLetters, LetterEdit, Replay

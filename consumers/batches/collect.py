@@ -43,7 +43,8 @@ from consumers.limits.base import BatchLimits
 from consumers.providers.batches import CREATE_WITHIN_S, Batches, BatchInfo
 from consumers.providers.breakers import Breakers
 from consumers.settle import Settler
-from consumers.state.base import Identity, Store, StoreUnavailable
+from consumers.state.base import Identity, StoreUnavailable
+from consumers.state.store import Store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message

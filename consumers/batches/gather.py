@@ -22,7 +22,8 @@ from consumers.batches.ticket import Ticket, TicketItem, pack, parts, ticket_mes
 from consumers.brake import Brake
 from consumers.job import Route
 from consumers.settle import FAULTS_AT_MOST, Settler
-from consumers.state.base import Identity, Store, StoreUnavailable
+from consumers.state.base import Identity, StoreUnavailable
+from consumers.state.store import Store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message

@@ -17,7 +17,8 @@ from consumers.job import Decoded, Job
 from consumers.lifecycle import Lifecycle
 from consumers.outcomes import Deferred, Outcome, Refused, Superseded, end_with
 from consumers.state.base import Completion, Identity, StoreSpec, StoreUnavailable
-from consumers.state.groups import GroupedStore, State, StoredGroup, all_members, described, progress
+from consumers.state.groups import State, StoredGroup, all_members, described, progress
+from consumers.state.store import Store
 from lanekeeper.contract.identity import GROUP_AT_MOST
 from lanekeeper.contract.problems import BrokerError, RequestProblem
 from lanekeeper.telemetry import signals
@@ -42,7 +43,7 @@ log = structlog.get_logger()
 class GroupGate:
     """Lets the requests of sealed groups pass, and all that belong to no group."""
 
-    store: GroupedStore
+    store: Store
     spec: StoreSpec
     _: KW_ONLY
     _known: OrderedDict[Identity, float] = field(default_factory=OrderedDict, init=False)
@@ -101,7 +102,7 @@ class GroupEnds:
     """Tells the end of each group at least once: by an event, and to its webhook. The store says which have ended,
     whatever has ended the last of their requests."""
 
-    store: GroupedStore
+    store: Store
     webhooks: Webhooks
     lifecycle: Lifecycle
 
@@ -129,7 +130,7 @@ class GroupEnds:
 class GroupCancelling:
     """Cancels groups, for gateways and in answer to control messages."""
 
-    store: GroupedStore
+    store: Store
     _: KW_ONLY
     _background: Background = field(default_factory=Background, init=False)
 

@@ -33,7 +33,8 @@ from consumers.flows.webhooks import (
     WebhookSpec,
 )
 from consumers.settle import FAULTS_AT_MOST, Settler
-from consumers.state.base import UNIT_BYTES, Fingerprint, Identity, Store, StoreUnavailable, WaitingLimit
+from consumers.state.base import UNIT_BYTES, Fingerprint, Identity, StoreUnavailable, WaitingLimit
+from consumers.state.store import Store
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.problems import BrokerError, MessageTooLarge

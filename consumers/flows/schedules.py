@@ -20,7 +20,8 @@ from cronsim import CronSim
 from consumers.brake import Brake
 from consumers.clock import NowMs, moment_text
 from consumers.clock import now_ms as system_ms
-from consumers.state.base import Firing, Identity, Pause, Store, StoreUnavailable
+from consumers.state.base import Firing, Identity, Pause, StoreUnavailable
+from consumers.state.store import Store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message

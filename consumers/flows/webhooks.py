@@ -25,7 +25,8 @@ from yarl import URL
 
 from consumers.addresses import is_private
 from consumers.job import Job
-from consumers.state.base import Completion, Identity, Store
+from consumers.state.base import Completion, Identity
+from consumers.state.store import Store
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import is_request_id

@@ -1,4 +1,4 @@
-"""The store, in a SQLite file or in Redis. Its interface is in `base.py`."""
+"""The store, in a SQLite file or in Redis. Its interface is in `store.py`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +9,12 @@ from consumers.state.redis_url import is_redis
 
 if TYPE_CHECKING:
     from consumers.state.base import StoreSpec
-    from consumers.state.groups import GroupedStore
+    from consumers.state.store import Store
 
 SQLITE = "sqlite:///"
 
 
-def open_store(url: str, *, namespace: str, spec: "StoreSpec") -> "GroupedStore":
+def open_store(url: str, *, namespace: str, spec: "StoreSpec") -> "Store":
     """Returns the store at this URL; the caller opens it with `async with`. The settings have checked the URL before,
     so a ValueError is a bug.
 

@@ -1,16 +1,7 @@
-"""The interface of the store, a database beside the broker, which is implemented with SQLite and with Redis.
-
-The store keeps which worker has claimed a request and how the request ended (at most one result for each request), how
-many requests wait in the broker for a delay, how much of an allowance (such as a tenant's dollars) was used in a
-period, leases for jobs that only one process may do at a time, the progress of requests that clients follow, and what
-operators have paused.
-
-The store is not the system of record: losing it can cause a repeated call to a provider, but loses no request. Every
-method raises `StoreUnavailable` if the store cannot answer, or cannot make a change durable.
-"""
+"""What the store (`store.py`) is asked, and what it answers: values, and what may go wrong."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,7 +10,6 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
 from consumers.clock import moment_ms, moment_text
 from lanekeeper.contract.problems import LanekeeperError
-from lanekeeper.telemetry.figures import Timings
 from topology.codec.decoding import Request
 from topology.lanes import GIB, MIB
 
@@ -541,15 +531,6 @@ class Allowances(Protocol):
         """Subtract an amount that was not used. A negative amount is added, even beyond the limit."""
 
 
-class Leases(Protocol):
-    """Decide which process does a job that only one may do at a time, for example the removal of expired results."""
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        """Take a lease, or renew it if `owner` has it already. Returns False if another owner has the lease."""
-
-    async def let_go(self, name: str, owner: str) -> None: ...
-
-
 class StoredPauses(Protocol):
     """Keeps what operators have paused."""
 
@@ -563,31 +544,12 @@ class StoredPauses(Protocol):
         """Remove a pause, and return it; None if there is none with this id."""
 
 
-class StoredHistory(Protocol):
-    """Keeps what each worker notes once a minute, for an hour."""
-
-    async def note_history(self, minute: int, worker: str, row: str) -> None:
-        """`minute`: since 1970."""
-
-    async def history(self, now_minute: int) -> Mapping[int, Mapping[str, str]]:
-        """The notes of the hour before a minute, by minute and worker."""
-
-
 class Firing(NamedTuple):
     """The last time at which a schedule fired, or was seen first, and the id of the request that it published last;
     empty: none."""
 
     at_ms: int
     id: str
-
-
-class StoredFirings(Protocol):
-    """Keeps when each schedule fired last."""
-
-    async def firings(self) -> Mapping[str, Firing]: ...
-
-    async def fired(self, schedule: str, firing: Firing, *, instead_of_ms: int = 0) -> None:
-        """Changes nothing if a later firing is stored, other than that of `instead_of_ms`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -605,233 +567,4 @@ class StoredFile:
     """When it expires at the provider. None: it is kept until it is deleted."""
 
 
-class StoredFiles(Protocol):
-    """Keeps whose the files at the providers are. A file that expires is forgotten then."""
-
-    async def keep_file(self, file: StoredFile) -> bool:
-        """Returns False, and changes nothing, if the file is another tenant's, or its tenant has `files_per_tenant`."""
-
-    async def find_files(self, ids: Sequence[str]) -> Mapping[str, StoredFile]:
-        """Those that are known, by their ids, of all tenants."""
-
-    async def files(self, tenant: str) -> Sequence[StoredFile]:
-        """All of a tenant's, the newest first."""
-
-    async def forget_file(self, file: StoredFile) -> None: ...
-
-
 LEFT_MS = 3_600_000
-
-
-class Batching(Protocol):
-    """Keeps which ticket each request belongs to that is in a provider's batch, and how much of each account's batch
-    queue is reserved. A ticket's id may begin with that of another one: then it is a part of that ticket, which was
-    split, and may take its requests. What is kept is removed at `until_ms`, if it was not cleared before."""
-
-    async def gather(
-        self, ticket: str, requests: Sequence[Identity], *, until_ms: int, former: Mapping[Identity, str] | None = None
-    ) -> Collection[Identity]:
-        """Mark requests as belonging to this ticket. Returns those that now do: not those of another ticket that was
-        submitted. `former`: for requests that came back from a ticket to be gathered again, which one that was."""
-
-    async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> Mapping[Identity, bool]:
-        """Mark requests as submitted. Returns those that belong to this ticket (or to the one of which it is a part),
-        or to none, because the store was lost; and for each whether a batch with it may exist: it was submitted before,
-        in this same ticket, or it is not known."""
-
-    async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
-        """Requests have left this ticket. Their marks are kept for `LEFT_MS`: until their outcomes are stored, a
-        repeated message must not be put into another ticket."""
-
-    async def enqueue(
-        self,
-        ticket: str,
-        account: str,
-        *,
-        requests: int,
-        tokens: int,
-        most_requests: int,
-        most_tokens: int | None,
-        until_ms: int,
-    ) -> bool:
-        """Reserve room in the account's batch queue. Returns False if there is not enough; a ticket that is alone gets
-        room whatever its size. What this ticket has reserved before is replaced."""
-
-    async def dequeue(self, ticket: str, account: str) -> None: ...
-
-
-class Store(Allowances, Leases, StoredPauses, StoredFirings, StoredFiles, StoredHistory, Batching, Protocol):
-    """Claims and results. A store is open from `__aenter__` to `__aexit__`. `__aenter__` never raises an error: if the
-    SQLite file or the Redis server cannot be used, every later call tries it again."""
-
-    @property
-    def trouble(self) -> str | None: ...
-
-    @property
-    def times(self) -> Timings: ...
-
-    @property
-    def is_full(self) -> bool: ...
-
-    async def probe(self) -> None: ...
-
-    async def claim(self, identity: Identity, fingerprint: Fingerprint) -> ClaimAnswer:
-        """Ask for the claim of a request.
-
-        It is granted if no worker holds it, if its lease has expired, or if it is held for this same message (with the
-        same mark, and the same first byte of the nonce), which was redelivered. A dead letter that is published again
-        (its `dead_at_ms` is the time of the stored error) also gets the claim, even if its body is another one. A
-        request for which only `note` or `defer` has stored something is granted like a new one.
-        """
-
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
-        """Renew several claims, so that they do not expire. Returns the claims whose holder must stop, with the reason;
-        the others are valid for another lease. A claim that the store has lost is not returned: no other worker holds
-        it, so the outcome of its request can still be stored. An item whose pipeline has ended is cancelled."""
-
-    async def shelter(self, held: Held) -> None:
-        """Let no redelivery of the message take the claim over while its lease is valid, because the request has an
-        answer that was paid for, and storing it may take longer than the delivery lasts."""
-
-    async def note_waiting(self, held: Held, *, is_waiting: bool) -> None:
-        """Note that the request of a claim waits, so that it is not at fault if its worker dies (`Granted.deaths`); or
-        that it waits no longer, which is how each claim begins."""
-
-    async def release(
-        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""
-    ) -> None:
-        """Give up a claim although the request has not ended, because the request waits for its next attempt, which may
-        begin at `due_ms`. `is_survived`: whether the worker has worked on the request and lives, so that earlier deaths
-        (`Granted.deaths`) were not the request's fault and are forgotten. If another delivery has taken the claim over,
-        the caller was counted as dead; this is corrected now."""
-
-    async def defer(
-        self,
-        identity: Identity,
-        *,
-        due_ms: int,
-        keep_until_ms: int,
-        group: InGroup | None = None,
-        labels: Labels = NO_LABELS,
-    ) -> bool:
-        """Store that an unclaimed request waits until `due_ms`.
-
-        What is stored does not prevent a claim, and is removed at `keep_until_ms`. Nothing is stored if the request was
-        claimed or has ended. Returns False if the request has ended, so that it need not wait.
-        """
-
-    async def complete(
-        self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
-    ) -> Completion | None:
-        """Store how a request ended, unless a completion is stored already.
-
-        Returns the valid completion, which is the given one or the one that was stored first; or None if another
-        delivery holds the claim. `token` is None if the caller holds no claim, because the deadline passed before it
-        asked for one, or because the message cannot be decoded. Then the completion is stored if `claim` would grant a
-        claim. If `claim` would return a Conflict, the given completion is returned but not stored, because it concerns
-        only this message, not the request that owns the id.
-        """
-
-    async def note(
-        self,
-        identity: Identity,
-        completion: Completion,
-        *,
-        keep_until_ms: int = 0,
-        group: InGroup | None = None,
-        labels: Labels = NO_LABELS,
-    ) -> None:
-        """Store how a request ended, if it was refused before it could be claimed, so that its result can be read; in
-        place of what was noted before.
-
-        A valid message with the same id is still granted a claim. Nothing is stored if the request was claimed or
-        deferred, or has ended.
-        """
-
-    async def cancel(self, identity: Identity, completion: Completion) -> Cancelling:
-        """End a request as cancelled: at once, or through the worker that holds its claim, at the next renewal."""
-
-    async def find(self, identity: Identity) -> Found | None:
-        """Returns None if no worker has received the request, or if its result is no longer kept."""
-
-    async def tenants_of(self, id: str) -> Sequence[str]:
-        """The tenants of which a request with this id is known, in the order of their names."""
-
-    async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
-        """Like `find`, for several requests, without the bytes of their outcomes."""
-
-    async def listed(self, wanted: RequestFilter, *, most: int, after: str | None = None) -> RequestPage:
-        """A page of the requests of all tenants, without the steps and items of pipelines. `after`: `next` of the page
-        before. Raises ValueError if that is none."""
-
-    async def reserve(
-        self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
-    ) -> WaitingLimit:
-        """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
-        requests allow it. It counts until then even if the request ends earlier, because the broker still holds the
-        message. A message that is redelivered was counted before; each further message of the same request counts as
-        well."""
-
-    async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
-        """Record that a request updates its tenant's `key`. Returns whether no later update is recorded; of two that
-        were published in the same ms, that with the greater id is the later one. Kept until the greatest `until_ms`."""
-
-    async def note_webhook(self, identity: Identity, row: bytes, *, until_ms: int) -> None:
-        """Keep the log of a request's webhook, in place of an earlier one. Of more than `WEBHOOKS_KEPT`, and an
-        eighth, the first to end of the tenants that have most are removed."""
-
-    async def webhook(self, identity: Identity) -> bytes | None: ...
-
-    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]: ...
-
-    async def sweep(self) -> int:
-        """Remove what need no longer be kept and, if the store is too large, the oldest rows of the tenants that have
-        most. It does a limited amount of work: call it again until it returns 0."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-
-class Following(Protocol):
-    """Keeps the progress of requests, so that clients can follow them: how each was submitted, and numbered entries for
-    its steps and the events of its answer. They are kept as long as the request's result.
-
-    Clients can follow requests that the gateway submitted (`follow`), and streamed requests without `reply_to`.
-    """
-
-    async def follow(
-        self,
-        identity: Identity,
-        submission: Submission,
-        *,
-        first_entry: NewEntry,
-        keep_until_ms: int,
-        group: InGroup | None = None,
-        labels: Labels = NO_LABELS,
-    ) -> Submitted:
-        """Store the submission of a request that is about to be published, and its first entry. Both are removed at
-        `keep_until_ms` unless a worker sees the request before. Changes nothing if a worker has seen the request, or if
-        it has ended."""
-
-    async def unfollow(self, identity: Identity) -> None:
-        """Remove the submission of a request that could not be published, unless a worker has seen it."""
-
-    async def forget(self, identity: Identity) -> None:
-        """Remove all that is kept of a request that has ended. A cancelled one stays: its message may not have arrived
-        yet."""
-
-    async def submission(self, identity: Identity) -> Submission | None: ...
-
-    async def append(self, parts: Sequence[NewEntries]) -> Sequence[AppendRefusal | None]:
-        """Append entries to several requests; those of one part together or not at all. Returns for each part why its
-        entries were refused, or None if they were appended. A power cut may lose entries that were appended last."""
-
-    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[Look | None]:
-        """Returns the new entries of several requests, each of which is given with the number of the last entry that
-        was read. The result for a request is None if the store knows the request, it has not ended, and it has no new
-        entries."""
-
-
-class FollowedStore(Store, Following, Protocol):
-    """The whole store."""

@@ -16,12 +16,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple
 from urllib.parse import quote, unquote
 
 from consumers.clock import moment_text
 from consumers.state import decisions
-from consumers.state.base import NO_LABELS, Completion, FollowedStore, Identity, InGroup, Labels
+from consumers.state.base import NO_LABELS, Completion, Identity, InGroup, Labels
 from consumers.state.decisions import CANCELLED, Change, Row, Times
 from consumers.state.requests import Requests
 from topology.codec.decoding import app_of
@@ -327,77 +327,61 @@ def kind_of(row: Row) -> Kind:
 # ---- the store -------------------------------------------------------------------------------------------------------
 
 
-class GroupedStore(FollowedStore, Protocol):
-    """The whole store, with groups. All methods raise StoreUnavailable."""
+class Groups(Requests, ABC):
+    """What the store keeps of groups. All methods raise StoreUnavailable."""
 
-    async def open_group(self, identity: Identity, head: Head) -> Opened: ...
+    @abstractmethod
+    async def change_group(self, identity: Identity, decide: Decide) -> Any:
+        """Decide about a group, and swap its head. Returns the answer."""
 
-    async def join(self, tenant: str, group: InGroup, ids: Sequence[str], *, keep_until_ms: int) -> bool:
-        """Note that these requests, which are about to be published, belong to a group. Returns False if one of them is
-        known without it."""
-
-    async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:
-        """Returns False if the group is not open any more."""
-
-    async def seal_group(self, identity: Identity) -> StoredGroup | None:
-        """Returns None if the group was not open any more."""
-
-    async def group(self, identity: Identity) -> StoredGroup | None: ...
-
+    @abstractmethod
     async def groups_of(self, tenant: str) -> Sequence[StoredGroup]:
         """All groups of a tenant, in no order. No list or count has those that are void."""
 
+    @abstractmethod
     async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[StoredGroup]:
         """The next groups of all tenants, the newest first."""
 
+    @abstractmethod
     async def ended_groups(self) -> Sequence[StoredGroup]:
         """Some groups, of any tenant, that have ended, and whose end was not told (`end_was_told`)."""
 
+    @abstractmethod
     async def end_was_told(self, identity: Identity) -> None: ...
 
+    @abstractmethod
     async def count_groups(self, tenant: str) -> int:
         """How many groups of a tenant are kept."""
 
-    async def discard_group(self, identity: Identity) -> StoredGroup | None: ...
-
-    async def remove_group(self, identity: Identity) -> StoredGroup | None: ...
-
-    async def cancel_group(self, identity: Identity) -> StoredGroup | None: ...
-
-    async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
-        """Cancel requests of a group that are not running."""
-
+    @abstractmethod
     async def members(
         self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
     ) -> Sequence[Member]:
         """The next of a group's requests, in the order in which they joined it. Without `bodies`, results are empty;
         with them, fewer are returned if they are large (`MEMBER_BYTES`), but at least one."""
 
+    @abstractmethod
     async def remove_members(self, group: Identity) -> int:
         """Remove some requests of a group with their results. Returns how many; 0: none is left."""
-
-
-class Groups(Requests, ABC):
-    """The part of the store that is the same for every engine."""
-
-    @abstractmethod
-    async def change_group(self, identity: Identity, decide: Decide) -> Any:
-        """Decide about a group, and swap its head. Returns the answer."""
 
     async def open_group(self, identity: Identity, head: Head) -> Opened:
         opened: Opened = await self.change_group(identity, partial(open_new, head=head))
         return opened
 
     async def join(self, tenant: str, group: InGroup, ids: Sequence[str], *, keep_until_ms: int) -> bool:
+        """Note that these requests, which are about to be published, belong to a group. Returns False if one of them is
+        known without it."""
         labels = Labels(group.key.partition(".")[0], app_of(group.key)) if group.key else NO_LABELS
         decide = partial(decisions.join, group=group, keep_until_ms=keep_until_ms, labels=labels)
         done = await self.change_all("join", [(Identity(tenant, id), decide) for id in ids], bodies=False)
         return all(change.answer for change in done)
 
     async def renew_group(self, identity: Identity, *, lease_ms: int) -> bool:
+        """Returns False if the group is not open any more."""
         return await self.change_group(identity, partial(renew, lease_ms=lease_ms)) is not None
 
     async def seal_group(self, identity: Identity) -> StoredGroup | None:
+        """Returns None if the group was not open any more."""
         return await self._changed(identity, seal)
 
     async def group(self, identity: Identity) -> StoredGroup | None:
@@ -417,12 +401,13 @@ class Groups(Requests, ABC):
         return group
 
     async def cancel_waiting(self, requests: Sequence[tuple[Identity, Completion]]) -> None:
+        """Cancel requests of a group that are not running."""
         wanted = [(each, partial(decisions.cancel_waiting, completion=end, spec=self.spec)) for each, end in requests]
         await self.change_all("cancel", wanted, bodies=False)
 
 
 async def all_members(
-    store: GroupedStore, identity: Identity, *, bodies: bool = True
+    store: Groups, identity: Identity, *, bodies: bool = True
 ) -> AsyncGenerator[Sequence[Member], None]:
     """All of a group's requests, in pages. Raises StoreUnavailable."""
     after = 0

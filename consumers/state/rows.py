@@ -183,6 +183,7 @@ class SmallRows(base.Allowances, ABC):
         return answer
 
     async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
+        """Take a lease, or renew it if `owner` has it already. Returns False if another owner has the lease."""
         return await self._change("hold", _lease(name), partial(hold, owner=owner, for_ms=round(for_s * 1000)))
 
     async def let_go(self, name: str, owner: str) -> None:
@@ -192,9 +193,12 @@ class SmallRows(base.Allowances, ABC):
         return pauses_in(*await self.read_rows("pauses", PAUSES))
 
     async def pause(self, pause: Pause) -> bool:
+        """Store a pause, in place of the one of the same kind and name. Returns False, and changes nothing, if
+        `PAUSES_AT_MOST` others are stored."""
         return await self._change("pause", PAUSES, partial(add_pause, new=pause))
 
     async def resume(self, id: str) -> Pause | None:
+        """Remove a pause, and return it; None if there is none with this id."""
         return await self._change("resume", PAUSES, partial(remove_pause, id=id))
 
     async def firings(self) -> Mapping[str, Firing]:
@@ -202,10 +206,12 @@ class SmallRows(base.Allowances, ABC):
         return {schedule: _moment_and_id(row) for schedule, row in rows.values.items()}
 
     async def fired(self, schedule: str, firing: Firing, *, instead_of_ms: int = 0) -> None:
+        """Changes nothing if a later firing is stored, other than that of `instead_of_ms`."""
         decide = partial(fired, schedule=schedule, firing=firing, instead_of_ms=instead_of_ms)
         await self._change("fired", SCHEDULES, decide)
 
     async def note_history(self, minute: int, worker: str, row: str) -> None:
+        """`minute`: since 1970."""
         decide = partial(note_minute, worker=worker, row=row, until_ms=(minute + HISTORY_MINUTES + 2) * 60_000)
         await self._change("note_history", _minute(minute), decide)
 
@@ -218,6 +224,10 @@ class SmallRows(base.Allowances, ABC):
     async def reserve(
         self, identity: Identity, fingerprint: Fingerprint, *, weight: int, until_ms: int
     ) -> base.WaitingLimit:
+        """Count a message that waits in the broker until `until_ms`, as `weight` requests, if the limits of waiting
+        requests allow it. It counts until then even if the request ends earlier, because the broker still holds the
+        message. A message that is redelivered was counted before; each further message of the same request counts as
+        well."""
         if fingerprint.redelivered:  # it was counted at its first delivery
             return base.WaitingLimit.WITHIN
         period = base.period_of(WAITING_PERIOD_S, now_ms())
@@ -233,12 +243,16 @@ class SmallRows(base.Allowances, ABC):
         return base.WaitingLimit.WITHIN
 
     async def debounce(self, identity: Identity, key: str, *, published_ms: int, until_ms: int) -> bool:
+        """Record that a request updates its tenant's `key`. Returns whether no later update is recorded; of two that
+        were published in the same ms, that with the greater id is the later one. Kept until the greatest `until_ms`."""
         decide = partial(debounce, id=identity.id, published_ms=published_ms, until_ms=until_ms)
         return await self._change("debounce", Place("debounce", identity.tenant, key), decide)
 
     async def gather(
         self, ticket: str, requests: Sequence[Identity], *, until_ms: int, former: Mapping[Identity, str] | None = None
     ) -> set[Identity]:
+        """Mark requests as belonging to this ticket. Returns those that now do: not those of another ticket that was
+        submitted. `former`: for requests that came back from a ticket to be gathered again, which one that was."""
         left = former or {}
         wanted = [
             (_batched(each), partial(gather, ticket=ticket, until_ms=until_ms, former=left.get(each, "")))
@@ -248,11 +262,16 @@ class SmallRows(base.Allowances, ABC):
         return {each for each, is_granted in zip(requests, found, strict=True) if is_granted}
 
     async def submit(self, ticket: str, requests: Sequence[Identity], *, until_ms: int) -> dict[Identity, bool]:
+        """Mark requests as submitted. Returns those that belong to this ticket (or to the one of which it is a part),
+        or to none, because the store was lost; and for each whether a batch with it may exist: it was submitted before,
+        in this same ticket, or it is not known."""
         decide = partial(submit, ticket=ticket, until_ms=until_ms)
         found = await self.change_rows("submit", [(_batched(each), decide) for each in requests])
         return {each: before for each, before in zip(requests, found, strict=True) if before is not None}
 
     async def clear(self, ticket: str, requests: Sequence[Identity]) -> None:
+        """Requests have left this ticket. Their marks are kept for `LEFT_MS`: until their outcomes are stored, a
+        repeated message must not be put into another ticket."""
         await self.change_rows("clear", [(_batched(each), partial(clear, ticket=ticket)) for each in requests])
 
     async def enqueue(
@@ -266,6 +285,8 @@ class SmallRows(base.Allowances, ABC):
         most_tokens: int | None,
         until_ms: int,
     ) -> bool:
+        """Reserve room in the account's batch queue. Returns False if there is not enough; a ticket that is alone gets
+        room whatever its size. What this ticket has reserved before is replaced."""
         decide = partial(
             enqueue,
             ticket=ticket,

@@ -20,7 +20,7 @@ from service.telemetry import redaction
 
 if TYPE_CHECKING:
     from consumers.state.base import RequestFilter
-    from consumers.state.groups import GroupedStore
+    from consumers.state.store import Store
     from lanekeeper import Client
     from lanekeeper.replies import Cancelled, Final, Part
     from lanekeeper.requests import Options
@@ -414,7 +414,7 @@ def replay(
 
 
 @asynccontextmanager
-async def _store_of(settings: "Settings") -> "AsyncIterator[GroupedStore]":
+async def _store_of(settings: "Settings") -> "AsyncIterator[Store]":
     from consumers.state import open_store
 
     async with open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec()) as store:

@@ -18,8 +18,8 @@ from aiohttp import web
 from consumers.background import Background, background_task, restarted
 from consumers.batches.groups import GroupCancelling
 from consumers.clock import now_ms
-from consumers.state.base import QUEUED, FollowedStore, NewEntry, Submission
-from consumers.state.groups import GroupedStore
+from consumers.state.base import QUEUED, NewEntry, Submission
+from consumers.state.store import Store
 from lanekeeper import Client, __version__
 from lanekeeper.contract.problems import LanekeeperError, SettingsError
 from lanekeeper.replies import ControlRefused, NotEnded
@@ -76,7 +76,7 @@ class Gateway:
         self,
         settings: Settings,
         client: Client,
-        store: GroupedStore,
+        store: Store,
         *,
         new_keys: Callable[[], Mapping[str, GatewayKey] | None] = lambda: None,
     ) -> None:
@@ -296,7 +296,7 @@ class SameStore:
     `queued` for ever. At most once a minute, it stores a test request without publishing it, and asks a worker for its
     result. A worker with the same store answers that it waits, one with another store that it is unknown."""
 
-    def __init__(self, client: Client, store: FollowedStore) -> None:
+    def __init__(self, client: Client, store: Store) -> None:
         self._client = client
         self._store = store
         self._background = Background()

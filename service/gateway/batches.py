@@ -24,7 +24,8 @@ from consumers.batches.groups import SHOWN_WITHIN_S
 from consumers.clock import moment_text, now_ms
 from consumers.job import group_in
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
-from consumers.state.groups import KINDS, GroupedStore, Head, Member, Opened, State, StoredGroup
+from consumers.state.groups import KINDS, Head, Member, Opened, State, StoredGroup
+from consumers.state.store import Store
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import GROUP_AT_MOST, is_request_id
@@ -61,7 +62,7 @@ class BatchPaths:
     """The handlers of Message Batches. All of them raise ApiError, LanekeeperError."""
 
     client: Client
-    store: GroupedStore
+    store: Store
     bodies: Bodies
     reader: CallReader
     groups: GroupPaths

@@ -23,7 +23,8 @@ from consumers.background import Background
 from consumers.clock import moment_ms, now_ms
 from consumers.failures import ProviderError
 from consumers.providers.anthropic import Lookups, Passed
-from consumers.state.base import StoredFile, StoredFiles, StoreUnavailable
+from consumers.state.base import StoredFile, StoreUnavailable
+from consumers.state.store import Store
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey, Settings
@@ -58,7 +59,7 @@ _Call = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 class FilePaths:
     """The handlers; they raise ApiError, LanekeeperError."""
 
-    def __init__(self, settings: Settings, accounts: Accounts, store: StoredFiles, shares: Shares) -> None:
+    def __init__(self, settings: Settings, accounts: Accounts, store: Store, shares: Shares) -> None:
         self._accounts = accounts
         self._store = store
         self._calls = shares.calls

@@ -16,7 +16,6 @@ from consumers.state.groups import (
     GROUP_STATUSES,
     GROUPS_PATH,
     NEWEST,
-    GroupedStore,
     GroupPlace,
     Member,
     State,
@@ -24,6 +23,7 @@ from consumers.state.groups import (
     all_members,
     described,
 )
+from consumers.state.store import Store
 from lanekeeper.contract.identity import is_request_id, is_tenant
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.settings import GatewayKey
@@ -59,7 +59,7 @@ class Lines(Protocol):
 class GroupPaths:
     """The handlers of groups. All of them raise ApiError, LanekeeperError."""
 
-    store: GroupedStore
+    store: Store
     answers: StoredAnswers
     cancelling: GroupCancelling
 
@@ -213,7 +213,7 @@ def _described(group: StoredGroup, *, of_tenant: bool = False) -> dict[str, Any]
 # ---- lists -----------------------------------------------------------------------------------------------------------
 
 
-async def overview(store: GroupedStore) -> list[dict[str, Any]]:
+async def overview(store: Store) -> list[dict[str, Any]]:
     """What the live page shows: of the newest groups of all tenants those that have not ended, and some that have."""
     found = [group for group in await store.newest_groups(most=NEWEST_SEEN) if _is_shown(group)]
     running = [group for group in found if not group.has_ended]
@@ -222,7 +222,7 @@ async def overview(store: GroupedStore) -> list[dict[str, Any]]:
 
 
 async def _page(
-    store: GroupedStore, is_meant: Callable[[StoredGroup], bool], *, tenant: str | None, limit: int, after: GroupPlace
+    store: Store, is_meant: Callable[[StoredGroup], bool], *, tenant: str | None, limit: int, after: GroupPlace
 ) -> tuple[list[StoredGroup], GroupPlace | None]:
     """The next groups, and where the page after this one begins (None: there is none). `tenant`: None for all."""
     found: list[StoredGroup] = []
@@ -237,7 +237,7 @@ async def _page(
     return found, None
 
 
-async def _groups(store: GroupedStore, tenant: str | None, after: GroupPlace) -> AsyncGenerator[StoredGroup, None]:
+async def _groups(store: Store, tenant: str | None, after: GroupPlace) -> AsyncGenerator[StoredGroup, None]:
     if tenant is not None:
         for group in sorted(await store.groups_of(tenant), key=attrgetter("place"), reverse=True):
             if group.place < after:

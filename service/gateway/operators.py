@@ -17,7 +17,8 @@ from cachetools import LRUCache
 
 from consumers.brake import read_pause, too_many
 from consumers.clock import now_ms
-from consumers.state.base import Found, RequestFilter, Store
+from consumers.state.base import Found, RequestFilter
+from consumers.state.store import Store
 from lanekeeper.amqp.connection import Connection
 from lanekeeper.contract.problems import AccessRefused, invalid_request
 from lanekeeper.replies import ControlRefused

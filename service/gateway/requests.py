@@ -24,7 +24,8 @@ from consumers.flows import webhooks
 from consumers.job import MODEL_LISTED, group_in
 from consumers.slots import activity
 from consumers.state import base as state
-from consumers.state.base import FollowedStore, Identity, StoreUnavailable
+from consumers.state.base import Identity, StoreUnavailable
+from consumers.state.store import Store
 from lanekeeper import Client
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import encodable, is_request_id
@@ -173,7 +174,7 @@ def _in_one_line(json: bytes) -> bytes:
 class SubmittedRequests:
     """Submits requests, tells of them from the store, and cancels them. A caller sees only those of its tenant."""
 
-    def __init__(self, client: Client, store: FollowedStore, poller: Poller) -> None:
+    def __init__(self, client: Client, store: Store, poller: Poller) -> None:
         self._client = client
         self._store = store
         self.poller = poller
@@ -447,7 +448,7 @@ class Poller:
     A follower asks again when it has sent what it got, so that memory holds little for a slow client.
     """
 
-    def __init__(self, store: state.Following, access: Access, *, followers: int) -> None:
+    def __init__(self, store: Store, access: Access, *, followers: int) -> None:
         self._store = store
         self._access = access
         self._places = SharedLimit(followers, "calls that follow requests")

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from consumers.clock import now_ms
 from consumers.state.base import StoreUnavailable
-from consumers.state.groups import GroupedStore
+from consumers.state.store import Store
 from lanekeeper.contract.problems import LanekeeperError
 from service import history
 from service.config.settings import GatewayKey
@@ -53,7 +53,7 @@ VIEWERS: Final = 64
 class Live:
     """The snapshots, and the calls that follow them, each of which takes a place of the `poller`."""
 
-    def __init__(self, look: Look, poller: Poller, store: GroupedStore, *, jaeger_url: str | None) -> None:
+    def __init__(self, look: Look, poller: Poller, store: Store, *, jaeger_url: str | None) -> None:
         self._jaeger_url = jaeger_url
         self._look = look
         self._poller = poller

@@ -59,9 +59,9 @@ from consumers.slots.pausing import Pausing, Watchdog
 from consumers.slots.scaling import QueueLoad, ScaledQueue, Scaling
 from consumers.spending import Spending, Spent
 from consumers.state import open_store
-from consumers.state.base import Store, StoreUnavailable
-from consumers.state.groups import GroupedStore
+from consumers.state.base import StoreUnavailable
 from consumers.state.redis_url import is_redis
+from consumers.state.store import Store
 from consumers.strays import Strays
 from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
@@ -400,7 +400,7 @@ class Worker:
 
     lanes: tuple[LaneSpec, ...]
     broker: BrokerParts
-    store: GroupedStore
+    store: Store
     settler: Settler
     budgeting: Budgeting
     control: Control
@@ -713,7 +713,7 @@ async def assemble(
 def _settler(
     settings: Settings,
     broker: BrokerParts,
-    store: GroupedStore,
+    store: Store,
     *,
     lifecycle: Lifecycle,
     tracing: Tracing,
@@ -753,7 +753,7 @@ def _control(
     broker: BrokerParts,
     settler: Settler,
     *,
-    store: GroupedStore,
+    store: Store,
     brake: Brake,
     providers: Collection[str],
 ) -> Control:
@@ -798,7 +798,7 @@ def _handler(
     settler: Settler,
     budgeting: Budgeting,
     *,
-    store: GroupedStore,
+    store: Store,
     brake: Brake,
     pausing: Pausing,
     parsing: Parsing,

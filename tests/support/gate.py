@@ -18,7 +18,7 @@ from pydantic import SecretStr
 
 from consumers.replies import Replies
 from consumers.state import open_store
-from consumers.state.groups import GroupedStore
+from consumers.state.store import Store
 from lanekeeper import Client
 from service.config.settings import GatewaySettings, Settings
 from service.gateway.app import Gateway, client_for
@@ -27,7 +27,7 @@ from service.gateway.server import Server
 SETTINGS = Settings(amqp_url=SecretStr("amqp://a:b@127.0.0.1:1/"))
 
 
-def opened(settings: Settings) -> GroupedStore:
+def opened(settings: Settings) -> Store:
     """The store of its workers, opened as another process does it."""
     return open_store(settings.store, namespace=settings.namespace, spec=settings.store_spec())
 

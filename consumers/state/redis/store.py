@@ -29,11 +29,12 @@ import structlog
 from consumers.state import base, groups
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times
-from consumers.state.groups import MEMBER_BYTES, MEMBERS_AT_ONCE, Groups
+from consumers.state.groups import MEMBER_BYTES, MEMBERS_AT_ONCE
 from consumers.state.redis.client import STORE, Argument, RedisClient
 from consumers.state.requests import Decide
-from consumers.state.rows import NO_ROWS, DecideRows, Place, Rows, RowsChange, SmallRows
+from consumers.state.rows import NO_ROWS, DecideRows, Place, Rows, RowsChange
 from consumers.state.shedding import LOW_WATER, SURPLUS_ROWS, RowKind, Share, Surplus, cuts, next_step, oldest
+from consumers.state.store import Store
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.figures import timings
 
@@ -64,8 +65,8 @@ ENTRIES_IN_A_LOOK: Final = 2000
 log = structlog.get_logger()
 
 
-class RedisStore(Groups, SmallRows):
-    """Implements `GroupedStore`."""
+class RedisStore(Store):
+    """The store in Redis."""
 
     is_full = False
 

@@ -23,9 +23,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from consumers.state import base
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import Change, Times
-from consumers.state.groups import MEMBERS_AT_ONCE, NEWEST, GroupPlace, Groups, Member, StoredGroup
+from consumers.state.groups import MEMBERS_AT_ONCE, NEWEST, GroupPlace, Member, StoredGroup
 from consumers.state.requests import Decide
-from consumers.state.rows import DecideRows, Place, Rows, SmallRows
+from consumers.state.rows import DecideRows, Place, Rows
 from consumers.state.shedding import Surplus, next_step
 from consumers.state.sqlite.file import (
     ROOM_BYTES,
@@ -41,6 +41,7 @@ from consumers.state.sqlite.file import (
     sync_commits,
 )
 from consumers.state.sqlite.tables import Tables
+from consumers.state.store import Store
 from lanekeeper.telemetry.figures import timings
 
 P = ParamSpec("P")
@@ -295,8 +296,8 @@ def _in_writer(
     return run
 
 
-class SqliteStore(Groups, SmallRows):
-    """Implements `GroupedStore`. The file must not be on a network file system, because SQLite's locks and shared
+class SqliteStore(Store):
+    """The store in a file. It must not be on a network file system, because SQLite's locks and shared
     memory do not work there."""
 
     is_full = False

@@ -209,7 +209,7 @@ _REMOVE: Final = "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms = 
 
 
 class Tables:
-    """Implements the methods of `FollowedStore` on one connection."""
+    """The methods of `Store` on one connection."""
 
     def __init__(self, connection: sqlite3.Connection, spec: base.StoreSpec) -> None:
         self.connection = connection
@@ -399,8 +399,8 @@ class Tables:
     def ended_groups(self, today: int) -> list[StoredGroup]:
         return _groups(self._execute(_ENDED_GROUPS, (today, groups.ENDED_AT_ONCE)))
 
-    def end_was_told(self, _: Times, group: Identity) -> None:
-        self._execute(f"UPDATE request_group SET told = 1 {_OF}", (group.tenant, group.id))
+    def end_was_told(self, at: Times, identity: Identity) -> None:
+        self._execute(f"UPDATE request_group SET told = 1 {_OF}", (identity.tenant, identity.id))
 
     def count_groups(self, today: int, tenant: str) -> int:
         (count,) = self._execute(_COUNT_GROUPS, (tenant, today)).fetchone()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import Store, StoreSpec
+from consumers.state.base import StoreSpec
 from consumers.state.redis.store import RedisStore
 from consumers.state.sqlite.store import SqliteStore
+from consumers.state.store import Store
 from tests.support.redis import RedisServer, redis_server
 
 Opened = Callable[..., Awaitable[Store]]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from consumers.state.base import Identity, Store
+from consumers.state.base import Identity
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.waiting import until
 

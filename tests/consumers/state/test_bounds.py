@@ -6,17 +6,8 @@ import time
 
 import pytest
 
-from consumers.state.base import (
-    Cancelling,
-    Completion,
-    Ended,
-    Granted,
-    Held,
-    Identity,
-    Running,
-    Store,
-    WaitingLimit,
-)
+from consumers.state.base import Cancelling, Completion, Ended, Granted, Held, Identity, Running, WaitingLimit
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until

@@ -12,16 +12,15 @@ from consumers.state.base import (
     Completion,
     Conflict,
     Ended,
-    FollowedStore,
     Found,
     Granted,
     Held,
     Identity,
     Running,
     Stop,
-    Store,
     StoreUnavailable,
 )
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
@@ -379,7 +378,7 @@ async def test_the_answer_of_a_sheltered_claim_is_found_by_the_redelivery(store:
     )
 
 
-async def test_a_store_that_was_closed_says_so(opened: Callable[..., Awaitable[FollowedStore]]) -> None:
+async def test_a_store_that_was_closed_says_so(opened: Callable[..., Awaitable[Store]]) -> None:
     store = await opened()
     token = await granted(store)
     await store.__aexit__(None, None, None)

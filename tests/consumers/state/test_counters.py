@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.state.base import AllowanceReservation, Store
+from consumers.state.base import AllowanceReservation
 from consumers.state.redis.store import RedisStore
 from consumers.state.sqlite.store import SqliteStore
+from consumers.state.store import Store
 from tests.support.examples import examples
 from tests.support.memory_store import MemoryStore, current
 from tests.support.redis import RedisServer

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from consumers.state.base import Identity, Store
+from consumers.state.base import Identity
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 
 Update = tuple[int, str]

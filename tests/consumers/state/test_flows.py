@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, Store, StoreSpec
+from consumers.state.base import Completion, Ending, Granted, Held, Identity, Stop, StoreSpec
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, answered, failed, fingerprint
 from tests.support.waiting import until

@@ -7,17 +7,16 @@ import pytest
 
 from consumers.state.base import (
     AppendRefusal,
-    FollowedStore,
     Granted,
     Held,
     Identity,
     Look,
     NewEntries,
     NewEntry,
-    Store,
     Submission,
     Submitted,
 )
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 
@@ -38,7 +37,7 @@ def submission(**said: Any) -> Submission:
     return Submission(**found)
 
 
-async def followed(store: FollowedStore, me: Identity = ME, **said: Any) -> Submitted:
+async def followed(store: Store, me: Identity = ME, **said: Any) -> Submitted:
     until_ms = time.time_ns() // 1_000_000 + 60_000
     return await store.follow(me, submission(**said), first_entry=QUEUED, keep_until_ms=until_ms)
 
@@ -53,13 +52,13 @@ def part(holder: Held, *told: tuple[str, bytes]) -> NewEntries:
     return NewEntries(holder, submission(), [NewEntry(*each) for each in told])
 
 
-async def look(store: FollowedStore, after: int = 0, me: Identity = ME) -> Look:
+async def look(store: Store, after: int = 0, me: Identity = ME) -> Look:
     (found,) = await store.look([(me, after)])
     assert found is not None
     return found
 
 
-async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(store: FollowedStore) -> None:
+async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(store: Store) -> None:
     await followed(store)
     await store.unfollow(ME)
     assert await store.find(ME) is None
@@ -74,7 +73,7 @@ async def test_what_was_not_published_is_forgotten_unless_a_worker_has_seen_it(s
 
 
 async def test_an_answer_can_be_forgotten_but_neither_a_request_that_runs_nor_a_cancellation(
-    store: FollowedStore,
+    store: Store,
 ) -> None:
     await followed(store)
     holder = await held(store)
@@ -91,7 +90,7 @@ async def test_an_answer_can_be_forgotten_but_neither_a_request_that_runs_nor_a_
     assert await store.find(ME) is not None
 
 
-async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store: FollowedStore) -> None:
+async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store: Store) -> None:
     await followed(store)
     late = await held(store)
     await store.release(late)
@@ -106,7 +105,7 @@ async def test_only_the_holder_of_the_claim_appends_and_not_after_the_end(store:
     assert [each.body for each in (await look(store)).entries] == [b"{}", b"a"]
 
 
-async def test_a_restart_removes_the_events_before_it(store: FollowedStore) -> None:
+async def test_a_restart_removes_the_events_before_it(store: Store) -> None:
     await followed(store)
     holder = await held(store)
     await store.append([part(holder, ("started", b""), ("event", b"a"))])
@@ -127,7 +126,7 @@ async def test_a_restart_removes_the_events_before_it(store: FollowedStore) -> N
 
 
 async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: Opened) -> None:
-    store: FollowedStore = await opened(events_per_request=3, event_bytes_per_request=100)  # type: ignore[assignment]
+    store: Store = await opened(events_per_request=3, event_bytes_per_request=100)
     holder = await held(store)
     assert await store.append([part(holder, *[("event", b"")] * 4)]) == [AppendRefusal.FULL]
     assert await store.append([part(holder, ("event", b"x" * 101))]) == [AppendRefusal.FULL]
@@ -138,7 +137,7 @@ async def test_events_above_the_limits_are_refused_and_its_life_is_not(opened: O
 
 
 async def test_no_entry_has_the_number_of_an_ending_if_the_dead_letter_runs_again(opened: Opened) -> None:
-    store: FollowedStore = await opened(events_per_request=2)  # type: ignore[assignment]
+    store: Store = await opened(events_per_request=2)
     await followed(store)
     holder = await held(store)
     assert await store.append([part(holder, ("started", b"1"), ("event", b"old"), ("event", b"old"))]) == [None]
@@ -156,7 +155,7 @@ async def test_no_entry_has_the_number_of_an_ending_if_the_dead_letter_runs_agai
 
 
 async def test_a_dead_letter_that_ends_again_without_a_claim_has_another_number_for_its_end(
-    store: FollowedStore,
+    store: Store,
 ) -> None:
     await followed(store)
     holder = await held(store)
@@ -169,13 +168,13 @@ async def test_a_dead_letter_that_ends_again_without_a_claim_has_another_number_
     assert ([each.kind for each in found.entries], found.last, found.ended) == (["restart"], before + 2, True)
 
 
-async def test_what_ends_before_any_worker_had_it_runs_for_the_first_time(store: FollowedStore) -> None:
+async def test_what_ends_before_any_worker_had_it_runs_for_the_first_time(store: Store) -> None:
     await followed(store)
     await store.complete(ME, fingerprint(), failed("deadline_exceeded"), token=None)
     assert [each.kind for each in (await look(store)).entries] == ["queued"]
 
 
-async def test_of_two_restarts_told_at_once_the_events_before_the_last_are_removed(store: FollowedStore) -> None:
+async def test_of_two_restarts_told_at_once_the_events_before_the_last_are_removed(store: Store) -> None:
     holder = await held(store)
     told = [("event", b"a"), ("restart", b""), ("event", b"b"), ("step", b""), ("restart", b""), ("event", b"c")]
     assert await store.append([part(holder, *told)]) == [None]
@@ -183,7 +182,7 @@ async def test_of_two_restarts_told_at_once_the_events_before_the_last_are_remov
 
 
 @pytest.mark.parametrize("then", ["submitted again", "published again"])
-async def test_no_entry_has_the_number_of_a_refusal_that_was_noted(store: FollowedStore, then: str) -> None:
+async def test_no_entry_has_the_number_of_a_refusal_that_was_noted(store: Store, then: str) -> None:
     await followed(store)
     await store.note(ME, failed("invalid_request"))
     end = (await look(store)).last + 1
@@ -196,7 +195,7 @@ async def test_no_entry_has_the_number_of_a_refusal_that_was_noted(store: Follow
 
 
 async def test_events_that_are_refused_remove_none_of_those_before(opened: Opened) -> None:
-    store: FollowedStore = await opened(events_per_request=1)  # type: ignore[assignment]
+    store: Store = await opened(events_per_request=1)
     holder = await held(store)
     await store.append([part(holder, ("event", b"a"))])
 
@@ -205,7 +204,7 @@ async def test_events_that_are_refused_remove_none_of_those_before(opened: Opene
 
 
 async def test_entries_go_with_the_result(opened: Opened) -> None:
-    store: FollowedStore = await opened(keep_s=0.05)  # type: ignore[assignment]
+    store: Store = await opened(keep_s=0.05)
     holder = await held(store)
     await store.append([part(holder, ("event", b"a"))])
     await store.complete(ME, fingerprint(), answered("{}"), token=holder.token)
@@ -218,7 +217,7 @@ async def test_entries_go_with_the_result(opened: Opened) -> None:
 
 
 async def test_a_look_returns_at_most_200_entries_of_a_request_and_the_next_look_the_rest(
-    store: FollowedStore,
+    store: Store,
 ) -> None:
     holder = await held(store)
     await store.append([part(holder, *[("step", b"%d" % number) for number in range(250)])])

@@ -8,7 +8,8 @@ import pytest
 from consumers.clock import now_ms
 from consumers.job import group_in
 from consumers.state.base import Completion, Fingerprint, Granted, Identity, InGroup
-from consumers.state.groups import GroupedStore, Head, Opened, State, StoredGroup
+from consumers.state.groups import Head, Opened, State, StoredGroup
+from consumers.state.store import Store
 from lanekeeper.contract import names as n
 
 GROUP = Identity("crm", "msgbatch_1")
@@ -33,31 +34,31 @@ def ended(status: Any = "ok", code: str = "", body: bytes = b"{}") -> Completion
     return Completion(status=status, code=code, body=body, headers={"x": 1}, ended_ms=now_ms())
 
 
-async def created(store: GroupedStore) -> None:
+async def created(store: Store) -> None:
     assert await store.open_group(GROUP, head()) is Opened.NEW
     assert await store.join("crm", IN_GROUP, IDS, keep_until_ms=now_ms() + 7_200_000)
     assert await store.seal_group(GROUP) is not None
 
 
-async def counts(store: GroupedStore) -> str:
+async def counts(store: Store) -> str:
     group = await found(store)
     return " ".join(f"{kind}={number}" for kind, number in group.counts.items() if number)
 
 
-async def found(store: GroupedStore) -> StoredGroup:
+async def found(store: Store) -> StoredGroup:
     group = await store.group(GROUP)
     assert group is not None
     return group
 
 
-async def runs(store: GroupedStore, id: str, completion: Completion) -> None:
+async def runs(store: Store, id: str, completion: Completion) -> None:
     identity = Identity("crm", id)
     granted = await store.claim(identity, message())
     assert isinstance(granted, Granted)
     await store.complete(identity, message(), completion, token=granted.token)
 
 
-async def test_its_counts_are_true_from_the_first_request_to_the_last(store: GroupedStore) -> None:
+async def test_its_counts_are_true_from_the_first_request_to_the_last(store: Store) -> None:
     await created(store)
     assert await counts(store) == "processing=4"
 
@@ -73,7 +74,7 @@ async def test_its_counts_are_true_from_the_first_request_to_the_last(store: Gro
     assert await counts(store) == "processing=1 succeeded=1 errored=1 canceled=1"
 
 
-async def test_a_request_that_ends_twice_counts_once(store: GroupedStore) -> None:
+async def test_a_request_that_ends_twice_counts_once(store: Store) -> None:
     await created(store)
     await runs(store, IDS[0], ended())
     await store.complete(Identity("crm", IDS[0]), message(), ended("error", "internal"), token=None)
@@ -82,7 +83,7 @@ async def test_a_request_that_ends_twice_counts_once(store: GroupedStore) -> Non
     assert await counts(store) == "processing=3 succeeded=1"
 
 
-async def test_a_dead_letter_that_runs_again_is_processing_again(store: GroupedStore) -> None:
+async def test_a_dead_letter_that_runs_again_is_processing_again(store: Store) -> None:
     await created(store)
     failed = ended("error", "attempts_exhausted")
     await runs(store, IDS[0], failed)
@@ -92,7 +93,7 @@ async def test_a_dead_letter_that_runs_again_is_processing_again(store: GroupedS
     assert await counts(store) == "processing=4"
 
 
-async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as_one_says(store: GroupedStore) -> None:
+async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as_one_says(store: Store) -> None:
     group = InGroup(GROUP.id, 0, "batch.app.x")
     await store.note(Identity("crm", "refused"), ended("error", "invalid_request"), group=group)
     await store.defer(Identity("crm", "later"), due_ms=now_ms(), keep_until_ms=now_ms() + 60_000, group=group)
@@ -119,7 +120,7 @@ async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as
 
 
 @pytest.mark.parametrize("text", ["normal.\0.x", "\x1f", "x" * 5000])
-async def test_what_a_wrong_request_says_of_its_group_does_no_harm(store: GroupedStore, text: str) -> None:
+async def test_what_a_wrong_request_says_of_its_group_does_no_harm(store: Store, text: str) -> None:
     headers = {n.GROUP: GROUP.id, n.GROUP_SIZE: 2**70, n.WEBHOOK: text}
     await store.note(Identity("crm", "a"), ended("error", "invalid_request"), group=group_in(headers, key=text[:255]))
 
@@ -128,7 +129,7 @@ async def test_what_a_wrong_request_says_of_its_group_does_no_harm(store: Groupe
 
 
 async def test_a_tenant_has_no_more_of_them_than_it_may(opened: Any) -> None:
-    store: GroupedStore = await opened(groups_per_tenant=2)
+    store: Store = await opened(groups_per_tenant=2)
     for number in range(3):
         identity, group = Identity("crm", f"k-{number}"), InGroup(f"g-{number}")
         await store.note(identity, ended("error", "invalid_request"), group=group)
@@ -137,7 +138,7 @@ async def test_a_tenant_has_no_more_of_them_than_it_may(opened: Any) -> None:
     assert await store.group(Identity("crm", "g-2")) is None
 
 
-async def test_a_group_whose_creator_died_is_void_for_good_and_may_be_created_again(store: GroupedStore) -> None:
+async def test_a_group_whose_creator_died_is_void_for_good_and_may_be_created_again(store: Store) -> None:
     await store.open_group(GROUP, head(lease_ms=now_ms() + 50))
     await asyncio.sleep(0.1)
 
@@ -149,7 +150,7 @@ async def test_a_group_whose_creator_died_is_void_for_good_and_may_be_created_ag
     assert await store.count_groups("crm") == len(await store.groups_of("crm")) == 1
 
 
-async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: GroupedStore) -> None:
+async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: Store) -> None:
     await created(store)
     for refused in (await store.discard_group(GROUP), await store.remove_group(GROUP)):
         assert refused is not None
@@ -168,7 +169,7 @@ async def test_a_group_that_was_removed_has_no_requests_and_no_results(store: Gr
     assert await store.find(Identity("crm", IDS[0])) is None
 
 
-async def test_the_groups_of_all_tenants_are_listed_newest_first_and_in_pages(store: GroupedStore) -> None:
+async def test_the_groups_of_all_tenants_are_listed_newest_first_and_in_pages(store: Store) -> None:
     now = now_ms()
     for number, tenant in enumerate(["crm", "a:b", "", "crm"]):
         await store.open_group(Identity(tenant, f"g-{number}"), head(created_ms=now - 1000 + number // 2))
@@ -190,7 +191,7 @@ async def test_the_groups_of_all_tenants_are_listed_newest_first_and_in_pages(st
     assert await store.newest_groups(most=2, after=third[-1].place) == []
 
 
-async def test_a_group_that_is_kept_no_longer_is_listed_no_longer(store: GroupedStore) -> None:
+async def test_a_group_that_is_kept_no_longer_is_listed_no_longer(store: Store) -> None:
     for number in range(3):
         end_ms = now_ms() + (50 if number == 1 else 60_000)
         await store.open_group(Identity("crm", f"g-{number}"), head(created_ms=number, keep_ms=end_ms))
@@ -203,7 +204,7 @@ async def test_a_group_that_is_kept_no_longer_is_listed_no_longer(store: Grouped
 
 @pytest.mark.parametrize("opened_with", [{"keep_s": 0.05}])
 async def test_the_results_of_a_group_are_kept_together(opened: Any, opened_with: dict[str, float]) -> None:
-    store: GroupedStore = await opened(**opened_with)
+    store: Store = await opened(**opened_with)
     await created(store)
     await runs(store, IDS[0], ended())
     await asyncio.sleep(0.1)

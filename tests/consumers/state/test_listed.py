@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consumers.state.base import Fingerprint, Granted, Held, Identity, InGroup, Labels, RequestFilter, RequestState
-from consumers.state.groups import GroupedStore
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import answered, failed, fingerprint
 from tests.support.waiting import until
@@ -17,7 +17,7 @@ def message(lane: str = "normal", app: str = "web", model: str = "haiku", **give
     return replace(fingerprint(nonce=b"q1234567"), labels=Labels(lane, app, model), **given)
 
 
-async def run(store: GroupedStore, identity: Identity, of: Fingerprint, ending: Any = None) -> Held:
+async def run(store: Store, identity: Identity, of: Fingerprint, ending: Any = None) -> Held:
     found = await store.claim(identity, of)
     assert isinstance(found, Granted)
     if ending is not None:
@@ -25,7 +25,7 @@ async def run(store: GroupedStore, identity: Identity, of: Fingerprint, ending: 
     return Held(identity, found.token)
 
 
-async def ids(store: GroupedStore, most: int = 100, **wanted: Any) -> set[str]:
+async def ids(store: Store, most: int = 100, **wanted: Any) -> set[str]:
     given: dict[str, Any] = {
         name: frozenset(value) if isinstance(value, set) else value for name, value in wanted.items()
     }
@@ -33,7 +33,7 @@ async def ids(store: GroupedStore, most: int = 100, **wanted: Any) -> set[str]:
     return {each.identity.id for each in page.requests}
 
 
-async def test_requests_of_all_tenants_are_found_by_each_of_their_properties(store: GroupedStore) -> None:
+async def test_requests_of_all_tenants_are_found_by_each_of_their_properties(store: Store) -> None:
     await run(store, Identity("crm", "a"), message(), answered())
     await run(store, Identity("crm", "b"), message(lane="batch"), replace(failed(), cause="0a1b2c3d"))
     await run(store, Identity("the shop", "c"), message(app="night job", model="a\tb"))
@@ -94,7 +94,7 @@ async def test_a_request_that_is_kept_no_longer_leaves_the_list(opened: Opened) 
     await until(has_left)
 
 
-async def test_a_place_that_no_page_has_named_is_refused(store: GroupedStore) -> None:
+async def test_a_place_that_no_page_has_named_is_refused(store: Store) -> None:
     for place in ("", "x", "[1]", "1.x", "null"):
         with pytest.raises(ValueError):
             await store.listed(RequestFilter(), most=1, after=place)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from consumers.state import base
-from consumers.state.base import Pause, Store
+from consumers.state.base import Pause
+from consumers.state.store import Store
 from tests.support.waiting import until
 
 

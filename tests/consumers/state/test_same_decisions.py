@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.state.base import Completion, Ended, Fingerprint, Granted, Held, Identity, Running, Store
+from consumers.state.base import Completion, Ended, Fingerprint, Granted, Held, Identity, Running
 from consumers.state.redis.store import RedisStore
+from consumers.state.store import Store
 from tests.support.completions import CANCELLED, answered, failed, fingerprint
 from tests.support.examples import examples
 from tests.support.memory_store import MemoryStore

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from consumers.state.base import Ended, Firing, Found, Granted, Identity, Pause, Running, Store, StoreUnavailable
+from consumers.state.base import Ended, Firing, Found, Granted, Identity, Pause, Running, StoreUnavailable
 from consumers.state.sqlite import file as sqlite_file
 from consumers.state.sqlite.store import SqliteStore
+from consumers.state.store import Store
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.waiting import until
 

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from consumers.state import base
-from consumers.state.base import Identity, Store
+from consumers.state.base import Identity
+from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 
 ONE, OTHER = Identity("crm:1", "r-1"), Identity("", "r-1")
