@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 HOUSE = Path(__file__).parents[1]
-WITHOUT_BROKER = ("replay", "scaling", "scale")
+WITHOUT_BROKER = ("replay", "scale")
 """In virtual time; the last starts its own."""
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.scaling import Figures, wanted
 from tests.support.engine import see_that_it_is_installed
 
 HOUSE = Path(__file__).parents[2]
@@ -24,9 +23,6 @@ def test_kubernetes_is_asked_for_more_workers_only_while_they_are_the_bottleneck
     rules = RULES.with_name("scaling_test.yml")
     done = subprocess.run(["promtool", "test", "rules", str(rules)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    workers = Figures(used=8, held=0, waiting=30, run_s=2)
-    provider = Figures(used=8, held=6, waiting=30, run_s=10)
-    assert [round(wanted(each), 3) for each in (workers, provider)] == [3.333, 0.667], "as in scaling_test.yml"
 
 
 @pytest.mark.slow
