@@ -1172,20 +1172,13 @@ def in_namespace(settings: Settings, namespace: str, *, store_url: str) -> Setti
     return settings.model_copy(update={"namespace": namespace, "store_url": SecretStr(store_url)})
 
 
-def simulating(settings: Settings, *urls: str) -> Settings:
-    """A copy in which all lanes use only the simulated APIs at `urls`, with the limits of the first provider."""
-    limits = {name: getattr(settings.budget, name) for name in LimitsSettings.model_fields}
+def simulating(settings: Settings, url: str) -> Settings:
+    """A copy in which all lanes use only the simulated API at `url`, with the limits of the first provider."""
+    limits = {name: getattr(settings.budget, name) for name in LimitsSettings.model_fields if name != "admin_key"}
+    given = {"api_key": SIMULATED, **limits}
     providers = {
-        f"{SIMULATED}-{number}" if number > 1 else SIMULATED: ProviderSettings.model_validate(
-            {"base_url": url, "api_key": SIMULATED, **limits}
-        )
-        for number, url in enumerate(urls, start=1)
-    }
-    providers |= {
-        f"{SIMULATED}-openai-{number}" if number > 1 else f"{SIMULATED}-openai": ProviderSettings.model_validate(
-            {"kind": "openai", "base_url": f"{url}/v1", "api_key": SIMULATED, **limits, "admin_key": None}
-        )
-        for number, url in enumerate(urls, start=1)
+        SIMULATED: ProviderSettings.model_validate({**given, "base_url": url}),
+        f"{SIMULATED}-openai": ProviderSettings.model_validate({**given, "kind": "openai", "base_url": f"{url}/v1"}),
     }
     lanes = {
         name: lane.model_copy(update={"providers": None, "batches": _quick(lane.batches)})

@@ -19,15 +19,11 @@ from service.simulated.batches import BATCHES_PATH, BatchOptions, SimulatedBatch
 from service.simulated.buckets import Limits
 from service.simulated.faults import ERROR_TYPES, MID_STREAM, Fault, Faults, Refusal, invalid
 from service.simulated.files import FILES_PATH, Files
-from service.simulated.ledger import Ledger
 from service.simulated.openai_batches import BATCHES_PATH as OPENAI_BATCHES_PATH
 from service.simulated.openai_batches import SimulatedFileBatches
 from service.simulated.sending import json_answer, read_body, send_stream
 
 BODY_KEPT_BYTES = 16 * 1024
-RATE_LIMITS_PATH = "/v1/organizations/rate_limits"
-ADMIN_KEY = "sk-ant-admin"
-"""Keys of the Admin API begin so."""
 TEXT_KEPT = 200
 
 
@@ -82,11 +78,9 @@ class SimulatedAPI:
     def __init__(self, options: SimulatedOptions | None = None, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
         self.port = port
-        self.ledger = Ledger()
-        self.batches = self.batches_type(self.ledger, check_model=self._check_model, notify=self._notify)
+        self.batches = self.batches_type(check_model=self._check_model, notify=self._notify)
         self.file_batches = SimulatedFileBatches(self.batches, check_model=self._check_openai_model)
         self.files = self.files_type()
-        self.responses = openai.SimulatedResponses()
         self._waiting: set[asyncio.Event] = set()
         self.configure(options or SimulatedOptions())
         self.running = 0
@@ -135,7 +129,6 @@ class SimulatedAPI:
             "input_tokens": self._input_tokens,
             "output_tokens": self._output_tokens,
             "batches": self.batches.stats(),
-            "usd": self.ledger.totals(),
         }
 
     async def until(self, holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
@@ -191,8 +184,6 @@ class SimulatedAPI:
                 return json_answer({"status": "ok"}, {})
             if method == "GET" and path == "/simulated/stats":
                 return json_answer(self.stats(), {})
-            if method == "GET" and path == RATE_LIMITS_PATH:
-                return json_answer(self._rate_limits(request), self._headers(request_id, ""))
             self._authorise(request)
             headers = self._headers(request_id, "")
             if path.startswith(BATCHES_PATH):
@@ -220,8 +211,6 @@ class SimulatedAPI:
         """What OpenAI's API has besides calls of the model."""
         self._authorise(request)
         headers, path = self._openai_headers(request_id, ""), request.path
-        if path.startswith(f"{openai.RESPONSES_PATH}/"):
-            return await self.responses.answer(request, headers)
         if path.startswith((FILES_PATH, OPENAI_BATCHES_PATH)):
             return await self.file_batches.answer(request, request_id, headers)
         if request.method == "GET" and path == "/v1/models":
@@ -290,10 +279,6 @@ class SimulatedAPI:
         id = dialect.id_prefix + request_id[4:]
         try:
             duration_s = self._duration_s(asked, output)
-            if asked.fields.get("background") is True:
-                return await self.responses.begin(
-                    request, asked, output, id=id, headers=headers, duration_s=duration_s, deltas=deltas
-                )
             if asked.stream:
                 events = dialect.events(asked, output, id=id, deltas=deltas)
                 pause_s = duration_s / len(events)
@@ -304,16 +289,17 @@ class SimulatedAPI:
             if duration_s > 0:
                 await asyncio.sleep(duration_s)
             written = dialect.write(asked, output, id=id)
-            if dialect is openai.RESPONSES:
-                self.responses.keep(asked, written)
             return await self.send_message(request, json.dumps(written).encode(), headers=headers, fault=fault)
         finally:
             own = output.tokens if dialect.is_openai else 0  # OpenAI's limit of tokens is of both kinds together
             limits.settle(input_tokens=asked.input_tokens - asked.estimated_tokens + own, output_tokens=output.tokens)
-            self._models[asked.model] += 1
-            self._input_tokens += asked.input_tokens
-            self._output_tokens += output.tokens
-            self.ledger.bill_live(asked.model, input_tokens=asked.input_tokens, output_tokens=output.tokens)
+            self.count(asked, output)
+
+    def count(self, asked: messages.Asked, output: messages.Output) -> None:
+        """Count what an answer has used."""
+        self._models[asked.model] += 1
+        self._input_tokens += asked.input_tokens
+        self._output_tokens += output.tokens
 
     def fault(self, asked: messages.Asked) -> Fault | None:
         """Choose the fault of a call. Raises `Refusal` (400)."""
@@ -391,40 +377,6 @@ class SimulatedAPI:
             **openai.limit_headers(limits.requests, limits.input_tokens),
         }
 
-    def _rate_limits(self, request: web.BaseRequest) -> dict[str, Any]:
-        if not _key(request).startswith(ADMIN_KEY):
-            raise Refusal(403, "This needs a key of the Admin API.", outcome="permission_error")
-        options, lines = self.options, defaultdict[str, list[str]](list)
-        for model in sorted(self._known_models):
-            lines[messages.limit_line(model)].append(model)
-        limits = {
-            "requests_per_minute": options.requests_per_minute,
-            "input_tokens_per_minute_cache_aware": options.input_tokens_per_minute,
-            "output_tokens_per_minute": options.output_tokens_per_minute,
-        }
-        values = [{"type": type, "value": value} for type, value in limits.items()]
-        found: list[dict[str, Any]] = [
-            {
-                "id": f"rl_{line}",
-                "type": "rate_limit",
-                "group": {"id": f"rlg_{line}", "type": "model_group", "display_name": line},
-                "models": models,
-                "limits": values,
-            }
-            for line, models in lines.items()
-        ]
-        batch = [{"type": "enqueued_batch_requests", "value": options.batches.enqueued}]
-        found.append(
-            {
-                "id": "rl_b",
-                "type": "rate_limit",
-                "group": {"id": "rlg_b", "type": "batch"},
-                "models": None,
-                "limits": batch,
-            }
-        )
-        return {"data": found, "next_page": None}
-
     def _refused(self, request: web.BaseRequest, refusal: Refusal, request_id: str, model: str) -> web.Response:
         if _is_openai(request):
             status, body = openai.error(refusal)
@@ -442,7 +394,7 @@ def _is_openai(request: web.BaseRequest) -> bool:
     path = request.path
     if path in openai.READERS or path.startswith(f"{openai.RESPONSES_PATH}/"):
         return True
-    if path.startswith(("/v1/messages", RATE_LIMITS_PATH)):
+    if path.startswith(("/v1/messages", "/v1/organizations")):
         return False
     return path.startswith("/v1/") and "anthropic-version" not in request.headers and "x-api-key" not in request.headers
 

@@ -15,22 +15,19 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Final
 
 from aiohttp import web
 
 from service.simulated import messages
 from service.simulated.faults import Fault, Faults, Refusal, invalid
-from service.simulated.ledger import Ledger
 from service.simulated.sending import json_answer, read_body, time_text
 
 BATCHES_PATH: Final = "/v1/messages/batches"
 ID_PREFIX: Final = "msgbatch_"
 KINDS: Final = ("succeeded", "errored", "canceled", "expired")
-_KEPT_BYTES: Final = 64 * 1024 * 1024
-"""Of the requests in batches that have ended; older batches are archived: their results are gone."""
-_BATCHES_KEPT: Final = 10_000
+_REQUESTS_KEPT: Final = 100_000
+"""In batches that have ended; the oldest batches are forgotten."""
 _CALLS_KEPT: Final = 1000
 _BODY_KEPT_BYTES: Final = 64 * 1024
 _CUSTOM_ID: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -65,13 +62,12 @@ class SimulatedItem:
     refusal: Refusal | None = None
     fault: Fault | None = None
     done_s: float = NEVER_S
-    bytes: int = 0
     kind: str = "processing"
 
 
 @dataclass(slots=True, kw_only=True)
 class SimulatedBatch:
-    """A batch, and what it has cost so far. `ends_s`: when its processing ends, if it is not cancelled."""
+    """A batch. `ends_s`: when its processing ends, if it is not cancelled."""
 
     id: str
     items: list[SimulatedItem]
@@ -84,8 +80,6 @@ class SimulatedBatch:
     """What the results say of an item, by its number, besides its id."""
     cancelled_s: float | None = None
     ended_s: float | None = None
-    is_archived: bool = False
-    usd: Decimal = Decimal(0)
 
     @property
     def counts(self) -> Counter[str]:
@@ -107,13 +101,11 @@ class BatchesCall:
 class SimulatedBatches:
     """The batches of a simulated API. `calls`: the latest calls to their endpoints."""
 
-    def __init__(self, ledger: Ledger, *, check_model: Callable[[str], None], notify: Callable[[], None]) -> None:
-        self._ledger = ledger
+    def __init__(self, *, check_model: Callable[[str], None], notify: Callable[[], None]) -> None:
         self._check_model = check_model
         self._notify = notify
         self._batches: OrderedDict[str, SimulatedBatch] = OrderedDict()
         self._outcomes: Counter[str] = Counter()
-        self._archived_bytes = 0
         self._created = 0
         self.calls: deque[BatchesCall] = deque(maxlen=_CALLS_KEPT)
 
@@ -223,8 +215,12 @@ class SimulatedBatches:
             line=line,
         )
         self._batches[batch.id] = batch
-        if len(self._batches) > _BATCHES_KEPT:
-            self._batches.popitem(last=False)
+        ended = [each for each in self._batches.values() if each.ended_s is not None]
+        too_many = sum(len(each.items) for each in ended) - _REQUESTS_KEPT
+        for old in ended:
+            if too_many > 0:
+                del self._batches[old.id]
+                too_many -= len(old.items)
         return batch
 
     def _read(self, body: bytes) -> messages.Asked:
@@ -245,7 +241,7 @@ class SimulatedBatches:
     ) -> SimulatedItem:
         body = json.dumps(params).encode()
         done_s = began_s + self.options.processing_s + (nth + 1) * self.options.item_s
-        item = SimulatedItem(custom_id=custom_id, done_s=done_s, bytes=len(body))
+        item = SimulatedItem(custom_id=custom_id, done_s=done_s)
         try:
             item.asked = asked = read(body)
             item.fault = self._item_faults.choose(asked.script, asked.prompt)
@@ -266,20 +262,6 @@ class SimulatedBatches:
         for item in batch.items:
             item.kind = self._kind(item, batch)
             self._outcomes[item.kind] += 1
-            if item.kind == "succeeded" and item.asked is not None:
-                output = self.output(item.asked)
-                batch.usd += self._ledger.bill_batched(
-                    item.asked.model, input_tokens=item.asked.input_tokens, output_tokens=output.tokens
-                )
-            self._archived_bytes += item.bytes
-        for old in list(self._batches.values()):
-            if self._archived_bytes <= _KEPT_BYTES:
-                break
-            if old.ended_s is not None and not old.is_archived and old is not batch:
-                old.is_archived = True
-                self._archived_bytes -= sum(item.bytes for item in old.items)
-                for item in old.items:
-                    item.asked = item.fault = item.refusal = None
 
     def batch(self, id: str) -> SimulatedBatch:
         if (batch := self._batches.get(id)) is None:
@@ -304,8 +286,6 @@ class SimulatedBatches:
     def _delete(self, batch: SimulatedBatch, _: str) -> dict[str, Any]:
         if batch.ended_s is None:
             raise invalid(f"Batch {batch.id} cannot be deleted: cancel it first")
-        if not batch.is_archived:
-            self._archived_bytes -= sum(item.bytes for item in batch.items)
         del self._batches[batch.id]
         return {"id": batch.id, "type": "message_batch_deleted"}
 
@@ -349,7 +329,7 @@ class SimulatedBatches:
 
     def lines(self, batch: SimulatedBatch, *, kinds: Collection[str] = KINDS) -> list[bytes]:
         """The results of these kinds. Raises `Refusal` (404)."""
-        if batch.ended_s is None or batch.is_archived:
+        if batch.ended_s is None:
             raise Refusal(404, f"Batch {batch.id} has no results", outcome="not_found")
         order = [nth for nth, item in enumerate(batch.items) if item.kind in kinds]
         if self.options.is_shuffled:
@@ -426,6 +406,6 @@ def _described(batch: SimulatedBatch, url: str) -> dict[str, Any]:
         "cancel_initiated_at": time_text(
             None if batch.cancelled_s is None else batch.created_s + batch.cancelled_s - batch.began_s
         ),
-        "archived_at": time_text(batch.ended_s if batch.is_archived else None),
-        "results_url": f"{url}/{batch.id}/results" if has_ended and not batch.is_archived else None,
+        "archived_at": None,
+        "results_url": f"{url}/{batch.id}/results" if has_ended else None,
     }

@@ -1,30 +1,24 @@
 """OpenAI's API, simulated: reads requests for chat completions, responses and embeddings, and makes their answers,
 whole or as the events of a stream. The model is the one of `messages.py`: it echoes the prompt."""
 
-import asyncio
 import json
 import math
 import time
 from array import array
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import shake_128
 from typing import Any, Final
-
-from aiohttp import web
 
 from service.simulated.buckets import RateLimitBucket
 from service.simulated.faults import Refusal, parse_script
 from service.simulated.messages import AnswerFormat, Asked, Output, cut, tokens_of
-from service.simulated.sending import json_answer, stream_headers
 
 CHAT_PATH: Final = "/v1/chat/completions"
 RESPONSES_PATH: Final = "/v1/responses"
 EMBEDDINGS_PATH: Final = "/v1/embeddings"
 KNOWN_MODELS: Final = ("gpt-5.5", "gpt-5.4-mini", "gpt-4o", "gpt-4o-mini", "text-embedding-3-small")
 DIMENSIONS: Final = 1536
-_RESPONSES_KEPT: Final = 1_000
 _ERRORS: Final[Mapping[int, tuple[str, str | None]]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     402: ("insufficient_quota", "insufficient_quota"),
@@ -393,12 +387,7 @@ def response_events(asked: Asked, output: Output, *, id: str, deltas: int) -> li
         found.append(b"event: response.%b\ndata: %b\n\n" % (kind.encode(), json.dumps(content).encode()))
 
     begun = response(asked, output, id=id, status="in_progress")
-    if begun["background"]:
-        queued = {**begun, "status": "queued"}
-        add("created", response=queued)
-        add("queued", response=queued)
-    else:
-        add("created", response=begun)
+    add("created", response=begun)
     add("in_progress", response=begun)
     whole = response(asked, output, id=id)
     (item,) = whole["output"]
@@ -427,108 +416,6 @@ def _response_error_event(type: str, *, nth: int, request_id: str) -> bytes:
     about = {"code": "server_error", "message": f"{type} in the middle", "param": None}
     content = {"type": "error", "sequence_number": nth, **about}
     return b"event: error\ndata: %b\n\n" % json.dumps(content).encode()
-
-
-@dataclass(slots=True)
-class _Stored:
-    """A response that can be retrieved. `events`: those of its stream."""
-
-    response: dict[str, Any]
-    events: list[bytes] = field(default_factory=list)
-    running: asyncio.Task[None] | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class SimulatedResponses:
-    """The responses that can be retrieved, cancelled and deleted, the newest thousand."""
-
-    def __init__(self) -> None:
-        self._stored: dict[str, _Stored] = {}
-
-    def keep(self, asked: Asked, response: dict[str, Any]) -> None:
-        """Of one that was answered."""
-        if asked.fields.get("store") is not False:
-            self._add(_Stored(response))
-
-    async def begin(
-        self,
-        request: web.BaseRequest,
-        asked: Asked,
-        output: Output,
-        *,
-        id: str,
-        headers: Mapping[str, str],
-        duration_s: float,
-        deltas: int,
-    ) -> web.StreamResponse:
-        """Answer a call for a response in the background."""
-        stored = _Stored(response(asked, output, id=id, status="queued"))
-        self._add(stored)
-        events = response_events(asked, output, id=id, deltas=deltas)
-
-        async def run() -> None:
-            for event in events:
-                await asyncio.sleep(duration_s / len(events))
-                stored.events.append(event)
-                stored.changed.set()
-            stored.response = response(asked, output, id=id)
-
-        stored.running = asyncio.create_task(run(), name="response in the background")
-        if asked.stream:
-            return await self._follow(request, stored, headers, after=-1)
-        return json_answer(stored.response, dict(headers))
-
-    async def answer(self, request: web.BaseRequest, headers: dict[str, str]) -> web.StreamResponse:
-        """Retrieve, cancel or delete. Raises `Refusal`."""
-        id, _, action = request.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")
-        if (stored := self._stored.get(id)) is None:
-            message = f"Response with id '{id[:100]}' not found."
-            raise Refusal(404, message, outcome="not_found")
-        match request.method, action:
-            case "GET", "":
-                if request.query.get("stream") == "true":
-                    return await self._follow(
-                        request, stored, headers, after=int(request.query.get("starting_after", "-1"))
-                    )
-                return json_answer(stored.response, headers)
-            case "DELETE", "":
-                del self._stored[id]
-                return json_answer({"id": id, "object": "response", "deleted": True}, headers)
-            case "POST", "cancel":
-                if not stored.response["background"]:
-                    raise invalid("Cannot cancel a synchronous response.", param="response_id")
-                if stored.running is not None and not stored.running.done():
-                    stored.running.cancel()
-                    stored.changed.set()
-                    stored.response = {**stored.response, "status": "cancelled"}
-                return json_answer(stored.response, headers)
-        raise Refusal(404, "Not found", outcome="not_found")
-
-    def _add(self, stored: _Stored) -> None:
-        self._stored[stored.response["id"]] = stored
-        if len(self._stored) > _RESPONSES_KEPT:
-            del self._stored[next(iter(self._stored))]
-
-    async def _follow(
-        self, request: web.BaseRequest, stored: _Stored, headers: Mapping[str, str], *, after: int
-    ) -> web.StreamResponse:
-        if stored.running is None:
-            raise invalid("Only a response of a background request with a stream can be streamed.", param="stream")
-        answer = web.StreamResponse(headers=stream_headers(headers))
-        await answer.prepare(request)
-        sent = after + 1
-        while True:
-            stored.changed.clear()
-            await answer.write(b"".join(stored.events[sent:]))
-            sent = max(sent, len(stored.events))
-            if stored.running.done():
-                break
-            waiting = asyncio.create_task(stored.changed.wait())
-            await asyncio.wait((waiting, stored.running), return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
-        await answer.write(b"".join(stored.events[sent:]))
-        await answer.write_eof()
-        return answer
 
 
 CHAT: Final = AnswerFormat(write=chat, events=chat_events, error_event=_chat_error_event)

@@ -33,11 +33,12 @@ from aiohttp import web
 from typing_extensions import override
 
 from benchmarks.harness.report import between
-from service.simulated import messages
+from service.simulated import messages, openai
 from service.simulated.app import SimulatedOptions
 from service.simulated.faults import Fault
 from service.simulated.sending import send_stream
 from tests.judges import claude_code
+from tests.judges.kept_responses import KeptResponses
 from tests.judges.reasons import REASONS
 from tests.support.brokers import RunningBroker, Vhost, fresh_vhost
 from tests.support.defaults import stores
@@ -362,6 +363,7 @@ class Judged(FaultyAPI):
             SimulatedOptions(models=frozenset({*models, *MODELS} - {"claude-nobody", "nobody"}), keep_calls=20_000)
         )
         self._recorded = recorded
+        self._responses = KeptResponses()
         self._seen: Counter[str] = Counter()
         self.arrived: list[tuple[dict[str, str], str]] = []
         """Of Claude Code's calls: the headers that a gateway has to pass on, and the body."""
@@ -392,7 +394,21 @@ class Judged(FaultyAPI):
                 if not asked.dialect.is_openai:
                     error |= {"type": "error", "request_id": request_id}
                 return web.json_response(error, status=status, headers=headers)
+        if asked.dialect is openai.RESPONSES and fault is None:
+            output, deltas = self.output(asked, fault), self.options.stream_deltas
+            if asked.fields.get("background") is True:
+                duration_s, more = self._duration_s(asked, output), self._openai_headers(request_id, asked.model)
+                return await self._responses.begin(
+                    request, asked, output, id=request_id[4:], headers=more, duration_s=duration_s, deltas=deltas
+                )
+            self._responses.keep(asked, openai.response(asked, output, id=request_id[4:]))
         return await super()._answer(request, asked, fault, request_id)
+
+    @override
+    async def _openai(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        if request.path.startswith(f"{openai.RESPONSES_PATH}/"):
+            return await self._responses.answer(request, self._openai_headers(request_id, ""))
+        return await super()._openai(request, request_id)
 
     async def _answer_claude_code(
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str

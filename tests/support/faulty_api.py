@@ -1,4 +1,4 @@
-"""The simulated API with the faults that only tests need, besides the five that users have.
+"""The simulated API with a bill, and with the faults that only tests need, besides the five that users have.
 
 They are in markers, in `SimulatedOptions.faults`, and `api.batches.fail("create", "reset")` lets the next call of an
 endpoint of batches fail.
@@ -19,6 +19,7 @@ from service.simulated.app import SimulatedAPI
 from service.simulated.batches import NEVER_S, SimulatedBatch, SimulatedBatches, SimulatedItem
 from service.simulated.faults import MID_STREAM, REFUSED, Fault, Faults, Refusal, event, seconds
 from service.simulated.sending import stream_headers
+from tests.support.bill import Ledger
 
 _REFUSED: Final[Mapping[str, tuple[int, str]]] = {
     **REFUSED,
@@ -136,6 +137,7 @@ class FaultyBatches(SimulatedBatches):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
+        self.ledger = Ledger()
         self._wanted: defaultdict[str, deque[Fault]] = defaultdict(deque)
 
     def fail(self, endpoint: str, fault: str) -> None:
@@ -174,6 +176,14 @@ class FaultyBatches(SimulatedBatches):
             item.done_s = NEVER_S
         return item
 
+    def _look_at(self, batch: SimulatedBatch) -> None:
+        is_new = batch.ended_s is None
+        super()._look_at(batch)
+        for item in batch.items if is_new and batch.ended_s is not None else ():
+            if item.kind == "succeeded" and item.asked is not None:
+                tokens = {"input_tokens": item.asked.input_tokens, "output_tokens": self.output(item.asked).tokens}
+                self.ledger.bill_batched(item.asked.model, **tokens)
+
     def _kind(self, item: SimulatedItem, batch: SimulatedBatch) -> str:
         is_expired = item.fault is not None and item.fault.name == "expired"
         return "expired" if is_expired else super()._kind(item, batch)
@@ -194,6 +204,14 @@ class FaultyAPI(SimulatedAPI):
     faults_type = EveryFault
     batches_type = FaultyBatches
     batches: FaultyBatches
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.batches.ledger
+
+    def count(self, asked: messages.Asked, output: messages.Output) -> None:
+        super().count(asked, output)
+        self.ledger.bill_live(asked.model, input_tokens=asked.input_tokens, output_tokens=output.tokens)
 
     async def _answer(
         self, request: web.BaseRequest, asked: messages.Asked, fault: Fault | None, request_id: str

@@ -1,8 +1,11 @@
 """The limits of an organization, read from the Admin API before the first call."""
 
 import asyncio
+from collections import defaultdict
+from typing import Any
 
 import pytest
+from aiohttp import web
 from structlog.testing import capture_logs
 
 from consumers.decoding import Parsing
@@ -17,6 +20,7 @@ from service.config.settings import Settings
 from service.simulated.app import SimulatedAPI, SimulatedOptions
 from service.simulated.batches import BatchOptions
 from service.simulated.buckets import RateLimitBucket
+from service.simulated.messages import KNOWN_MODELS, limit_line
 from service.worker import assembly
 from tests.support.budget import PLENTY
 from tests.support.settings import load
@@ -30,6 +34,33 @@ OPTIONS = SimulatedOptions(
     output_tokens_per_minute=PLENTY,
     batches=BatchOptions(enqueued=700),
 )
+
+
+class AdminAPI(SimulatedAPI):
+    """With the limits of its organization."""
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.path != "/v1/organizations/rate_limits":
+            return await super()._handle(request)
+        if not request.headers.get("authorization", "").startswith("Bearer sk-ant-admin"):
+            return web.json_response(status=403, data={"type": "error", "error": {"type": "permission_error"}})
+        options, lines = self.options, defaultdict[str, list[str]](list)
+        for model in sorted(KNOWN_MODELS):
+            lines[limit_line(model)].append(model)
+        limits = {
+            "requests_per_minute": options.requests_per_minute,
+            "input_tokens_per_minute_cache_aware": options.input_tokens_per_minute,
+            "output_tokens_per_minute": options.output_tokens_per_minute,
+        }
+        batches = {"enqueued_batch_requests": options.batches.enqueued}
+        found = [_group({"type": "model_group", "display_name": line}, lines[line], limits) for line in lines]
+        found.append(_group({"type": "batch"}, None, batches))
+        return web.json_response({"data": found, "next_page": None})
+
+
+def _group(group: dict[str, str], models: list[str] | None, limits: dict[str, int]) -> dict[str, Any]:
+    values = [{"type": type, "value": value} for type, value in limits.items()]
+    return {"id": "rl", "type": "rate_limit", "group": {"id": "rlg", **group}, "models": models, "limits": values}
 
 
 def settings(api: SimulatedAPI, **env: str) -> Settings:
@@ -51,7 +82,7 @@ async def started(found: Settings) -> tuple[Budgets, dict[str, int]]:
 
 
 async def test_limits_are_known_before_the_first_call() -> None:
-    async with SimulatedAPI(OPTIONS) as api:
+    async with AdminAPI(OPTIONS) as api:
         budgets, batches = await started(settings(api))
 
     account = budgets.queue(SONNET).account
@@ -61,7 +92,7 @@ async def test_limits_are_known_before_the_first_call() -> None:
 
 
 async def test_the_operators_lower_limit_still_holds() -> None:
-    async with SimulatedAPI(OPTIONS) as api:
+    async with AdminAPI(OPTIONS) as api:
         budgets, batches = await started(
             settings(api, LANEKEEPER_BUDGET__REQUESTS_PER_MIN="30", LANEKEEPER_BUDGET__BATCH_REQUESTS="5")
         )
@@ -71,7 +102,7 @@ async def test_the_operators_lower_limit_still_holds() -> None:
 
 
 async def test_without_an_admin_key_nothing_is_asked() -> None:
-    async with SimulatedAPI(OPTIONS) as api:
+    async with AdminAPI(OPTIONS) as api:
         with capture_logs() as logs:
             budgets, _ = await started(settings(api, LANEKEEPER_BUDGET__ADMIN_KEY=""))
 
@@ -81,7 +112,7 @@ async def test_without_an_admin_key_nothing_is_asked() -> None:
 
 @pytest.mark.parametrize("key", ["sk-ant-no-admin", "\U0001f511"])
 async def test_a_key_that_may_not_read_them_costs_one_log_line_without_the_key(key: str) -> None:
-    async with SimulatedAPI(OPTIONS) as api:
+    async with AdminAPI(OPTIONS) as api:
         provider = AnthropicProvider.at(api.base_url, api_key="sk-ant-key")
         with capture_logs() as logs:
             found = await read_limits(provider.client, name="anthropic", admin_key=key)

@@ -53,23 +53,6 @@ async def test_a_function_is_called_until_its_result_comes_and_a_schema_is_follo
     assert of_response.output_parsed == Place(at="here")
 
 
-async def test_a_response_in_the_background_is_retrieved_streamed_again_cancelled_and_deleted(
-    sdk: AsyncOpenAI,
-) -> None:
-    begun = await sdk.responses.create(model=MODEL, input="[[latency: 200ms]] later", background=True)
-    assert begun.status == "queued"
-    again = await sdk.responses.retrieve(begun.id, stream=True, starting_after=4)
-    events = [event async for event in again]
-    assert (events[0].sequence_number, events[-1].type) == (5, "response.completed")
-    assert (await sdk.responses.retrieve(begun.id)).output_text == "echo: [[latency: 200ms]] later"
-
-    slow = await sdk.responses.create(model=MODEL, input="[[latency: 1h]] never", background=True)
-    assert (await sdk.responses.cancel(slow.id)).status == "cancelled"
-    await sdk.responses.delete(slow.id)
-    with pytest.raises(openai.NotFoundError):
-        await sdk.responses.retrieve(slow.id)
-
-
 async def test_models_are_listed_in_the_format_of_whose_client_asks(sdk: AsyncOpenAI) -> None:
     assert MODEL in [model.id async for model in sdk.models.list()]
     assert (await sdk.models.retrieve(MODEL)).object == "model"

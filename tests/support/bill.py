@@ -1,5 +1,5 @@
-"""What the simulated API would send a bill for. Its prices are its own, in exact decimals, so that Lanekeeper's
-figures can be compared with them."""
+"""What the simulated API of tests would send a bill for. Its prices are its own, in exact decimals, so that
+Lanekeeper's figures can be compared with them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -42,9 +42,6 @@ class Ledger:
     @property
     def usd(self) -> Decimal:
         return self.live_usd + self.batch_usd
-
-    def totals(self) -> dict[str, float]:
-        return {"live": float(self.live_usd), "batch": float(self.batch_usd), "saved": float(self.saved_usd)}
 
 
 def _price(model: str, input_tokens: int, output_tokens: int) -> Decimal:
