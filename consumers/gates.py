@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from secrets import token_hex
@@ -39,7 +39,6 @@ from consumers.providers.registry import asking_for
 from consumers.refusals import LEAST_WAIT_MS, SPREAD, exceeded, later
 from consumers.spending import Bound, Hold, Over, Spending, Spent
 from consumers.state.base import (
-    DAY_S,
     IN_BATCH,
     UNIT_BYTES,
     WHICH_LIMIT,
@@ -51,7 +50,6 @@ from consumers.state.base import (
     Running,
     StoreUnavailable,
     WaitingLimit,
-    period_of,
 )
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyTooLarge
 from lanekeeper.contract.names import BODY
@@ -396,15 +394,10 @@ class CapsGate:
         bounds = self._bounds(job, request)
         if not bounds or job.stopped is not None:
             return None
-        if job.batch is not None and job.batch.held:  # it was counted when it was gathered
-            hold = self._counted(job, decoded, job.batch)
-            self._held[job] = _Held(hold, hold.spent)
-            job.batch = replace(job.batch, held=(), held_until_ms=0)
-            return None
-        if job.batch_result is not None:  # it is paid for already
-            self._held[job] = _Held(Hold(bounds, Spent(), self.now_ms()), Spent())
-            return None
         routes, model = decoded.chain.routes, request.model
+        if job.batch_result is not None:  # it is paid for: what it costs takes the place of what was held for it
+            self._held[job] = _Held(self._kept(job, bounds, request), self._estimated(job, request, routes)[0])
+            return None
         if any(bound.what == "usd" for bound in bounds):
             routes = tuple(route for route in routes if self.prices.has(route.model, route.name))
             job.decoded = replace(decoded, chain=replace(decoded.chain, routes=routes))
@@ -414,12 +407,7 @@ class CapsGate:
                 f"model {model[:80]!r} has no price, and what is spent here is capped in dollars; "
                 "the operator can set its price (LANEKEEPER_PRICES__MODELS)",
             )
-        likely, most = Spent(), Spent()
-        for route in routes:
-            amounts = self.estimate(job, request, route)
-            likely = _greater(likely, self._spent(amounts, route.model, route.name))
-            amounts = amounts._replace(output_tokens=max(amounts.output_tokens, request.max_tokens))
-            most = _greater(most, self._spent(amounts, route.model, route.name))
+        likely, most = self._estimated(job, request, routes)
         try:
             found = await self._take(job, decoded, bounds, most)
         except (StoreUnavailable, TimeoutError):  # while a cap cannot be checked, no provider is called
@@ -452,18 +440,9 @@ class CapsGate:
         if again is not None:
             self.spending.correct(again, Spent())
         answer = outcome.answer if isinstance(outcome, PipelineAdvanced) else outcome
-        if hold is not None and job.batch is not None:
-            is_in_message = job.hop.batch is not None and job.hop.batch.held != ()
-            if outcome is None and attempted is None and is_in_message:
-                return  # and is delivered again with it
-            if hold.spent != Spent() and (
-                isinstance(outcome, Batched) or (attempted is None and isinstance(outcome, Deferred))
-            ):
-                until_ms = period_of(DAY_S, hold.at_ms).ends_ms
-                job.batch = replace(job.batch, held=tuple(hold.spent), held_until_ms=until_ms)
-                if not is_in_message:
-                    job.unsettled = partial(self.spending.correct, hold, Spent())
-                return
+        goes_on = outcome is None or isinstance(outcome, (Batched, Deferred))
+        if job.batch is not None and attempted is None and goes_on:
+            return  # it stays held: the request comes back from its batch, and takes the same place
         used = Spent()
         if isinstance(answer, Answered):
             usage = None if attempted is None else attempted.usage
@@ -488,15 +467,16 @@ class CapsGate:
         return None
 
     async def leave_last(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
-        """Give back what is counted for a request that was in a batch, and ended before `enter`: too late, or
+        """Give back what is held for a request that was in a batch, and ended before `enter`: too late, or
         cancelled."""
-        if job.batch is None or not job.batch.held:
+        if job.batch is None:
             return
         match outcome:
             case Replayed(completion=completion) if completion.code != "cancelled":
                 return  # it was delivered twice, and the first one has counted it
             case Refused() | DeadLettered() | Superseded() | Replayed():
-                self.spending.correct(self._counted(job, decoded, job.batch), Spent())
+                bounds = self._bounds(job, decoded.request)
+                self.spending.correct(self._kept(job, bounds, decoded.request), Spent())
 
     def _bounds(self, job: Job, request: Request) -> tuple[Bound, ...]:
         return self.spending.bounds(job.lane_name, job.identity.tenant, key=request.key, user=request.user)
@@ -504,16 +484,25 @@ class CapsGate:
     async def _take(
         self, job: Job, decoded: Decoded, bounds: tuple[Bound, ...], wanted: Spent, *, nth: str = ""
     ) -> Hold | Over:
-        # one that may go into a batch has to be told again when its request comes back
-        nonce = "" if decoded.lane.batches.enabled else token_hex(4)
+        # one that may go into a batch is named again when its request comes back
+        nonce = "" if decoded.lane.batches.enabled or job.batch is not None else token_hex(4)
         reservation, publish = _reservation(job, decoded.request, nonce, nth=nth), partial(self.publish, job)
         async with asyncio.timeout(TAKE_WITHIN_S):
             return await self.spending.take(bounds, wanted, publish=publish, reservation=reservation)
 
-    def _counted(self, job: Job, decoded: Decoded, batch: BatchHop) -> Hold:
-        """What was counted on the day that ended, or will end, at `held_until_ms`."""
-        bounds, reservation = self._bounds(job, decoded.request), _reservation(job, decoded.request)
-        return Hold(bounds, Spent(*batch.held), batch.held_until_ms - 1, reservation)
+    def _kept(self, job: Job, bounds: tuple[Bound, ...], request: Request) -> Hold:
+        """What is held since a request was gathered for a batch."""
+        return Hold(bounds, Spent(), self.now_ms(), _reservation(job, request))
+
+    def _estimated(self, job: Job, request: Request, routes: Sequence[Route]) -> tuple[Spent, Spent]:
+        """What a call is expected to use, and what it can use at most, at the dearest of these routes."""
+        likely, most = Spent(), Spent()
+        for route in routes:
+            amounts = self.estimate(job, request, route)
+            likely = _greater(likely, self._spent(amounts, route.model, route.name))
+            amounts = amounts._replace(output_tokens=max(amounts.output_tokens, request.max_tokens))
+            most = _greater(most, self._spent(amounts, route.model, route.name))
+        return likely, most
 
     def _spent(self, amounts: Amounts, model: str, name: str = "") -> Spent:
         usage = Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import cached_property
@@ -192,8 +192,6 @@ class Job:
         stated = headers.get(n.TENANT) or (headers.get(n.USER_ID) if n.DEAD_AT in headers else None)
         self.identity = Identity(tenant_of(self.hop.user_id, stated, speakers), self.id)
         self.taken_ms = taken_ms
-        self.unsettled: Callable[[], None] | None = None
-        """Gives back what the message that its outcome needs takes along; called if that message is not published."""
         self.decoded: Decoded | None = None
         self.claim: Held | None = None
         """The claim that this process holds for the request."""

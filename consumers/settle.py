@@ -122,8 +122,6 @@ class Settler:
         except (BrokerError, StoreUnavailable, TimeoutError) as error:
             why = str(error) or f"not settled within {SETTLE_WITHIN_S:g} s"
             log.error(signals.HANDLER_FAILED, where="settle", error=why)
-            if job.unsettled is not None:
-                job.unsettled()
             if not isinstance(error, TimeoutError):  # then its outcome may still be on its way to the store
                 await self.claiming.release(job)
             await self.nack_later(job.delivery)
@@ -334,8 +332,6 @@ class Settler:
             step = f"step {outcome.step}: " if isinstance(outcome, PipelineAdvanced) else ""
             problem = RequestProblem(TOO_LARGE, step + _too_large(error))
             job.completion = None
-            if job.unsettled is not None:
-                job.unsettled()
             ended = DeadLettered(problem) if job.parks(TOO_LARGE) else Refused(problem)
             return await self._carry_out(job, await self._stored(job, ended))
 

@@ -40,7 +40,7 @@ from consumers.spending import (
 )
 from consumers.state.base import Completion, Stop, StoreUnavailable
 from lanekeeper.contract import names as n
-from lanekeeper.contract.problems import BrokerUnreachable, RequestProblem
+from lanekeeper.contract.problems import RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.memory_store import MemoryAllowances, daily
@@ -587,9 +587,9 @@ async def test_a_reached_level_is_reported_although_the_store_fails_to_choose_th
     assert told(logs) == [(50, 1)]
 
 
-def batched(**held: Any) -> dict[str, Any]:
+def batched(**hop: Any) -> dict[str, Any]:
     """The headers of a request that was in a batch."""
-    return hop_headers(HopHeaders(batch=BatchHop(ticket="t", **held), first_seen_ms=NOW_MS))
+    return hop_headers(HopHeaders(batch=BatchHop(ticket="t", **hop), first_seen_ms=NOW_MS))
 
 
 async def gathered(ground: Ground) -> dict[str, Any]:
@@ -600,16 +600,15 @@ async def gathered(ground: Ground) -> dict[str, Any]:
     job.batch = BatchHop()
     await ground.gate.leave(job, decoded(job), Batched(params=b""))
     await ground.spending.finish(within_s=30)
-    carried: Any = job.batch
-    assert carried.held == (1, 1500, COST)
-    assert carried.held_until_ms == NOW_MS // 86_400_000 * 86_400_000 + 86_400_000
-    headers = batched(held=carried.held, held_until_ms=carried.held_until_ms)
-    return {"message_id": id, "lane": BATCHED, "exchange": "lane.due", "headers": headers}
+    assert ground.store.used["cap lane critical requests"] == 1, "while it is in its batch"
+    return {"message_id": id, "lane": BATCHED, "exchange": "lane.due", "headers": batched()}
 
 
-async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() -> None:
+@pytest.mark.parametrize("result", [b"{}", None], ids=["answered", "promoted"])
+async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost(result: bytes | None) -> None:
     ground = Ground(lanes={"critical": daily(requests=1, usd=1)})
     job = ground.job(**await gathered(ground))
+    job.batch_result = result
     await ground.through(job, ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.01)
     await ground.gate.leave_last(job, decoded(job), ANSWERED)
 
@@ -617,65 +616,18 @@ async def test_what_comes_back_from_a_batch_is_counted_once_at_what_it_cost() ->
     assert ground.store.used["cap lane critical usd"] == pytest.approx(0.01)
 
 
-async def test_what_is_deferred_after_its_batch_stays_counted() -> None:
+@pytest.mark.parametrize("outcome", [Deferred(delay_ms=1, reason="rpm"), None], ids=["deferred", "lost"])
+async def test_what_is_held_for_a_request_of_a_batch_is_held_once_until_it_ends(outcome: Outcome | None) -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(**await gathered(ground))
+    back = await gathered(ground)
+    for _ in range(2):
+        job = ground.job(**back)
+        assert await ground.enter(job) is None, "it takes the place that it has"
+        await ground.gate.leave(job, decoded(job), outcome)
+        await ground.gate.leave_last(job, decoded(job), outcome)
+        await ground.spending.finish(within_s=30)
 
-    before = job.batch
-    assert await ground.enter(job) is None
-    assert job.batch == BatchHop(ticket="t"), "it is counted once, for this delivery"
-    await ground.gate.leave(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
-    await ground.gate.leave_last(job, decoded(job), Deferred(delay_ms=1, reason="rpm"))
-    await ground.spending.finish(within_s=30)
-
-    assert job.batch is not None
-    assert before is not None
-    assert (job.batch.ticket, job.batch.held) == ("t", before.held)
-    assert job.batch.held_until_ms == pytest.approx(before.held_until_ms, abs=60_000)
     assert ground.store.used["cap lane critical requests"] == 1
-
-
-@pytest.mark.parametrize(("day", "used"), [(1, 0), (0, 1)])
-async def test_what_a_batch_has_kept_until_the_next_day_is_not_given_back(day: int, used: int) -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    headers = batched(held=(1, 1500, COST), held_until_ms=(NOW_MS // 86_400_000 + day) * 86_400_000)
-    job = ground.job(**await gathered(ground) | {"headers": headers})
-    await ground.gate.leave_last(job, decoded(job), Refused(RequestProblem("deadline_exceeded", "")))
-    await ground.spending.finish(within_s=30)
-
-    assert ground.store.used["cap lane critical requests"] == used
-
-
-async def test_what_a_batch_has_counted_stays_in_the_message_if_its_delivery_is_lost() -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(**await gathered(ground))
-    assert await ground.enter(job) is None
-    await ground.gate.leave(job, decoded(job), None)
-    await ground.spending.finish(within_s=30)
-    assert ground.store.used["cap lane critical requests"] == 1
-
-
-async def test_what_could_not_be_published_to_be_gathered_is_not_counted() -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    bench, job = Bench(), ground.job()
-    assert await ground.enter(job) is None
-    job.batch = BatchHop()
-    await ground.gate.leave(job, decoded(job), Batched(params=b""))
-    bench.publisher.failing = {"": BrokerUnreachable("away")}
-    assert await bench.settler.settle(job, Batched(params=b"")) is None
-    await ground.spending.finish(within_s=30)
-
-    assert ground.store.used["cap lane critical requests"] == 0
-
-
-async def test_what_was_counted_for_a_delivery_alone_does_not_stay_if_it_is_lost() -> None:
-    ground = Ground(lanes={"critical": daily(requests=1)})
-    job = ground.job(exchange="lane.due", headers=batched(live=True))
-    assert await ground.enter(job) is None
-    await ground.gate.leave(job, decoded(job), None)
-    await ground.spending.finish(within_s=30)
-
-    assert ground.store.used["cap lane critical requests"] == 0
 
 
 async def test_an_answer_that_is_paid_for_passes_a_cap_that_is_newer_and_counts() -> None:

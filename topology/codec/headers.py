@@ -131,9 +131,6 @@ class BatchHop:
     """It is run live, and not gathered again."""
     tries: int = 0
     """How often it was sent back because another ticket has it."""
-    held: tuple[float, ...] = ()
-    """What is counted for it against daily caps (`Spent`), and until when that counts."""
-    held_until_ms: int = 0
 
 
 Hop = TypeVar("Hop", FlowHop, BatchHop)
@@ -333,9 +330,10 @@ def read_batch(headers: Mapping[str, Any]) -> BatchHop | None:
     """Like `read_hop`, of the batch alone."""
     text = headers.get(names.BATCH)
     found = _object(text) if isinstance(text, str) else None
-    if found is not None and isinstance(beta := found.get("beta"), str):  # of a worker of an earlier version
-        del found["beta"]
-        if beta:
+    if found is not None:
+        for name in ("held", "held_until_ms"):  # of a worker of 0.4.0, like `beta`
+            found.pop(name, None)
+        if isinstance(beta := found.pop("beta", None), str) and beta:
             found["headers"] = provider_headers_json({names.ANTHROPIC_BETA: beta})
     return _hop(BatchHop, found)
 
@@ -366,17 +364,14 @@ def _hop(kind: type[Hop], found: Mapping[str, Any] | None) -> Hop | None:
     """None if another version has written it: it has other fields, or of other types."""
     if found is None or not all(_fits(value, _TYPES[kind].get(name)) for name, value in found.items()):
         return None
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
     try:
-        return kind(**given)
+        return kind(**found)
     except TypeError:  # a field is missing
         return None
 
 
 def _fits(value: object, wanted: object) -> bool:
-    if wanted in (int, str, bool):
-        return type(value) is wanted and (wanted is not int or 0 <= cast("int", value) < MOST)
-    return wanted is not None and isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    return type(value) is wanted and (wanted is not int or 0 <= cast("int", value) < MOST)
 
 
 def provider_headers_json(headers: Mapping[str, str]) -> str:

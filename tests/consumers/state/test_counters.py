@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.state.base import AllowanceReservation
+from consumers.state.base import AllowanceReservation, Period
 from consumers.state.redis.store import RedisStore
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.store import Store
@@ -75,6 +75,15 @@ async def test_what_a_dead_process_reserved_is_given_back_at_its_end(store: Stor
     await until(is_given_back)
     await store.settle("tokens", 30, period=current(DAY_S), reservation=over)  # it lives after all
     assert await used(store) == 40
+
+
+async def test_what_was_reserved_in_an_earlier_period_is_not_given_back_to_the_next(store: Store) -> None:
+    today, of = current(DAY_S), reservation()
+    yesterday = Period(DAY_S, today.number - 1, today.ends_ms - 1000 * DAY_S)
+    await store.take("tokens", 70, limit=100, period=yesterday, reservation=of)
+    await store.take("tokens", 40, limit=100, period=today)
+    await store.settle("tokens", 20, period=today, reservation=of)
+    assert await used(store) == 60
 
 
 async def test_a_request_that_comes_again_takes_the_place_of_what_was_reserved_for_it(store: Store) -> None:

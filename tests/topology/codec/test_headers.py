@@ -1,5 +1,6 @@
 """Headers: what a requester may send, what is refused by name, and what is passed on at a hop."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -171,7 +172,7 @@ def test_the_headers_of_a_hop_carry_everything_to_the_next_worker() -> None:
 
 
 def test_with_another_batch_the_headers_of_a_hop_stay_what_they_were() -> None:
-    flow, before = FlowHop(step="sum", deadline_ms=9, items=2), BatchHop(ticket="t", held=(1.0, 20.0, 0.5))
+    flow, before = FlowHop(step="sum", deadline_ms=9, items=2), BatchHop(ticket="t")
     hop = HopHeaders(
         attempts=3, errors=("b", "a"), first_seen_ms=5, due_ms=6, user_id="shop", expiration="60000", dead_at="now",
         replays=1, replayed_at="then", redelivered=True, hop_ms=7, back_ms=8, is_fresh=True, ran_ms=9, deaths=1,
@@ -182,6 +183,13 @@ def test_with_another_batch_the_headers_of_a_hop_stay_what_they_were() -> None:
     again = with_batch(headers, after := BatchHop(ticket="u", live=True), of=Names())
     assert read_hop(again) == replace(hop, batch=after)
     assert again.keys() == headers.keys() - {n.ROUTING_KEY, n.DELIVERY_COUNT}
+
+
+def test_a_batch_that_a_worker_of_0_4_0_has_written_is_read() -> None:
+    written = {"account": "a", "ticket": "t", "beta": "b", "held": [1, 20.0, 0.5], "held_until_ms": 9}
+    read = read_hop({n.BATCH: json.dumps(written)})
+    assert read.batch == BatchHop(account="a", ticket="t", headers='{"anthropic-beta": "b"}')
+    assert read_hop({n.BATCH: json.dumps({**written, "unknown": 1})}).batch is None
 
 
 @pytest.mark.parametrize(
