@@ -67,20 +67,6 @@ async def test_a_job_that_was_stopped_before_a_wait_does_not_wait() -> None:
             await asyncio.Event().wait()
 
 
-async def test_stopping_a_job_ends_its_wait() -> None:
-    job = Bench().job()
-    asyncio.get_running_loop().call_soon(job.stop, Stop.FENCED)
-    async with asyncio.timeout(1):
-        async with job.interruptible(None):
-            await asyncio.Event().wait()
-
-
-async def test_a_time_limit_of_something_else_is_no_end_of_the_wait() -> None:
-    with pytest.raises(TimeoutError, match="another"):
-        async with Bench().job().interruptible(60):
-            raise TimeoutError("another")
-
-
 async def test_a_wait_that_has_ended_cannot_be_stopped_later() -> None:
     job = Bench().job()
     async with job.interruptible(60):

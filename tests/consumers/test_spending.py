@@ -311,17 +311,6 @@ class Ground:
         await self.spending.finish(within_s=30)
 
 
-async def test_an_estimated_amount_is_corrected_by_the_answers_usage() -> None:
-    ground = Ground(lanes={"critical": daily(requests=10, tokens=10_000, usd=1)})
-
-    await ground.through(ground.job(), ANSWERED, usage=Amounts(1, 1500, 700), cost_usd=0.02)
-
-    assert ground.store.used["cap lane critical requests"] == 1
-    assert ground.store.used["cap lane critical tokens"] == 2200
-    assert ground.store.used["cap lane critical usd"] == pytest.approx(0.02)
-    assert ground.spending.totals()["lane"]["critical"] == Total(1, 2200, 0.02)
-
-
 async def test_what_a_killed_worker_held_gives_its_place_to_the_same_request_and_to_no_other() -> None:
     ground = Ground(lanes={"critical": daily(requests=1)})
     assert await ground.enter(ground.job(message_id="a")) is None

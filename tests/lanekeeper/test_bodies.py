@@ -217,14 +217,6 @@ async def test_what_is_older_than_it_may_be_is_removed(store: BodyStore, tmp_pat
     assert await store.fetch(kept) == b"hello"
 
 
-async def test_a_store_that_cannot_be_written_is_unavailable(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    store = BodyStore(f"file://{tmp_path}/file/bodies")
-    with pytest.raises(BodiesUnavailable, match=r"NotADirectoryError|FileExistsError"):
-        await store.keep([b"hello"])
-    store.close()
-
-
 async def test_an_answer_stays_as_long_as_its_result_and_no_request_removes_it(
     store: BodyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

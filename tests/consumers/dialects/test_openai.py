@@ -184,20 +184,6 @@ def test_a_caller_that_did_not_ask_for_usage_gets_none_in_the_chunks() -> None:
     assert [json.loads(each or b"") for each in passed] == [text, last]
 
 
-def test_a_stream_without_done_is_whole_if_it_said_why_it_ended() -> None:
-    whole, _ = taken(chunk({"content": "a"}), chunk(finish_reason="stop"))
-    whole.end()
-    cut, _ = taken(chunk({"content": "a"}))
-    with pytest.raises(TransientError, match=r"without a finish_reason and \[DONE\]"):
-        cut.end()
-
-
-def test_an_answer_without_usage_is_answered_but_not_counted() -> None:
-    body = {"choices": [{"index": 0, "message": {"content": "a"}, "finish_reason": "stop"}]}
-    answer = CHAT.read_answer(body, b"{}", provider="p", request_id=None, rate=None)
-    assert not answer.is_counted
-
-
 @pytest.mark.parametrize("dialect", sorted(n.OPENAI_DIALECTS))
 @pytest.mark.parametrize(
     "body", [{}, {"choices": []}, {"choices": 5}, {"data": []}, {"output": None}, {"type": "message"}]

@@ -27,16 +27,15 @@ from consumers.failures import (
     RejectedError,
     TransientError,
 )
-from consumers.limits.base import NOTHING, Amounts, CallInProgress
+from consumers.limits.base import Amounts, CallInProgress
 from consumers.providers.anthropic import (
     AnthropicProvider,
-    CloudApi,
     Lookups,
 )
 from consumers.providers.calling import Calling
 from consumers.providers.routes import HeaderRules
 from consumers.providers.streams import EventSplitter
-from consumers.providers.transport import bound_error_body, client_options
+from consumers.providers.transport import bound_error_body
 from tests.support.faulty_api import FaultyAPI
 from tests.support.malicious import MESSAGE as FIELDS
 from tests.support.virtual_time import virtually
@@ -150,22 +149,6 @@ async def test_a_broken_answer_is_a_transient_failure_and_closes_the_connection(
     assert len(api.calls) == 2
 
 
-@pytest.mark.slow
-async def test_the_time_that_forwarding_takes_does_not_count_against_the_provider(
-    provider: AnthropicProvider, asked: AskedFor
-) -> None:
-    received = Received()
-
-    async def slow_at_first(part: bytes) -> None:
-        if not received.parts:
-            await asyncio.sleep(1.2)
-        await received(part)
-
-    got = await provider.stream(asked(LONG), timeout_s=1, parts=slow_at_first)
-
-    assert got.stop_reason == "end_turn"
-
-
 async def test_an_error_while_forwarding_does_not_count_as_the_providers_failure(
     api: FaultyAPI, provider: AnthropicProvider, asked: AskedFor
 ) -> None:
@@ -187,23 +170,6 @@ async def test_a_request_sent_before_the_connection_was_lost_may_have_been_paid(
 
     assert len(api.calls) == 1
     assert caught.value.spent(RESERVED) == RESERVED
-
-
-async def test_a_request_that_could_not_be_signed_was_not_sent(asked: AskedFor) -> None:
-    class Unsigned:
-        async def get(self, *_: Any, **__: Any) -> None: ...
-
-        async def post(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("no credentials")
-
-        async def close(self) -> None: ...
-
-    provider = AnthropicProvider(Unsigned(), name="aws", secret="", api=CloudApi(signing_errors=(RuntimeError,)))
-
-    with pytest.raises(AccountError, match="no credentials were found") as caught:
-        await provider.stream(asked(), timeout_s=60, parts=None)
-
-    assert caught.value.spent(RESERVED) == NOTHING
 
 
 async def test_what_python_shows_of_a_provider_has_no_key(provider: AnthropicProvider, asked: AskedFor) -> None:
@@ -416,29 +382,6 @@ async def test_a_free_probe_lists_the_models_and_calls_one_where_there_is_no_lis
         made.clear()
         await provider.probe("m", by_call=True)
         assert made == [CALLED]
-
-
-@pytest.mark.parametrize(
-    ("url", "is_here"),
-    [
-        ("http://127.0.0.1:8080/v1", True),
-        ("http://127.9.9.9", True),
-        ("http://[::1]:1", True),
-        ("http://localhost", True),
-        ("http://10.0.0.1", False),
-        ("https://api.anthropic.com", False),
-        ("https://localhost.example", False),
-        ("", False),
-    ],
-)
-async def test_clients_do_not_retry_or_follow_and_use_a_proxy_only_to_other_machines(url: str, is_here: bool) -> None:
-    options = client_options(url)
-    http = options["http_client"]
-
-    assert (options["max_retries"], options["open_telemetry"], http.follow_redirects) == (0, False, False)
-    assert (options["timeout"].connect, options["timeout"].read) == (5.0, None)
-    assert http.trust_env != is_here
-    await http.aclose()
 
 
 def sse(**event: Any) -> bytes:

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from consumers.failures import AccountError, RateLimitedError, RejectedError, TransientError
+from consumers.limits.base import NOTHING, Amounts
 from consumers.providers import cloud
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import FrameSplitter, bedrock, foundry, vertex
@@ -162,11 +163,12 @@ async def test_missing_credentials_are_the_operators_fault(
     monkeypatch.setenv("AWS_CONFIG_FILE", "/not/there")
     provider = cloud.bedrock(name="aws", region="eu-west-9", base_url=recorder.url)
 
-    with pytest.raises(AccountError, match="no credentials were found"):
+    with pytest.raises(AccountError, match="no credentials were found") as caught:
         await provider.stream(asked(), timeout_s=60, parts=None)
     await provider.aclose()
 
     assert recorder.requests == []
+    assert caught.value.spent(Amounts(1, 10, 10)) == NOTHING
 
 
 @pytest.mark.parametrize(("streamed", "verb"), [(False, "rawPredict"), (True, "streamRawPredict")])
