@@ -250,25 +250,6 @@ async def test_a_failure_caused_by_the_request_is_not_tried_with_another_provide
     assert two.calls == (1, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", ["authentication", "billing", "spend_limit", "usage_limit", "permission", "html"])
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_error_of_the_account_pauses_the_provider_and_takes_no_attempt(
-    providers: Open, fault: str, stream: bool
-) -> None:
-    two = await providers(failing(fault))
-
-    first = await two.ask("hello", BOTH[0], stream=stream)
-    assert isinstance(first, Deferred)
-    assert two.job.attempts == 0
-    assert "event: paused" in two.bench.log
-    called = two.calls
-
-    assert isinstance(await two.ask("hello", BOTH[0], id="m-2"), Deferred)
-    assert two.calls == called, "no further call is wasted"
-    assert answered_by(await two.ask("hello", *BOTH, id="m-3")) == "two"
-
-
 @pytest.mark.parametrize("fault", ["permission", "not_found", "usage_limit"])
 async def test_an_error_that_the_request_alone_brings_about_ends_it_and_pauses_nothing(
     providers: Open, fault: str

@@ -194,14 +194,6 @@ async def test_a_timeout_error_that_is_not_the_deadlines_is_an_internal_error(be
         await handle(bench, bench.job(), FakeProvider(TimeoutError()))
 
 
-async def test_gates_that_were_entered_are_left_in_reverse_order(bench: Bench) -> None:
-    log: list[str] = []
-    end = Deferred(delay_ms=5, reason="x")
-    gates = (FakeGate(log, "a"), FakeGate(log, "b"), FakeGate(log, "c", end), FakeGate(log, "d"))
-    assert await handle(bench, bench.job(), gates=gates) == end
-    assert log == ["a enter", "b enter", "c enter", "b leave Deferred", "a leave Deferred"]
-
-
 async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(bench: Bench) -> None:
     log: list[str] = []
 
@@ -217,14 +209,3 @@ async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(
     with pytest.raises(asyncio.CancelledError):
         await working
     assert log[-1] == "a leave Answered"
-
-
-async def test_a_request_that_waits_during_a_pause_counts_no_attempt(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
-    paused = Pausing({"store": lambda: "locked"})
-    job, provider = bench.job(), FakeProvider()
-    outcome = await handle(bench, job, provider, pausing=paused)
-    assert outcome == Deferred(delay_ms=1000, reason="paused")
-    assert (job.attempts, provider.asked) == (0, [])

@@ -14,19 +14,6 @@ class Clock:
         return self.now_s
 
 
-def test_a_limit_holds_so_much_at_once_and_gains_with_time() -> None:
-    clock = Clock()
-    some = RateLimit(per_s=2, at_once=3, clock=clock)
-
-    assert [some.take("a") for _ in range(4)] == [True, True, True, False]
-    clock.now_s += 0.25
-    assert not some.take("a")
-    clock.now_s += 0.25
-    assert [some.take("a") for _ in range(2)] == [True, False]
-    clock.now_s += 1000
-    assert [some.take("a", 3), some.take("a", 0.5)] == [True, False]
-
-
 def test_the_tenant_that_asked_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limit, "NAMES_KEPT", 2)
     some, throttle = RateLimit(per_s=0, at_once=1, clock=Clock()), LogThrottle(clock=Clock())

@@ -148,15 +148,6 @@ async def test_a_process_that_died_before_it_recorded_a_firing_is_followed_by_on
     assert await world.at("2026-11-26T01:30:21Z", world.process(), owner="two") == []
 
 
-async def test_another_process_goes_on_when_the_leader_has_died() -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    first, second = world.process(), world.process()
-    await first.look(owner="one")
-    assert await world.at("2026-11-26T01:30:01Z", second, owner="two") == ["schedule-nightly-20261126T013000Z"]
-    assert second.figures()["nightly"]["last"] == "schedule-nightly-20261126T013000Z"
-    assert second.figures()["nightly"]["next"] == "2026-11-27T01:30:00.000Z"
-
-
 @pytest.mark.parametrize(
     ("missed", "published"), [("skip", []), ("once", ["schedule-nightly-20261126T013000Z"])], ids=["skip", "once"]
 )
@@ -170,16 +161,6 @@ async def test_missed_times_are_told_and_run_once_or_not(missed: Any, published:
     (told,) = [each for each in logs if each["event"] == "schedule.missed"]
     assert (told["schedule"], told["count"], told["runs_once"]) == ("nightly", 6 - len(published), missed == "once")
     assert await world.at("2026-11-26T09:01Z", world.process(), owner="one") == []
-
-
-async def test_a_broker_that_is_away_delays_a_firing() -> None:
-    world = World(NIGHTLY, "2026-11-25T20:00Z")
-    process = world.process()
-    await process.look(owner="one")
-    world.publisher.failure = BrokerUnreachable("away")
-    assert await world.at("2026-11-26T01:30:01Z", process) == []
-    world.publisher.failure = None
-    assert await world.at("2026-11-26T01:30:50Z", process) == ["schedule-nightly-20261126T013000Z"]
 
 
 async def test_a_time_at_which_nothing_could_be_published_is_told_as_late_until_it_runs() -> None:

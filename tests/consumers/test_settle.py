@@ -345,13 +345,6 @@ async def test_what_had_ended_may_still_have_to_be_parked_if_its_message_was_wor
     assert found.buries is buries
 
 
-async def test_the_same_answer_at_another_time_is_a_replay(bench: Bench) -> None:
-    await bench.settler.settle(bench.job(), ANSWERED)
-    bench.settler.now_ms = lambda: NOW_MS + 1
-    assert isinstance(await bench.settler.settle(bench.job(), ANSWERED), Replayed)
-    assert [each.message.headers.get(n.REPLAYED) for each in bench.publisher.sent] == [None, True]
-
-
 @pytest.mark.parametrize("outcome", [UNREADABLE, BURIED])
 async def test_a_redelivered_request_that_had_ended_is_replayed_whatever_its_new_outcome(
     bench: Bench, outcome: Outcome

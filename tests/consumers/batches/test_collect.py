@@ -267,12 +267,6 @@ async def test_a_gathered_ticket_becomes_one_batch_and_waits_for_it(collecting: 
     assert collecting.collector.requests_waiting == 3
 
 
-async def test_requests_that_another_ticket_has_are_left_to_it(collecting: Collecting) -> None:
-    ticket = await collecting.gathered(*items(3))
-    await collecting.gathered(*items(1), id="b" * 24)
-    assert [item.number for item in (await collecting.again(ticket)).items] == [1, 2]
-
-
 async def test_a_request_that_another_of_its_messages_runs_live_is_in_no_batch(collecting: Collecting) -> None:
     ticket = await collecting.gathered(*items(3))
     fingerprint = Fingerprint(body_hash=b"h" * 16, mark=b"m" * 16, redelivered=False, nonce=b"n" * 8)
@@ -386,21 +380,6 @@ async def test_a_batch_whose_creation_was_not_answered_is_found_when_it_has_ende
     assert len(results(await collecting.take(adopted))) == 2
 
 
-async def test_two_tickets_whose_creations_were_not_answered_each_find_their_own(collecting: Collecting) -> None:
-    provider, lost = collecting.provider, TransientError("cut off", type="connection")
-    provider.refusals, provider.is_created_though = [lost, lost], True
-    other = [replace(item, identity=Identity("other", item.identity.id)) for item in items(2)]
-    first = await collecting.again(await collecting.gathered(*items(2)))
-    second = await collecting.again(await collecting.gathered(*other, id="b" * 24))
-    first, second = await collecting.again(first), await collecting.again(second)
-    assert len(first.candidates) == len(second.candidates) == 2
-    provider.end("msgbatch_1")
-    provider.end("msgbatch_2")
-    assert (await collecting.again(second)).batch_id == "msgbatch_2"
-    assert (await collecting.again(first)).batch_id == "msgbatch_1"
-    assert len(collecting.submitted()) == 2
-
-
 async def test_a_lost_store_loses_no_request_and_makes_no_second_batch(collecting: Collecting) -> None:
     ticket = await collecting.gathered(*items(2))
     await collecting.again(ticket)
@@ -481,19 +460,6 @@ async def test_of_two_copies_of_a_ticket_one_at_a_time_is_worked_on(collecting: 
     collecting.provider.may_list.set()
     await first
     assert (await collecting.again(copy)).batch_id == "msgbatch_1"
-    assert len(collecting.submitted()) == 1
-
-
-async def test_before_a_batch_is_made_of_fewer_requests_its_ticket_says_of_how_many(collecting: Collecting) -> None:
-    whole = await collecting.gathered(*items(3))
-    ticket = replace(whole, stage=TicketStage.ADOPTING, requests=3, items=whole.items[1:])
-    (sent,) = await collecting.take(ticket)
-    ticket = collecting.read(sent)
-    assert (ticket.requests, delay_ms(sent), collecting.submitted()) == (2, 0, [])
-    await collecting.again(ticket)
-    await forget(collecting, "msgbatch_1")
-    again = await collecting.again(await collecting.again(ticket, redelivered=True))
-    assert again.candidates == ("msgbatch_1",)
     assert len(collecting.submitted()) == 1
 
 

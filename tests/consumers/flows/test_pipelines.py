@@ -175,28 +175,6 @@ async def test_if_the_store_loses_an_item_before_all_are_joined_the_fan_out_look
     assert (outcome.flow.step, outcome.flow.done, outcome.delay_ms, outcome.of) == ("s", 0, 100, 1)
 
 
-@pytest.mark.parametrize(
-    ("code", "ended_ms", "runs_again", "fails"),
-    [
-        ("cancelled", NOW_MS, True, False),
-        ("cancelled", NOW_MS - 1, False, False),
-        ("attempts_exhausted", NOW_MS, False, True),
-    ],
-)
-async def test_an_item_that_an_earlier_run_left_while_this_one_has_begun_is_published_again(
-    code: str, ended_ms: int, runs_again: bool, fails: bool
-) -> None:
-    bench = Bench()
-    steps = pipelines(bench, EACH)
-    job, found = given(bench, b"[1]")
-    outcome = await steps.enter(job, found)
-    (item,) = (Identity(job.identity.tenant, each.message.message_id or "") for each in bench.publisher.sent)
-    await end(bench, item, replace(FAILED, code=code, ended_ms=ended_ms))
-    outcome = await again(steps, job, found, outcome)
-    assert len(bench.publisher.sent) == 1 + runs_again
-    assert isinstance(outcome, (Refused, DeadLettered)) == fails
-
-
 @pytest.mark.parametrize(("user", "tenant", "told"), [(None, "", False), ("a", "a", False), (None, "a", True)])
 async def test_an_item_belongs_to_the_tenant_of_its_pipeline(user: str | None, tenant: str, told: bool) -> None:
     bench = Bench()

@@ -14,7 +14,6 @@ from tests.support.jobs import NOW_MS, Bench, decoded, read
 from topology.codec.headers import BatchHop, HopHeaders, hop_headers
 from topology.lanes import BATCH, BatchSpec, LaneSpec
 
-DAY_MS = 86_400_000
 ROUTE = Route(provider="one", model=BATCH.model, name="haiku-by-its-own-name", account="one/haiku")
 BODY = {"model": BATCH.model, "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -35,24 +34,6 @@ def a_job(lane: LaneSpec = BATCH, *, body: dict[str, Any] | None = None, **prope
 
 async def enter(job: Job, **given: Any) -> Outcome | None:
     return await gate(**given).enter(job, decoded(job))
-
-
-async def test_a_request_that_can_wait_goes_into_a_batch() -> None:
-    job = a_job(headers={"anthropic-beta": "a-beta"})
-
-    outcome = await enter(job)
-
-    assert isinstance(outcome, Batched)
-    assert json.loads(outcome.params) == {**BODY, "model": ROUTE.name}
-    assert job.batch == BatchHop(
-        account="one/haiku",
-        provider="one",
-        model=BATCH.model,
-        headers='{"anthropic-beta": "a-beta"}',
-        tokens=71,
-        deadline_ms=NOW_MS + DAY_MS,
-        tenant="crm",
-    )
 
 
 async def test_the_nearest_deadline_that_is_gathered_is_a_setting() -> None:
@@ -77,19 +58,6 @@ def back(**batch: Any) -> Job:
     """A request that a batch, or its gathering, has sent back."""
     headers = hop_headers(HopHeaders(batch=BatchHop(**batch), user_id="crm", first_seen_ms=NOW_MS))
     return a_job(exchange="lane.due", headers=headers)
-
-
-async def test_what_came_back_with_its_result_passes() -> None:
-    result = b'{"custom_id": "a-1"}'
-    headers = hop_headers(HopHeaders(batch=BatchHop(result_bytes=len(result)), user_id="crm"))
-    bench = Bench()
-    body = json.dumps(BODY).encode()
-    delivery = bench.delivery(body=body + result, exchange="lane.due", routing_key="batch.crm.x", headers=headers)
-    job = read(bench.job(lane=BATCH, delivery=delivery), Chain((ROUTE,)))
-
-    assert job.message.body == body
-    assert job.batch_result == result
-    assert await enter(job) is None
 
 
 async def test_what_another_ticket_had_is_gathered_again_and_remembers_how_often() -> None:

@@ -95,19 +95,6 @@ def test_a_stream_that_was_cut_is_charged_what_has_come_of_it() -> None:
     story(tell)
 
 
-def test_a_request_that_would_wait_too_long_with_its_delivery_is_deferred_with_the_reason() -> None:
-    async def tell(on: Ground) -> None:
-        await on.spend("one/m", requests=1000)
-        began_s = on.loop.time()
-        outcome = await on.enter(on.job(BATCH))
-
-        assert on.loop.time() - began_s == pytest.approx(on.spec.hold_s)
-        assert outcome == Deferred(delay_ms=1000, reason="rpm")
-        assert on.budgets.waiting() == {}
-
-    story(tell)
-
-
 def test_waiting_for_one_account_does_not_delay_a_lanes_requests_for_another() -> None:
     async def tell(on: Ground) -> None:
         lane = replace(BATCH, slots=4)

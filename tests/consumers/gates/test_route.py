@@ -93,21 +93,6 @@ def test_a_request_whose_deadline_comes_before_the_breaker_closes_is_refused_at_
     virtually(story())
 
 
-def test_a_request_whose_deadline_comes_during_a_short_wait_is_refused_at_once() -> None:
-    async def story() -> None:
-        ground = Ground("one")
-        for route in ground.all:
-            await ground.break_(route)
-        began_s = asyncio.get_running_loop().time()
-
-        outcome = await ground.enter(ground.job(**{"x-lane-deadline-ms": 100}))
-
-        assert isinstance(outcome, Refused)
-        assert asyncio.get_running_loop().time() == began_s
-
-    virtually(story())
-
-
 @pytest.mark.parametrize(("well_after_s", "is_let_through"), [(0.5, True), (10.0, False)])
 def test_while_a_provider_is_paused_a_request_is_refused_only_when_its_time_is_over(
     well_after_s: float, is_let_through: bool

@@ -165,14 +165,6 @@ def test_only_guessed_limits_that_requests_wait_for_grow_and_by_a_tenth_every_te
     assert account.per_minute().output_tokens == pytest.approx(8_000 * 1.2), "none waited since"
 
 
-@pytest.mark.parametrize(("announced", "found"), [(60, 30), (20, 20)])
-def test_the_lower_of_the_announced_limit_and_the_operators_cap_counts(announced: float, found: float) -> None:
-    account = Account("a", BudgetSpec(accounts={"a": AccountCaps(requests=30)}), now_s=0)
-    account.learn(heard(requests=BucketHeaders(limit=announced)), 0)
-
-    assert account.per_minute().requests == found
-
-
 def test_a_provider_that_announces_no_limits_has_none_until_it_refuses_a_call() -> None:
     account = Account("a", BudgetSpec(), now_s=0)
     account.learn(ANSWERED, 0)

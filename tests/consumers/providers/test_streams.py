@@ -117,9 +117,8 @@ def test_an_endless_event_is_refused() -> None:
 EVENTS = [b'{"type":"message_start","message":{}}', b'{"type":"ping"}', b'{"type":"message_stop"}']
 
 
-def frame(payload: bytes, *, before: bytes = b"", **headers: str) -> bytes:
-    """A frame. `before`: the bytes of further headers, which come first."""
-    said = before + b"".join(
+def frame(payload: bytes, **headers: str) -> bytes:
+    said = b"".join(
         bytes([len(name) + 1])
         + b":"
         + name.replace("_", "-").encode()
@@ -172,29 +171,6 @@ def test_frames_of_other_types_are_ignored() -> None:
     other = frame(b"{}", message_type="event", event_type="initial-response")
 
     assert FrameSplitter(max_event_bytes=1000).feed(other + event(EVENTS[1])) == [EVENTS[1]]
-
-
-@pytest.mark.parametrize(
-    ("type", "value"),
-    [
-        (0, b""),
-        (2, b"1"),
-        (6, b"\x00\x05bytes"),
-        (6, b"\x01\x04" + b"x" * 260),
-        (7, b"\x00\x04text"),
-        (8, b"12345678"),
-        (9, b"1234567890123456"),
-    ],
-)
-def test_a_header_of_any_type_may_come_before_those_that_are_read(type: int, value: bytes) -> None:
-    header = b"\x05:more" + bytes([type]) + value
-    payload = b'{"message": "Too many"}'
-
-    (data,) = FrameSplitter(max_event_bytes=1000).feed(
-        frame(payload, before=header, message_type="exception", exception_type="throttlingException")
-    )
-
-    assert json.loads(data)["error"] == {"type": "rate_limit_error", "message": "Too many"}
 
 
 @given(st.integers(0, 200), st.integers(1, 255))
