@@ -20,7 +20,6 @@ from consumers.limits.base import Amounts, Reservation
 from consumers.limits.estimates import Estimates
 from consumers.outcomes import Answered, DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.prices import Prices
-from consumers.progress import Progress
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.registry import Registry
@@ -110,7 +109,6 @@ class TwoProviders:
         call_timeout_s: float = NORMAL.call_timeout_s,
         long_call: bool = False,
         reserved: Route | None = None,
-        progress: Progress | None = None,
     ) -> Outcome:
         """Make one attempt; with both providers if no routes are given. `reserved`: the first route, unless given."""
         content = [{"role": "user", "content": prompt}]
@@ -122,7 +120,6 @@ class TwoProviders:
             headers={n.STREAM: stream, n.DEADLINE_MS: deadline_ms, n.LONG_CALL: long_call},
         )
         read(job, Chain(routes or BOTH), now_ms=self.now_ms())
-        job.progress = progress
         self.job, job.reserved = job, reserve(reserved or (routes or BOTH)[0])
         return await self.attempts.make(job, decoded(job))
 

@@ -226,9 +226,9 @@ async def test_where_users_are_required_a_message_without_user_is_refused(bench:
     assert bench.to("").headers == {n.CONTROL: "error", n.REQUEST_ID: "m-1"}
 
 
-async def brakes(bench: Bench, kind: str, body: Any, *, user: str | None = "ops") -> Any:
+async def brakes(bench: Bench, kind: str, body: Any) -> Any:
     bench.publisher.sent.clear()
-    delivery = await read(bench, body, kind=kind, user_id=user)
+    delivery = await read(bench, body, kind=kind, user_id="ops")
     assert delivery.log[-1] == "ack"
     return told(bench)
 

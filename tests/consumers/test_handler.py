@@ -1,7 +1,7 @@
 """The pipeline: each step, in order, can end a request, and each gate gives back what it took."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from consumers.limits.base import CallInProgress
 from consumers.outcomes import DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
-from consumers.slots.pausing import Pausing
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
@@ -83,22 +82,19 @@ async def handle(
     provider: FakeProvider | None = None,
     *,
     gates: Sequence[FakeGate | ClaimGate] | None = None,
-    now_ms: Callable[[], int] = lambda: NOW_MS,
-    pausing: Pausing | None = None,
     breakers: Breakers | None = None,
 ) -> Outcome:
+    bodies = Fetching(None, most_bytes=0)
     steps = handler(
         attempts(
             Registry(provider or FakeProvider(), tracing=Tracing()),
             replies=bench.replies,
             lifecycle=bench.lifecycle,
             breakers=breakers,
-            pausing=pausing,
-            now_ms=now_ms,
         ),
         gates=(
-            Gate(partial(refuse_if_late, breakers=Breakers(), now_ms=now_ms)),
-            Gate(partial(defer_until_due, claiming=bench.claiming, bodies=Fetching(None, most_bytes=0), now_ms=now_ms)),
+            Gate(partial(refuse_if_late, breakers=Breakers(), now_ms=lambda: NOW_MS)),
+            Gate(partial(defer_until_due, claiming=bench.claiming, bodies=bodies, now_ms=lambda: NOW_MS)),
         )
         if gates is None
         else [Gate(gate.enter, gate.leave) for gate in gates],

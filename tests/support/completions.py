@@ -34,10 +34,11 @@ def failed(code: str = "attempts_exhausted", *, ended_ms: int = 1_000) -> Comple
     return Completion(status="error", code=code, body=b'{"code": "x"}\x00\xff', headers={}, ended_ms=ended_ms)
 
 
-def untried(code: str = "deadline_exceeded", *, size: int = 500) -> Completion:
+def untried(*, size: int) -> Completion:
     """The completion of a request that ended before any attempt."""
     body = b'{"code": "x", "detail": "%s"}' % (b"x" * size)
-    return Completion(status="error", code=code, body=body, headers={"x-lane-attempt": 0}, ended_ms=1_000)
+    headers = {"x-lane-attempt": 0}
+    return Completion(status="error", code="deadline_exceeded", body=body, headers=headers, ended_ms=1_000)
 
 
 CANCELLED = failed("cancelled", ended_ms=5)

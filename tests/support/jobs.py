@@ -222,13 +222,12 @@ def attempts(
     replies: Replies,
     lifecycle: Lifecycle,
     breakers: Breakers | None = None,
-    pausing: Pausing | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
     budget_gate: BudgetGate | None = None,
-    claiming: Claiming | None = None,
 ) -> Attempts:
     """An `Attempts`. Unless `budget_gate` is given, its budget suffices for everything."""
     breakers, rng, spec = breakers or Breakers(), random.Random(5), BudgetSpec()
+    claiming = Claiming(MemoryStore())
     return Attempts(
         registry,
         breakers=breakers,
@@ -243,11 +242,11 @@ def attempts(
         ),
         replies=replies,
         lifecycle=lifecycle,
-        pausing=pausing or Pausing({}),
+        pausing=Pausing({}),
         policy=RetryPolicy(),
         now_ms=now_ms,
         rng=rng,
-        call_begins=(claiming := claiming or Claiming(MemoryStore())).call_begins,
+        call_begins=claiming.call_begins,
         keep_files=claiming.keep_files,
         hold_again=granted,
     )
@@ -378,8 +377,8 @@ async def none_waits(queues: list[str]) -> dict[str, int]:
     return {"lane.control": 0}
 
 
-def answers_of(bench: Bench, *, bound: bool = False) -> ControlAnswers:
-    return ControlAnswers(bench.reply_sender, rule=ReplyRule(names=NAMES, bound=bound), notices=bench.notices)
+def answers_of(bench: Bench) -> ControlAnswers:
+    return ControlAnswers(bench.reply_sender, rule=ReplyRule(names=NAMES), notices=bench.notices)
 
 
 def control(bench: Bench, session: FakeSession, **given: Any) -> Control:

@@ -16,8 +16,8 @@ def jpeg(width: int, height: int, *, frame: int = 0xC0, exif: int = 100) -> byte
     return b"\xff\xd8" + segments + b"\xff" + struct.pack(">BHBHHB", frame, 17, 8, height, width, 3) + bytes(90)
 
 
-def picture(raw: bytes, media_type: str = "image/png") -> dict[str, object]:
-    source = {"type": "base64", "media_type": media_type, "data": b64encode(raw).decode()}
+def picture(raw: bytes) -> dict[str, object]:
+    source = {"type": "base64", "media_type": "image/png", "data": b64encode(raw).decode()}
     return {"type": "image", "source": source}
 
 

@@ -191,12 +191,10 @@ async def private_broker(
     *,
     sources: Sequence[str] = SOURCES,
     image: str | None = None,
-    say: Say = say_on_stderr,
-    kept: Path | None = None,
 ) -> AsyncIterator[PrivateBroker]:
     """Run a broker inside the block, from the first of `sources` that has one. Raises BrokerUnreachable."""
-    with closing(PrivateBroker(kept)) as broker:
-        await broker.begin(sources, image, say)
+    with closing(PrivateBroker()) as broker:
+        await broker.begin(sources, image, say_on_stderr)
         yield broker
 
 

@@ -214,11 +214,11 @@ def test_workers_of_all_versions_look_for_a_tenant_in_the_same_side_queue_first(
 LARGE = json.dumps(["x" * SPLIT_BYTES]).encode()
 
 
-async def round_of(bench: Bench, steps: Pipelines, body: bytes = LARGE) -> tuple[Job, Message, Message]:
+async def round_of(bench: Bench, steps: Pipelines) -> tuple[Job, Message, Message]:
     """A fan-out that was published, and the two messages that go round then: that which keeps its state, and that which
     looks."""
-    job, found = given(bench, body)
-    job.message.body = body
+    job, found = given(bench, LARGE)
+    job.message.body = LARGE
     outcome = await steps.enter(job, found)
     assert isinstance(outcome, PipelineAdvanced)
     await bench.settler.settle(job, outcome)
@@ -367,10 +367,10 @@ async def test_a_store_that_loses_items_again_and_again_ends_the_fan_out() -> No
 ELSEWHERE = StepSpec(name="s", prompt="hi", lane="batch")
 
 
-def begun(bench: Bench, *, user: str | None, body: bytes = b"[1]") -> tuple[Job, Decoded]:
+def begun(bench: Bench, *, user: str | None) -> tuple[Job, Decoded]:
     job = read(bench.job(body=BODY, user_id=user))
     found = decoded(job)
-    job.decoded = replace(found, request=replace(found.request, pipeline="p", body=body))
+    job.decoded = replace(found, request=replace(found.request, pipeline="p", body=b"[1]"))
     return job, job.decoded
 
 

@@ -27,9 +27,9 @@ def gate(*, has_batches: bool = True) -> BatchGate:
     )
 
 
-def a_job(lane: LaneSpec = BATCH, *, body: dict[str, Any] | None = None, **properties: Any) -> Job:
+def a_job(lane: LaneSpec = BATCH, **properties: Any) -> Job:
     given = {"routing_key": "batch.crm.enrich", "user_id": "crm", **properties}
-    return read(Bench().job(lane=lane, body=json.dumps(body or BODY).encode(), **given), Chain((ROUTE,)))
+    return read(Bench().job(lane=lane, body=json.dumps(BODY).encode(), **given), Chain((ROUTE,)))
 
 
 async def enter(job: Job, **given: Any) -> Outcome | None:

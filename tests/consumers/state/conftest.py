@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from consumers.state.base import StoreSpec
+from consumers.state.base import StoreSpec, StoreUnavailable
 from consumers.state.redis.store import RedisStore
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.store import Store
+from tests.support.completions import ME, fingerprint
 from tests.support.redis import RedisServer, redis_server
+from tests.support.waiting import until
 
 Opened = Callable[..., Awaitable[Store]]
 
@@ -50,3 +52,24 @@ async def opened(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 @pytest.fixture
 async def store(opened: Opened) -> Store:
     return await opened()
+
+
+async def trouble_with(store: Store) -> str:
+    with pytest.raises(StoreUnavailable) as caught:
+        await store.claim(ME, fingerprint())
+    assert store.trouble == str(caught.value)
+    return str(caught.value)
+
+
+async def is_well_again(store: Store) -> object:
+    """The result of a claim once the store works again; nothing is done except trying again."""
+
+    async def claimed() -> object:
+        try:
+            return await store.claim(ME, fingerprint(redelivered=True))
+        except StoreUnavailable:
+            return None
+
+    found = await until(claimed)
+    assert store.trouble is None
+    return found

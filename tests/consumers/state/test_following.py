@@ -37,9 +37,9 @@ def submission(**said: Any) -> Submission:
     return Submission(**found)
 
 
-async def followed(store: Store, me: Identity = ME, **said: Any) -> Submitted:
+async def followed(store: Store, **said: Any) -> Submitted:
     until_ms = time.time_ns() // 1_000_000 + 60_000
-    return await store.follow(me, submission(**said), first_entry=QUEUED, keep_until_ms=until_ms)
+    return await store.follow(ME, submission(**said), first_entry=QUEUED, keep_until_ms=until_ms)
 
 
 async def held(store: Store, me: Identity = ME) -> Held:
@@ -52,8 +52,8 @@ def part(holder: Held, *told: tuple[str, bytes]) -> NewEntries:
     return NewEntries(holder, submission(), [NewEntry(*each) for each in told])
 
 
-async def look(store: Store, after: int = 0, me: Identity = ME) -> Look:
-    (found,) = await store.look([(me, after)])
+async def look(store: Store, after: int = 0) -> Look:
+    (found,) = await store.look([(ME, after)])
     assert found is not None
     return found
 

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from consumers.state.base import Ended, Granted, Held, Running, StoreSpec, StoreUnavailable
 from consumers.state.redis.store import RedisStore
 from service.config.settings import TlsSettings
+from tests.consumers.state.conftest import is_well_again, trouble_with
 from tests.support.certificates import certificate
 from tests.support.completions import ME, answered, fingerprint
 from tests.support.memory_store import current
@@ -27,25 +28,6 @@ PASSWORD = "s3cret"
 
 def a_store(url: str) -> RedisStore:
     return RedisStore(url, namespace="lane")
-
-
-async def trouble_with(store: RedisStore) -> str:
-    with pytest.raises(StoreUnavailable) as caught:
-        await store.claim(ME, fingerprint())
-    assert store.trouble == str(caught.value)
-    return str(caught.value)
-
-
-async def is_well_again(store: RedisStore) -> object:
-    async def claimed() -> object:
-        try:
-            return await store.claim(ME, fingerprint(redelivered=True))
-        except StoreUnavailable:
-            return None
-
-    found = await until(claimed)
-    assert store.trouble is None
-    return found
 
 
 @asynccontextmanager

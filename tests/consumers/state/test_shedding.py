@@ -167,14 +167,14 @@ def test_a_full_sqlite_file_comes_below_its_limit_and_no_tenant_below_its_share_
     asyncio.run(run())
 
 
-async def full_file(path: Path, spare: int = -1) -> SqliteStore:
-    """With 32 results of the same size, by so much above its limit."""
+async def full_file(path: Path) -> SqliteStore:
+    """With 32 results of the same size, by a byte above its limit."""
     async with SqliteStore(path, namespace="lane") as store:
         for number in range(32):
             id = Identity("flood", f"{number:02}")
             await store.complete(id, fingerprint(), answered("x" * 8000, ended_ms=number), token=None)
         used = await store.transact("look", lambda tables, _: tables.used_bytes())
-    return SqliteStore(path, namespace="lane", spec=StoreSpec(max_bytes=used + spare))
+    return SqliteStore(path, namespace="lane", spec=StoreSpec(max_bytes=used - 1))
 
 
 async def test_what_a_full_file_loses_is_chosen_at_one_moment_and_in_bounded_steps(

@@ -18,9 +18,8 @@ from typing_extensions import override
 from consumers.state.base import Ended, Firing, Found, Granted, Identity, Pause, Running, StoreUnavailable
 from consumers.state.sqlite import file as sqlite_file
 from consumers.state.sqlite.store import SqliteStore
-from consumers.state.store import Store
+from tests.consumers.state.conftest import is_well_again, trouble_with
 from tests.support.completions import ME, answered, fingerprint
-from tests.support.waiting import until
 
 PAUSE = Pause(kind="lane", name="batch", since_ms=1_790_000_000_000, until_ms=None, who="ann", why="too dear")
 A = Identity("", "a")
@@ -61,27 +60,6 @@ async def test_who_follows_sees_the_new_file_after_the_old_one_was_removed(path:
         (found,) = await store.look([(ME, 0)])
     assert found is not None
     assert not found.is_known
-
-
-async def trouble_with(store: Store) -> str:
-    with pytest.raises(StoreUnavailable) as caught:
-        await store.claim(ME, fingerprint())
-    assert store.trouble == str(caught.value)
-    return str(caught.value)
-
-
-async def is_well_again(store: Store, identity: Identity = ME) -> object:
-    """The result of a claim once the store works again; nothing is done except trying again."""
-
-    async def claimed() -> object:
-        try:
-            return await store.claim(identity, fingerprint(redelivered=True))
-        except StoreUnavailable:
-            return None
-
-    found = await until(claimed)
-    assert store.trouble is None
-    return found
 
 
 async def test_only_its_owner_may_read_the_file(tmp_path: Path) -> None:

@@ -161,9 +161,9 @@ def test_a_body_that_compresses_extremely_well_is_accepted() -> None:
 PIPED = {"x-lane-pipeline": "digest"}
 
 
-def decode_named(found: Message, *, hop: HopHeaders | None = None) -> Request:
+def decode_named(found: Message) -> Request:
     return decoding.decode(
-        found, lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS, handlers={"resize"}, pipelines={"digest"}
+        found, lane=CRITICAL, request_id="r-1", hop=None, now_ms=NOW_MS, handlers={"resize"}, pipelines={"digest"}
     )
 
 
