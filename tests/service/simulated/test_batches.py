@@ -108,28 +108,6 @@ async def test_a_batch_takes_its_time_and_a_cancelled_one_has_what_was_done_by_t
         await sdk.messages.batches.retrieve(batch.id)
 
 
-async def test_endpoints_fail_as_told(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
-    batches = sdk.messages.batches
-    api.batches.fail("create", "overloaded x2")
-    api.batches.fail("create", "reset")
-    for expected in (anthropic.OverloadedError, anthropic.OverloadedError, anthropic.APIConnectionError):
-        with pytest.raises(expected):
-            await batches.create(requests=asking("a"))
-    (cut,) = api.batches.all
-    assert (await batches.retrieve(cut)).processing_status == "ended"
-    api.batches.fail("results", "truncated")
-    with pytest.raises(Exception, match=r"payload|peer|closed|complete"):
-        await results(sdk, cut)
-    api.batches.fail("retrieve", "vanish")
-    for _ in range(2):
-        with pytest.raises(anthropic.NotFoundError):
-            await batches.retrieve(cut)
-    with pytest.raises(ValueError, match="no endpoint"):
-        api.batches.fail("update", "overloaded")
-    with pytest.raises(ValueError, match="no fault"):
-        api.batches.fail("create", "overloded")
-
-
 async def test_the_ledger_bills_answers_alone_and_those_of_batches_by_half(sdk: AsyncAnthropic, api: FaultyAPI) -> None:
     live = (await sdk.messages.create(**params())).usage
     asked = asking("hello", "[[fault: expired]]", "[[fault: invalid]]")

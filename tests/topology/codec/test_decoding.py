@@ -244,30 +244,6 @@ def test_a_sending_time_in_the_future_extends_neither_deadline_nor_delay() -> No
     assert (delayed.due_ms, delayed.deadline_ms) == (NOW_MS + 5000, NOW_MS + 125_000)
 
 
-def test_a_dead_letter_that_is_published_again_gets_a_new_deadline() -> None:
-    """It still has the headers of its first run, among them the broker's time stamp, which the broker does not
-    overwrite."""
-    old_ms = NOW_MS - 3_600_000
-    headers = {"x-lane-dead-at": "2026-11-21T18:00:00Z", "x-lane-sent-ms": old_ms, "timestamp_in_ms": old_ms}
-    first = decode(message(headers=headers, timestamp_s=old_ms / 1000))
-    assert first.published == (NOW_MS, "delivery")
-    hop = HopHeaders(attempts=1, first_seen_ms=first.published.ms, dead_at="2026-11-21T18:00:00Z")
-    later = decoding.decode(message(headers=headers), lane=CRITICAL, request_id="r-1", hop=hop, now_ms=NOW_MS + 9000)
-    assert later.published == (NOW_MS, "delivery")
-
-
-def test_the_deadline_is_the_same_after_each_hop() -> None:
-    first = decode(message())
-    later = decoding.decode(
-        message(headers={"timestamp_in_ms": NOW_MS + 9000}),  # the broker stamps it anew
-        lane=CRITICAL,
-        request_id="r-1",
-        hop=HopHeaders(attempts=1, first_seen_ms=first.published.ms),
-        now_ms=NOW_MS + 9500,
-    )
-    assert later.deadline_ms == first.deadline_ms
-
-
 @pytest.mark.parametrize("lane", [CRITICAL, replace(CRITICAL, models=frozenset({"claude-x"}))])
 @pytest.mark.parametrize("escapes", [False, True])
 def test_the_text_of_a_body_is_what_is_left_without_its_images(escapes: bool, lane: LaneSpec) -> None:
