@@ -82,7 +82,7 @@ async def bound_error_body(response: httpx2.Response) -> None:
 
 class AioHttpTransport(httpx2.AsyncBaseTransport):
     """Sends the requests of an httpx2 client through aiohttp, with less than half the CPU time of httpx2's own
-    transport (docs/decisions/0028)."""
+    transport (docs/decisions/0030)."""
 
     def __init__(self, certificates: SSLContext, *, proxy: str | None) -> None:
         self._certificates = certificates
