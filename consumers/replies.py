@@ -311,7 +311,7 @@ class ReplyRetries:
     in this way; and counts the replies that are given up."""
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._waiting: list[tuple[int, tuple[str, str]]] = []
         self._next_warning_ms = 0
         self.given_up = 0
@@ -321,7 +321,7 @@ class ReplyRetries:
         whose = ("tenant", tenant) if tenant else ("queue", job.message.reply_to or "")
         self._waiting = [(back_ms, owner) for back_ms, owner in self._waiting if back_ms > now_ms]
         of_one = sum(owner == whose for _, owner in self._waiting)
-        is_full = len(self._waiting) >= self._max_waiting or of_one >= max(1, self._max_waiting // MOST_OF_ONE)
+        is_full = len(self._waiting) >= self.max_waiting or of_one >= max(1, self.max_waiting // MOST_OF_ONE)
         if is_full or job.hop.reply_try >= len(PAUSES_S):
             self.given_up += 1
             is_due = now_ms >= self._next_warning_ms

@@ -6,8 +6,6 @@ docs/metrics.md explains each metric.
 """
 
 import asyncio
-import gc
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import accumulate
@@ -118,9 +116,6 @@ UNITS: Final = {
 }
 SCRAPED_FOR_S: Final = 0.5
 """Scrapes within this time get the same answer, because `/metrics` needs no key."""
-SWITCHED_AFTER_S: Final = 0.0005
-"""For so long the event loop may wait for the thread that writes the answer, time and again; Python's default is 5
-ms."""
 SAMPLED_EVERY_S: Final = 10.0
 SENT_EVERY: Final = 6
 """Samples; a minute, as OpenTelemetry's SDK does it."""
@@ -160,13 +155,7 @@ class Metrics(Collector):
             at_s, text = self._scraped
             if now_s() - at_s >= SCRAPED_FOR_S:
                 await self._sample()
-                collects = gc.isenabled()
-                gc.disable()  # with thousands of series a collection in the thread stops the event loop for 10 ms
-                try:
-                    text = await asyncio.to_thread(generate_latest, self._registry)
-                finally:
-                    if collects:
-                        gc.enable()
+                text = await asyncio.to_thread(generate_latest, self._registry)
                 self._scraped = now_s(), text
         return text, CONTENT_TYPE_LATEST
 
@@ -247,7 +236,6 @@ def _cumulated(histogram: Histogram) -> list[tuple[str, float]]:
 async def measuring(resource: Resource, *, otlp_url: str | None) -> AsyncIterator[Metrics]:
     """The metrics of a process, which are sent over OTLP if there is a URL, inside the block."""
     metrics = Metrics(resource, otlp_url=otlp_url)
-    sys.setswitchinterval(SWITCHED_AFTER_S)
     try:
         async with background_task(restarted(metrics.run, name="metrics"), name="metrics"):
             yield metrics

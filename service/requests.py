@@ -39,19 +39,25 @@ log = structlog.get_logger()
 
 def filter_of(asked: Mapping[str, Any]) -> RequestFilter:
     """Each field is a text, or a list of texts. Raises ValueError, whose text says what is allowed."""
-    found: dict[str, Any] = {}
-    for name, field in FILTERS.items():
-        if (given := asked.get(name)) is not None:
-            values = given if isinstance(given, list) else [given]
-            if not values or not all(isinstance(value, str) for value in values):
-                raise ValueError(f"{name}: allowed is a text, or a list of texts that is not empty")
-            found[field] = frozenset(values)
+    found: dict[str, Any] = texts_in(asked, FILTERS)
     if unknown := sorted(found.get("states", frozenset()) - set(RequestState)):
         raise ValueError(f"status: {unknown[0][:40]!r} is none; allowed: {', '.join(RequestState)}")
     for name in ("since", "until"):
         if (when := moment_in(name, asked.get(name))) is not None:
             found[f"{name}_ms"] = when
     return RequestFilter(**found)
+
+
+def texts_in(asked: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """The texts of a filter, by the fields that `names` gives them. Raises ValueError."""
+    found: dict[str, frozenset[str]] = {}
+    for name, field in names.items():
+        if (given := asked.get(name)) is not None:
+            values = given if isinstance(given, list) else [given]
+            if not values or not all(isinstance(value, str) for value in values):
+                raise ValueError(f"{name}: allowed is a text, or a list of texts that is not empty")
+            found[field] = frozenset(values)
+    return found
 
 
 def moment_in(name: str, given: object) -> int | None:

@@ -3,7 +3,6 @@
 import json as json_text
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -54,19 +53,13 @@ def chosen(
         "tenants": tenants,
         "causes": causes,
     }
-    since_ms_ = 0 if since is None else since_ms(since)
-    return Filter(since_ms=since_ms_, **{name: frozenset(values or ()) for name, values in given.items()})
+    since_ms = 0 if since is None else int(1000 * options.moment_or_ago(since).timestamp())
+    return Filter(since_ms=since_ms, **{name: frozenset(values or ()) for name, values in given.items()})
 
 
 def _require_choice(wanted: "Filter", *, everything: bool) -> None:
     if wanted.is_empty and not everything:
         raise typer.BadParameter("name dead letters by id, or by --cause, --code, --lane, …, or say --all")
-
-
-def since_ms(text: str) -> int:
-    """Raises typer.BadParameter."""
-    when = options.moment(text) if "T" in text else datetime.now(UTC) - timedelta(seconds=options.seconds(text))
-    return int(1000 * when.timestamp())
 
 
 def _with_letters(settings: "Settings", work: "Callable[[DeadLetters], Awaitable[T]]") -> T:

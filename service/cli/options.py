@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -136,6 +136,11 @@ def seconds(text: str) -> float:
     if found is None:
         raise typer.BadParameter(f"{text!r} is no duration, such as 100ms, 10s, 5m, 2h or 1d")
     return float(found[1]) * _UNITS_S[found[2]]
+
+
+def moment_or_ago(text: str) -> datetime:
+    """Read a time with its zone, or a duration before now. Raises typer.BadParameter."""
+    return moment(text) if "T" in text else datetime.now(UTC) - timedelta(seconds=seconds(text))
 
 
 def moment(text: str) -> datetime:

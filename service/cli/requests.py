@@ -6,7 +6,7 @@ import sys
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -278,17 +278,13 @@ def chosen(
 
     given = _given(
         status=statuses, lane=lanes, tenant=tenants, app=apps, model=models, code=codes, cause=causes, group=groups,
-        since=since and _time_of(since), until=until and _time_of(until),
+        since=since and options.moment_or_ago(since).isoformat(),
+        until=until and options.moment_or_ago(until).isoformat(),
     )  # fmt: skip
     try:
         return filter_of(given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _time_of(text: str) -> str:
-    when = options.moment(text) if "T" in text else datetime.now(UTC) - timedelta(seconds=options.seconds(text))
-    return when.isoformat()
 
 
 def _require_choice(wanted: "RequestFilter") -> None:

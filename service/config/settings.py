@@ -26,7 +26,7 @@ from consumers.limits.base import LEAST_LIMITS, AccountCaps, BatchLimits, Budget
 from consumers.prices import BATCH_SHARE, Prices
 from consumers.providers.routes import DEFAULT_VERSION, HeaderRules, ProviderModels, RoutesSpec
 from consumers.rate_limit import INVALID_PER_HOUR
-from consumers.replies import MAX_WAITING, ReplyRule
+from consumers.replies import ReplyRule
 from consumers.spending import DAY, EVERY_TENANT, MONTH, WEEK, Cap, Caps, CapsSpec
 from consumers.state.base import SEEN_LATE_S, PauseKind, StoreSpec
 from lanekeeper.bodies import IN_ALL_BYTES, KEEP_S, MOST_BYTES, OVER_BYTES, BodyStore
@@ -241,7 +241,7 @@ class TlsSettings(Section):
 
 
 class ReplySettings(Section):
-    """Says to which queues workers may send replies, and how many replies may wait because their queue is full."""
+    """Says to which queues workers may send replies."""
 
     allow: types.Patterns | None = None
     """The queues to which replies may go, as shell patterns. None: all queues that the contract allows. Example:
@@ -249,9 +249,6 @@ class ReplySettings(Section):
     bound_to_user: bool | None = None
     """Whether replies go only to the user who published the request: by direct reply-to, or to `lane.reply.<user_id>`.
     None: true with the profile `production`, else false. Example: true"""
-    waiting: Number[int] = Field(default=MAX_WAITING, ge=1, le=100_000)
-    """How many replies of one process may wait to be sent again because their queue was full; at most a tenth of them
-    for one tenant. Others are not sent again; the results can be fetched."""
 
 
 class ResultSettings(Section):

@@ -135,6 +135,11 @@ class Writing:
         return self.response
 
 
+def in_one_line(json: bytes) -> bytes:
+    """JSON may have line ends between its words, which would end an event's `data` or a line of results."""
+    return json.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
 def event_stream(request: web.BaseRequest, request_id: str, *, id_header: str = "request-id") -> Writing:
     """The response for a stream of Server-Sent Events."""
     headers = {

@@ -35,9 +35,10 @@ from lanekeeper.replies import Problem
 from lanekeeper.requests import Options
 from service.config.settings import GatewayKey, GatewaySettings
 from service.gateway.access import only_value
+from service.gateway.answers import in_one_line
 from service.gateway.batch_bodies import BatchBody, Item
-from service.gateway.calls import IDEMPOTENCY_KEY, BatchCall, Bodies, CallReader
-from service.gateway.groups import JSONL, GroupPaths, in_one_line
+from service.gateway.calls import IDEMPOTENCY_KEY, BatchCall, Bodies, CallReader, limit_of, page_in
+from service.gateway.groups import JSONL, GroupPaths
 from service.gateway.problems import ApiError, answer, api_error_of, refused
 from service.gateway.requests import LargeStatus
 from service.gateway.shares import SharedLimit
@@ -215,12 +216,10 @@ class BatchPaths:
         return self._answer(await self._asked(request, caller), request)
 
     async def _list(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
-        limit = request.query.get("limit", str(PAGE))
-        if not (limit.isascii() and limit.isdigit() and len(limit) < 10 and 1 <= int(limit) <= PAGE_AT_MOST):
-            raise ApiError(400, f"limit: Input should be an integer from 1 to {PAGE_AT_MOST}")
+        limit = limit_of(request.query, PAGE, 1, PAGE_AT_MOST)
         groups = [each for each in await self.store.groups_of(caller.tenant or "") if _is_visible(each, caller)]
         groups.sort(key=lambda each: (each.head.created_ms, each.identity.id), reverse=True)
-        return answer(_page(groups, request.query, int(limit), url=_url(request)))
+        return answer(_page(groups, request.query, limit, url=_url(request)))
 
     async def _cancel(self, request: web.Request, caller: GatewayKey) -> web.StreamResponse:
         group = await self._asked(request, caller)
@@ -341,24 +340,11 @@ def _described(group: StoredGroup, *, url: str) -> dict[str, Any]:
 
 
 def _page(groups: Sequence[StoredGroup], query: Mapping[str, str], limit: int, *, url: str) -> dict[str, Any]:
-    ids = [group.identity.id for group in groups]
-
-    def place(id: str) -> int:
-        if id not in ids:
-            raise _unknown(id)
-        return ids.index(id)
-
-    start, has_more = 0, False
-    if "after_id" in query:
-        start = place(query["after_id"]) + 1
-    elif "before_id" in query:
-        before = place(query["before_id"])
-        start, limit = max(0, before - limit), min(before, limit)
-        has_more = start > 0
-    page = groups[start : start + limit]
-    if "before_id" not in query or "after_id" in query:
-        has_more = start + limit < len(groups)
-    found = [_described(group, url=url) for group in page]
+    try:
+        where, has_more = page_in([group.identity.id for group in groups], query, limit)
+    except KeyError as unknown:
+        raise _unknown(unknown.args[0]) from None
+    found = [_described(group, url=url) for group in groups[where]]
     first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
     return {"data": found, "has_more": has_more, "first_id": first, "last_id": last}
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 import zlib
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -134,6 +134,18 @@ def limit_of(query: Mapping[str, str], default: int, least: int, most: int) -> i
     return int(limit)
 
 
+def page_in(ids: Sequence[str], query: Mapping[str, str], limit: int) -> tuple[slice, bool]:
+    """The page of a list that Anthropic's API would show, and whether there are more. Raises KeyError for the id of
+    none."""
+    place = {id: number for number, id in enumerate(ids)}
+    start = place[query["after_id"]] + 1 if "after_id" in query else 0
+    end = place[query["before_id"]] if "before_id" in query else len(ids)
+    has_more = end - start > limit
+    if "before_id" in query and "after_id" not in query:
+        return slice(max(0, end - limit), end), has_more
+    return slice(start, max(start, min(end, start + limit))), has_more
+
+
 def refuse_unknown(query: Mapping[str, str], known: Collection[str]) -> None:
     """A misspelt name must not widen what is meant. Raises ApiError."""
     if unknown := sorted(set(query) - set(known)):
@@ -178,7 +190,10 @@ class CallReader:
         path; None: the one that the caller names."""
         lane = lane_of(caller, only_value(call_headers, n.LANE_NAME), self.lanes)
         headers: dict[str, str | int | bool] = {**_headers(call_headers)}
-        response = _of_response(body) if dialect == n.OPENAI_RESPONSES else _NOTHING
+        if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
+            raise too_large(excess)
+        asked = _fields(body)
+        response = asked if dialect == n.OPENAI_RESPONSES else _NOTHING
         previous, is_background = response.get("previous_response_id"), response.get("background") is True
         if is_background:  # Lanekeeper keeps the answer, so that the provider need not
             body = compact({name: value for name, value in response.items() if name != "background"})
@@ -204,10 +219,7 @@ class CallReader:
         if self.names_keys and caller.name:
             headers[n.KEY] = caller.name
         key = f"{lane.name}.{self.app}.{task}"
-        if (excess := bounds.excess(body, max_values=self.max_values)) is not None:
-            raise too_large(excess)
-        asked = _NOTHING if handler is not None or pipeline is not None else _asked(body)
-        stream = asked.get("stream") is True
+        stream = asked.get("stream") is True and handler is None and pipeline is None
         now_ms = int(time.time() * 1000)
         message = Message(body=body, routing_key=key, headers={**headers, n.STREAM: "true"} if stream else headers)
         message.type = handler
@@ -273,7 +285,7 @@ class CallReader:
         """Checks a request of a Message Batch. Raises RequestProblem."""
         if (excess := bounds.excess(params, max_values=self.max_values)) is not None:
             raise too_large(excess)
-        if _asked(params).get("stream") is True:
+        if _fields(params).get("stream") is True:
             raise invalid_request("stream: not supported in batches")
         message = Message(body=params, routing_key=batch.key, headers=batch.headers)
         request = decode(
@@ -314,21 +326,8 @@ def _timeout_ms(headers: MultiMapping[str]) -> int:
 _NOTHING: Mapping[str, Any] = {}
 
 
-def _asked(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body that may ask for a stream; of others, and of what is no JSON object, none."""
-    if b'"stream"' not in body and b"\\u" not in body:
-        return _NOTHING
-    try:
-        found = jiter.from_json(body, cache_mode="none")
-    except ValueError:
-        return _NOTHING
-    return found if isinstance(found, dict) else _NOTHING
-
-
-def _of_response(body: bytes) -> Mapping[str, Any]:
-    """The fields of a body that may be in the background, or follow another response; of others, none."""
-    if b'"background"' not in body and b'"previous_response_id"' not in body and b"\\u" not in body:
-        return _NOTHING
+def _fields(body: bytes) -> Mapping[str, Any]:
+    """Those of a JSON object; of what is none, and is refused by `decode`, none."""
     try:
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="none")
     except ValueError:
@@ -378,7 +377,7 @@ class Bodies:
             self._files.taken(caller.tenant, 0) as files,
             ExitStack() as stack,
         ):
-            came = await self._received(request, caller, stack, memory, files, most_bytes=self._most_bytes)
+            came = await self._received(request, stack, memory, files, most_bytes=self._most_bytes)
 
             def check() -> tuple[CheckedCall, int]:
                 whole = _unpacked(came if isinstance(came, bytes) else came.read(), packed, most_bytes=self._most_bytes)
@@ -410,19 +409,19 @@ class Bodies:
     async def in_memory(
         self, request: web.Request, caller: GatewayKey, *, check: Callable[[bytes], None]
     ) -> AsyncIterator[bytes]:
-        packed = _packed(request, most_bytes=COUNTED_BYTES)
-        with self._shares.calls.taken(caller.tenant), self._shares.memory.taken(caller.tenant, 0) as memory:
-            came = bytearray()
-            async with _arriving(BODY_WITHIN_S):
-                send_100(request)
-                async for piece in request.content.iter_any():
-                    came += piece
-                    if len(came) > COUNTED_BYTES:
-                        raise _too_large(COUNTED_BYTES)
-                    memory.change(len(came))
+        most = COUNTED_BYTES
+        packed = _packed(request, most_bytes=most)
+        with (
+            self._shares.calls.taken(caller.tenant),
+            self._shares.memory.taken(caller.tenant, 0) as memory,
+            self._files.taken(caller.tenant, 0) as files,
+            ExitStack() as stack,
+        ):
+            came = await self._received(request, stack, memory, files, most_bytes=most, over_bytes=most)
+            assert isinstance(came, bytes)
 
             def checked() -> bytes:
-                whole = _unpacked(bytes(came), packed, most_bytes=COUNTED_BYTES)
+                whole = _unpacked(came, packed, most_bytes=most)
                 check(whole)
                 return whole
 
@@ -440,7 +439,7 @@ class Bodies:
             self._files.taken(caller.tenant, 0) as files,
             ExitStack() as stack,
         ):
-            came = await self._received(request, caller, stack, memory, files, most_bytes=most_bytes)
+            came = await self._received(request, stack, memory, files, most_bytes=most_bytes)
             if packed is None and not isinstance(came, bytes):
                 yield came
                 return
@@ -454,24 +453,26 @@ class Bodies:
     async def _received(
         self,
         request: web.BaseRequest,
-        caller: GatewayKey,
         stack: ExitStack,
         memory: SharedTaken,
         files: SharedTaken,
         *,
         most_bytes: int,
+        over_bytes: int | None = None,
     ) -> bytes | BinaryIO:
+        """In a file if it is larger than `over_bytes` (None: than bodies in messages may be)."""
+        over = self._over_bytes if over_bytes is None else over_bytes
         announced = request.content_length
         most = most_bytes if announced is None else announced
         file: BinaryIO | None = None
         held = bytearray()
-        async with _arriving(BODY_WITHIN_S + max(0, most - self._over_bytes) / LEAST_BYTES_PER_S):
+        async with _arriving(BODY_WITHIN_S + max(0, most - over) / LEAST_BYTES_PER_S):
             send_100(request)
             async for piece in request.content.iter_any():
                 held += piece
                 if files.amount + len(held) > most_bytes:
                     raise _too_large(most_bytes)
-                if file is None and max(len(held), announced or 0) > self._over_bytes:
+                if file is None and max(len(held), announced or 0) > over:
                     file = stack.enter_context(await asyncio.to_thread(tempfile.TemporaryFile))
                 if file is None or len(held) < HELD_BYTES:
                     memory.change(len(held))

@@ -28,7 +28,7 @@ from lanekeeper.contract.identity import is_request_id, is_tenant
 from lanekeeper.contract.problems import LanekeeperError, RequestProblem
 from service.config.settings import GatewayKey
 from service.gateway.access import require_operator
-from service.gateway.answers import StoredAnswers, Writing
+from service.gateway.answers import StoredAnswers, Writing, in_one_line
 from service.gateway.calls import limit_of, refuse_unknown
 from service.gateway.problems import ApiError, answer
 from service.gateway.requests import Known, LargeStatus, status_of
@@ -189,11 +189,6 @@ class RequestLines:
         line = self.of(Member(member.position, member.id, lost))
         assert isinstance(line, bytes)
         return line
-
-
-def in_one_line(body: bytes) -> bytes:
-    """JSON may have line ends between its words."""
-    return body.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
 def _is_shown(group: StoredGroup) -> bool:

@@ -34,13 +34,14 @@ from lanekeeper.replies import Part
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import require_allowed_model
 from service.gateway.accounts import Accounts, listed, not_called, passed_headers
-from service.gateway.answers import StoredAnswers, event_stream, send_pieces
+from service.gateway.answers import StoredAnswers, event_stream, in_one_line, send_pieces
 from service.gateway.calls import (
     IDEMPOTENCY_KEY,
     MESSAGES,
     Bodies,
     CheckedCall,
     limit_of,
+    page_in,
     provider_headers_of,
     request_id_of,
 )
@@ -209,11 +210,6 @@ def _choices_of(reply: Final, call: CheckedCall) -> int:
     return 1 if call.choices == 1 or reply.kept is not None else len(reply.message.get("choices") or ())
 
 
-def on_one_line(data: bytes) -> bytes:
-    """The JSON for an event's `data` field, which a line break would end."""
-    return json.dumps(json.loads(data)).encode() if b"\n" in data or b"\r" in data else data
-
-
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -299,7 +295,7 @@ def read_event(data: bytes) -> tuple[StreamStage, bytes]:
 
 def event_of(kind: str, data: bytes) -> bytes:
     """A provider's event of this type as a Server-Sent Event."""
-    data = on_one_line(data)
+    data = in_one_line(data)
     if not _KIND.fullmatch(kind):
         kind = "unknown"
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
@@ -350,7 +346,7 @@ FORMAT = Format(
     ping=PING,
     read=read_event,
     events_of=lambda message, call: events_of(message),
-    error_event=lambda error, id: b"event: error\ndata: %b\n\n" % on_one_line(error.body(id)),
+    error_event=lambda error, id: b"event: error\ndata: %b\n\n" % in_one_line(error.body(id)),
 )
 
 
@@ -471,10 +467,10 @@ def _response(found: LookedUp, *, body: bytes | None = None) -> web.Response:
 def page_of(body: bytes, allowed: Collection[str], query: Mapping[str, str], limit: int) -> bytes:
     """One page of the whole list in `body`, of what is `allowed`, as Anthropic pages it. Raises ApiError."""
     models = [model for model in listed(body) if model["id"] in allowed]
-    ids, after, before = [model["id"] for model in models], query.get("after_id"), query.get("before_id")
-    start = ids.index(after) + 1 if after in ids else 0
-    page = models[start : ids.index(before) if before in ids else None]
-    has_more = len(page) > limit
-    page = page[-limit:] if before is not None and after is None else page[:limit]
+    try:
+        where, has_more = page_in([model["id"] for model in models], query, limit)
+    except KeyError as unknown:
+        raise ApiError(404, f"model: {unknown.args[0][:100]}") from None
+    page = models[where]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
     return json.dumps({"data": page, "has_more": has_more, "first_id": first, "last_id": last}).encode()

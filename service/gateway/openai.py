@@ -25,9 +25,9 @@ from lanekeeper.contract.messages import body_address_in
 from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Problem
 from service.config.settings import GatewayKey
-from service.gateway.answers import StoredAnswers, Writing, event_stream
+from service.gateway.answers import StoredAnswers, Writing, event_stream, in_one_line
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, compact, submitted_id_of
-from service.gateway.messages import AwaitedCalls, Format, StreamStage, event_of, on_one_line, type_of
+from service.gateway.messages import AwaitedCalls, Format, StreamStage, event_of, type_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
 
@@ -57,7 +57,7 @@ Handler = Callable[[web.Request, GatewayKey], Awaitable[web.StreamResponse]]
 
 
 def _data(content: bytes) -> bytes:
-    return b"data: %b\n\n" % on_one_line(content)
+    return b"data: %b\n\n" % in_one_line(content)
 
 
 _FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"')

@@ -309,19 +309,9 @@ def _object(body: bytes) -> dict[str, Any]:
 
 def _filter(asked: Mapping[str, Any]) -> Filter:
     """Each field is a text, or a list of texts."""
-    found: dict[str, Any] = {}
-    for name, field in FILTERS.items():
-        if (given := asked.get(name)) is not None:
-            values = given if isinstance(given, list) else [given]
-            if not values or not all(isinstance(value, str) for value in values):
-                raise ApiError(400, f"{name}: allowed is a text, or a list of texts that is not empty")
-            found[field] = frozenset(values)
-    return Filter(since_ms=_since_ms(asked.get("since")), **found)
-
-
-def _since_ms(given: object) -> int:
     try:
-        return requests.moment_in("since", given) or 0
+        texts: dict[str, Any] = requests.texts_in(asked, FILTERS)
+        return Filter(since_ms=requests.moment_in("since", asked.get("since")) or 0, **texts)
     except ValueError as error:
         raise ApiError(400, str(error)) from None
 

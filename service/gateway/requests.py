@@ -35,7 +35,7 @@ from lanekeeper.replies import ControlRefused, NoReply, Problem
 from lanekeeper.telemetry import signals
 from service.config.settings import GatewayKey
 from service.gateway.access import Access, require_operator
-from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, send_pieces
+from service.gateway.answers import EVENT_STREAM, StoredAnswers, event_stream, in_one_line, send_pieces
 from service.gateway.calls import SUBMITTED, Bodies, CheckedCall, submitted_id_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, detail_of, refused, stopping
 from service.gateway.shares import SharedLimit
@@ -120,7 +120,7 @@ class RequestPaths:
                     if not writing.has_begun:
                         head = BEGIN + head
                     if not isinstance(entry.body, LargeStatus):
-                        await writing.write(b"%b%b\n\n" % (head, _in_one_line(entry.body)))
+                        await writing.write(b"%b%b\n\n" % (head, in_one_line(entry.body)))
                         continue
                     status = entry.body
                     async with self.answers.fetched(status.result, caller.tenant) as result:
@@ -163,12 +163,8 @@ def _number_of(text: str | None) -> int:
 async def _event_of(head: bytes, pieces: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
     yield head
     async for piece in pieces:
-        yield _in_one_line(piece)
+        yield in_one_line(piece)
     yield b"\n\n"
-
-
-def _in_one_line(json: bytes) -> bytes:
-    return json.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
 class SubmittedRequests:

@@ -735,7 +735,7 @@ def _settler(
     return Settler(
         broker.publisher,
         replies=Replies(broker.reply_sender, rule=settings.reply_rule(), loses_large_parts=own is not None),
-        reply_retries=ReplyRetries(max_waiting=settings.reply_to.waiting),
+        reply_retries=ReplyRetries(),
         claiming=claiming,
         lifecycle=lifecycle,
         names=broker.names,

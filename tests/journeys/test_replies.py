@@ -183,8 +183,9 @@ async def test_a_flood_of_invalid_requests_for_a_full_reply_queue_does_not_delay
     vhost: Vhost,
 ) -> None:
     """With two slots; without the control each such reply would occupy one for three seconds."""
-    few, most = {"critical": {"slots": 2}}, {"waiting": 100}
-    async with serving(vhost, lanes=few, reply_to=most) as worker, requester(vhost) as app, requester(vhost) as flood:
+    few = {"critical": {"slots": 2}}
+    async with serving(vhost, lanes=few) as worker, requester(vhost) as app, requester(vhost) as flood:
+        worker.parts.settler.reply_retries.max_waiting = 100
         await make_full(app, "shop.full")
         usual = await app.waits_s(10, pause_s=0.1)
         flooding = asyncio.create_task(_flood(flood))
