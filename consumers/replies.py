@@ -3,9 +3,11 @@
 Replies go to queues, or by RabbitMQ's direct reply-to, that is, without a queue, to the channel on which the request
 was published. The final reply is a persistent message, and the worker waits for its confirm.
 
-The parts of a streamed answer for a gateway in this process do not go through the broker. Those for others are not
-persistent: what comes for an address while its last publish is under way goes out with the next one, and in one message
-if the requester reads that. A lost part does not fail the attempt, because the final reply has the whole answer.
+Replies to a gateway in this process do not go through the broker: if the process ends, so do its callers' connections.
+
+Parts are not persistent. What comes for an address while its last publish is under way goes out with the next one, and
+in one message if the requester reads that. A lost part does not fail the attempt, because the final reply has the whole
+answer.
 
 A broker before RabbitMQ 4.3.5 closes the connection that publishes to a forged direct reply-to address (docs/facts.md,
 section 6). With such a broker the first reply to each direct reply-to address is sent over a separate connection. This
@@ -280,6 +282,8 @@ class Replies:
             message_id=uuid.uuid4().hex,
             correlation_id=job.message.correlation_id,
         )
+        if self.here is not None and self.here.add(message.correlation_id, message):
+            return True
         try:
             await self.sender.send_surely(message, address)
         except Unroutable:

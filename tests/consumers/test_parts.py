@@ -10,6 +10,7 @@ from typing_extensions import override
 from consumers.dialects import DIALECTS
 from consumers.job import Attempted
 from consumers.replies import Parts
+from consumers.state.base import Completion
 from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract import names as n
@@ -106,18 +107,21 @@ async def test_only_so_many_bytes_wait_for_a_publish_and_all_go_out_once_and_in_
         assert [each.headers[n.SEQ] for each in sent] == list(range(10))
 
 
-async def test_a_gateway_in_this_process_gets_parts_without_the_broker(bench: Bench) -> None:
+async def test_a_gateway_in_this_process_gets_parts_and_final_reply_without_the_broker(bench: Bench) -> None:
     bench.replies.here, message = DirectReplies(), Message(body=b"")
     with bench.replies.here.expecting(message) as arrived:
         parts = Parts(bench.replies, bench.job(correlation_id=message.correlation_id))
         await parts(b"1")
         await parts(b"2")
         await parts.confirmed()
-        assert [part.body for part in await arrived.all(end=None)] == [b"1", b"2"]
+        assert await bench.replies.final(parts.job, Completion(status="ok", body=b"whole", ended_ms=0))
+        assert [reply.body for reply in await arrived.all(end=None)] == [b"1", b"2", b"whole"]
         elsewhere = Parts(bench.replies, bench.job(correlation_id="of another"))
         await elsewhere(b"3")
         await elsewhere.confirmed()
-    assert [each.message.body for each in bench.publisher.sent] == [b"3"]
+        assert await bench.replies.final(elsewhere.job, Completion(status="ok", body=b"4", ended_ms=0))
+    assert await bench.replies.final(parts.job, Completion(status="ok", body=b"caller gone", ended_ms=0))
+    assert [each.message.body for each in bench.publisher.sent] == [b"3", b"4", b"caller gone"]
 
 
 async def test_the_outcome_waits_until_every_part_is_confirmed_or_lost(bench: Bench, unconfirmed: Answers) -> None:
