@@ -34,8 +34,6 @@ from consumers.limits.base import (
     Feedback,
     Kind,
     Reservation,
-    Wait,
-    WaitTooLong,
 )
 from consumers.limits.bucket import Bucket
 
@@ -63,7 +61,6 @@ class Waiter:
     amounts: Amounts
     _: KW_ONLY
     arrived_s: float
-    until_s: float | None = None
     request: str = ""
     reservation: Reservation | None = None
     future: "asyncio.Future[None] | None" = None
@@ -77,10 +74,6 @@ class Waiter:
     def wake(self) -> None:
         if self.future is not None:  # otherwise its task is not waiting yet, and will find `reservation` set
             self.future.set_result(None)
-
-    def refuse(self, wait: Wait) -> None:
-        if self.future is not None and not self.is_gone:
-            self.future.set_exception(WaitTooLong(wait))
 
 
 @dataclass(slots=True)

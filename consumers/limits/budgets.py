@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import inf
-from operator import lt
 from typing import Final, Protocol
 
 import structlog
@@ -105,7 +104,7 @@ class Budgets:
         """
         queue, now_s = self.queue(name), loop_s()
         account, arrived_s = queue.account, now_s if arrived is None else min(now_s, arrived)
-        waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, until_s=until, request=request)
+        waiter = Waiter(self._ranks[lane], amounts, arrived_s=arrived_s, request=request)
         account.refill(now_s)  # what has flowed in until now belongs to lanes that waited already
         if account.join(waiter):
             queue.step()
@@ -253,19 +252,9 @@ class OwnBudgetQueue:
 
 @contextmanager
 def learning(account: Account, kind: str) -> Iterator[None]:
-    """Around what changes an account's limits. If they change, that is logged; if they fall, or calls must stop, the
-    waiting requests that would certainly get their budget too late for their deadline are refused."""
-    before, stopped_until_s = account.per_minute(), account.learned.stopped_until_s
+    """Around what changes an account's limits: if they change, that is logged."""
+    before = account.per_minute()
     yield
     if (after := account.per_minute()) != before:
         limits = {"requests": after.requests, "input_tokens": after.input_tokens, "output_tokens": after.output_tokens}
         log.info(signals.LIMITS_LEARNED, account=account.name, kind=str(kind), **limits)
-    if account.learned.stopped_until_s > stopped_until_s or any(map(lt, after, before)):
-        for waiter, wait in list(forecast.hopeless(account, loop_s())):
-            refuse_waiter(account, waiter, wait)
-
-
-def refuse_waiter(account: Account, waiter: Waiter, wait: Wait) -> None:
-    """Refuse a request that waits for budget: its task gets the exception WaitTooLong."""
-    account.leave(waiter)
-    waiter.refuse(wait)

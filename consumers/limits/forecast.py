@@ -1,11 +1,11 @@
 """Forecasts how long a request will wait for a provider's budget, by the rule that grants it (`bucket.py`), if no more
 urgent requests arrive meanwhile. So no request is refused that could begin in time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from consumers.limits.account import Account, Waiter
 from consumers.limits.base import CONCURRENCY, NOTHING, REASONS, Amounts, Wait
-from consumers.limits.bucket import Bucket, flows_in_s
+from consumers.limits.bucket import flows_in_s
 
 
 def wait(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
@@ -34,21 +34,6 @@ def first(account: Account, lane: int, amounts: Amounts, now_s: float) -> Wait:
     return _wait(account, lane, amounts, now_s, ahead=NOTHING, count=0)
 
 
-def hopeless(account: Account, now_s: float) -> Iterator[tuple[Waiter, Wait]]:
-    """The waiting requests that will certainly be granted too late for their deadline, each with the forecast of its
-    wait. This takes much CPU."""
-    account.refill(now_s)
-    for lane in range(len(account.lanes)):
-        count, ahead, lines = 0, [0.0, 0.0, 0.0], _lines(account, lane)
-        for waiter in account.lines.firsts(lane, account.lines.count(lane)):
-            found = _wait(account, lane, waiter.amounts, now_s, ahead=ahead, count=count, lines=lines)
-            if found.is_too_late(now_s, waiter.until_s):
-                yield waiter, found
-            else:
-                count += 1
-                ahead = [x + y for x, y in zip(ahead, waiter.amounts, strict=True)]
-
-
 def _wait(
     account: Account,
     lane: int,
@@ -57,22 +42,20 @@ def _wait(
     *,
     ahead: Sequence[float],
     count: int,
-    lines: "Sequence[_Line] | None" = None,
 ) -> Wait:
     longest_s, reason, is_known = account.stopped_s(now_s), REASONS[0], True
-    for index, line in enumerate(_lines(account, lane) if lines is None else lines):
-        if amounts[index] + ahead[index] > 0 and (in_s := line.wait_s(ahead[index], amounts[index])) > longest_s:
+    above = [_ahead_of(account, other) for other in range(lane)]
+    for index, (amount, before) in enumerate(zip(amounts, ahead, strict=True)):
+        if amount + before <= 0:
+            continue
+        in_s = _bucket_wait_s(account, index, lane, amount, ahead=before, above=sum(takes[index] for takes in above))
+        if in_s > longest_s:
             longest_s, reason, is_known = in_s, REASONS[index], not account.guessed[index]
     if count or not account.calls.may_begin:
-        above = sum(account.lines.count(other) for other in range(lane))
-        if (in_s := account.calls.wait_s(lane, above + count, count)) > longest_s:
+        before = count + sum(account.lines.count(other) for other in range(lane))
+        if (in_s := account.calls.wait_s(lane, before, count)) > longest_s:
             longest_s, reason, is_known = in_s, CONCURRENCY, True
     return Wait(longest_s, reason, is_known)
-
-
-def _lines(account: Account, lane: int) -> "list[_Line]":
-    above = [_ahead_of(account, other) for other in range(lane)]
-    return [_Line(account, index, bucket, lane, above) for index, bucket in enumerate(account.buckets)]
 
 
 def _ahead_of(account: Account, lane: int) -> Sequence[float]:
@@ -87,50 +70,31 @@ def _ahead_of(account: Account, lane: int) -> Sequence[float]:
     return [total if index == scarcest else head.amounts[index] for index, total in enumerate(sums)]
 
 
-class _Line:
-    """Computes how long a request of one lane waits for one bucket, behind other requests of that lane. For the
-    requests before it only the sum of their amounts counts; for the request itself the bucket's rule is applied."""
-
-    def __init__(
-        self, account: Account, index: int, bucket: Bucket, lane: int, above: Sequence[Sequence[float]]
-    ) -> None:
-        self._bucket = bucket
-        self._lane = lane
-        self._above = sum(takes[index] for takes in above)
-        self._held = sum(bucket.reserves[:lane])
-        self._per_s = bucket.per_s
-        """The amount per second that flows into the bucket for this lane and the more urgent ones: the bucket's rate
-        without the shares of those less urgent lanes that have waiting requests or still save."""
-        self._filling: list[tuple[float, float]] = []
-        """For each less urgent lane that still saves and has no waiting request: the seconds until it has saved all
-        that it may, and how much per second it saves."""
-        for other in range(lane + 1, len(bucket.shares)):
-            held, its_per_s = bucket.held(other), bucket.shares[other] * bucket.per_s
-            self._held += held
-            if account.lines.sums(other)[index] + account.waiting_elsewhere[other][index] > 0:
-                self._per_s -= its_per_s
-            elif (missing := bucket.reserves[other] - held) > 0:
-                self._per_s -= its_per_s
-                self._filling.append((missing / its_per_s, its_per_s))
-
-    def wait_s(self, ahead: float, amount: float) -> float:
-        """Seconds until a request that needs `amount` may take it, after the requests before it, which together need
-        `ahead`."""
-        bucket = self._bucket
-        whole = ahead + (amount if amount < bucket.burst else bucket.burst)
-        level_s, before = (whole - bucket.level) / bucket.per_s, ahead + self._above - bucket.level
-        own_per_s = bucket.shares[self._lane] * bucket.per_s
-        own_s = (whole - bucket.savings[self._lane]) / own_per_s
-        if ahead > 0:  # at best, those before use only what other lanes leave, and this request the lane's savings
-            own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / own_per_s)
-        kept = amount if self._lane else min(amount, bucket.reserves[0])
-        return max(0.0, level_s, min(own_s, self._left_s(before, kept)))
-
-    def _left_s(self, before: float, kept: float) -> float:
-        """Seconds until the request may take what other lanes leave. `before`: the amount that must flow into the
-        bucket for the requests before it; `kept`: the part of the request's own amount that must flow in as well."""
-        missing = before + kept + self._held
-        if missing <= 0:
-            return 0.0
-        full_s = max(0.0, before + self._bucket.burst) / self._bucket.per_s
-        return min(full_s, flows_in_s(missing, self._per_s, self._filling))
+def _bucket_wait_s(account: Account, index: int, lane: int, amount: float, *, ahead: float, above: float) -> float:
+    """Seconds until a request of a lane that needs `amount` of a bucket may take it, by the bucket's rule, after the
+    requests of its lane before it, which together need `ahead`, and those of more urgent lanes (`above`)."""
+    bucket = account.buckets[index]
+    held, per_s = sum(bucket.reserves[:lane]), bucket.per_s
+    # What flows into the bucket for this lane and the more urgent ones: without the shares of those less urgent lanes
+    # that have waiting requests or still save. `filling`: for each that saves and has none, for how many seconds it
+    # does, and how much per second.
+    filling: list[tuple[float, float]] = []
+    for other in range(lane + 1, len(bucket.shares)):
+        its, its_per_s = bucket.held(other), bucket.shares[other] * bucket.per_s
+        held += its
+        if account.lines.sums(other)[index] + account.waiting_elsewhere[other][index] > 0:
+            per_s -= its_per_s
+        elif (missing := bucket.reserves[other] - its) > 0:
+            per_s -= its_per_s
+            filling.append((missing / its_per_s, its_per_s))
+    whole = ahead + (amount if amount < bucket.burst else bucket.burst)
+    level_s, before = (whole - bucket.level) / bucket.per_s, ahead + above - bucket.level
+    own_per_s = bucket.shares[lane] * bucket.per_s
+    own_s = (whole - bucket.savings[lane]) / own_per_s
+    if ahead > 0:  # at best, those before use only what other lanes leave, and this request the lane's savings
+        own_s = min(own_s, max(0.0, before) / bucket.per_s + (whole - ahead) / own_per_s)
+    # or the request takes what other lanes leave
+    missing = before + held + (amount if lane else min(amount, bucket.reserves[0]))
+    full_s = max(0.0, before + bucket.burst) / bucket.per_s
+    left_s = 0.0 if missing <= 0 else min(full_s, flows_in_s(missing, per_s, filling))
+    return max(0.0, level_s, min(own_s, left_s))

@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass, field
 from math import inf
 from typing import Any, Final
 
-from consumers.limits import account, forecast
+from consumers.limits import account
 from consumers.limits.account import Account, News, Waiter
 from consumers.limits.base import Amounts, BudgetSpec, Feedback, Reservation
-from consumers.limits.budgets import LATE_S, Budgets, learning, loop_s, refuse_waiter
+from consumers.limits.budgets import LATE_S, Budgets, learning, loop_s
 from consumers.state.base import StoreUnavailable
 from consumers.state.redis.client import BUDGET, RedisClient
 
@@ -253,7 +253,6 @@ class SharedBudgetQueue:
                 self._is_due = True
         if reply["granted"] and not of.lines.is_empty:
             self._is_due = True  # waiters behind those that were sent may be granted as well
-        self._refuse_late_firsts(now_s)
         if (stopped_s := of.stopped_s(now_s)) > 0 or not of.calls.may_begin:
             return stopped_s or LOOK_EVERY_S
         return max(LEAST_LOOK_S, min((of.wait_s(head) for head in of.lines.heads if head is not None), default=inf))
@@ -262,12 +261,3 @@ class SharedBudgetQueue:
         """Note what to return. `unused`: for each bucket, the amount that was reserved and not used; a negative amount
         was used beyond the reservation. `from_savings`: the part of the reservation that came from the savings."""
         self._unsent.back.append({"lane": lane + 1, "over": list(unused), "own": list(from_savings)})
-
-    def _refuse_late_firsts(self, now_s: float) -> None:
-        """Refuse each lane's first request if it will get its budget too late."""
-        for lane, head in enumerate(self.account.lines.heads):
-            if head is not None and head.future is not None:
-                wait = forecast.first(self.account, lane, head.amounts, now_s)
-                if wait.is_too_late(now_s, head.until_s):
-                    refuse_waiter(self.account, head, wait)
-                    self._is_due = True

@@ -64,17 +64,6 @@ def test_a_single_waiting_request_starts_when_predicted(
     assert found.seconds == pytest.approx(starts_s(account, waiter, 0.0), abs=0.001)
 
 
-def test_a_request_that_may_start_at_the_last_moment_is_not_hopeless() -> None:
-    for lane in (CRITICAL, NORMAL, BATCH):
-        account = new_account()
-        account.buckets[1].lower(0)
-        waiter = Waiter(lane, tokens(200), arrived_s=0.0)
-        account.join(waiter)
-        waiter.until_s = forecast.first(account, lane, waiter.amounts, 0.0).seconds
-
-        assert list(forecast.hopeless(account, 0.0)) == []
-
-
 def test_a_large_request_of_the_top_lane_is_not_refused_if_it_may_use_other_lanes_reserves() -> None:
     async def story() -> None:
         budgets = own_budgets(SPEC)
@@ -99,17 +88,6 @@ def test_a_request_that_can_start_only_with_a_full_bucket_is_not_refused() -> No
     account.join(waiter)
 
     assert forecast.of(account, waiter, 0.0).seconds == pytest.approx(1)
-
-
-def test_requests_that_will_surely_be_too_late_are_found_in_each_lane() -> None:
-    for lane in (CRITICAL, NORMAL, BATCH):
-        account = new_account()
-        account.buckets[1].lower(0)
-        late, in_time = (Waiter(lane, tokens(200), arrived_s=0.0, until_s=until_s) for until_s in (0.1, 60.0))
-        account.join(late)
-        account.join(in_time)
-
-        assert [waiter for waiter, _ in forecast.hopeless(account, 0.0)] == [late]
 
 
 @pytest.mark.parametrize(("spec", "is_known"), [(BudgetSpec(), False), (SPEC, True)])
