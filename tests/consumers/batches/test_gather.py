@@ -236,23 +236,18 @@ async def test_a_dead_letter_of_a_batch_that_is_published_again_runs_live_if_its
     assert (batch_of(back).live, delay_ms(back)) == (True, 0)
 
 
-async def test_without_the_store_nothing_is_published_and_the_requests_are_returned() -> None:
+@pytest.mark.parametrize("away", ["store", "broker"])
+async def test_without_the_store_or_if_the_ticket_cannot_be_published_the_requests_are_returned(away: str) -> None:
     bench = Bench()
     found = several(bench, 3)
-    bench.store.failing = StoreUnavailable("away")
+    if away == "store":
+        bench.store.failing = StoreUnavailable("away")
+    else:
+        bench.publisher.failing[""] = BrokerUnreachable("gone")
     gathering = Gathering(*found, bench=bench)
     await gathering.run(settled=3)
     assert gathering.settled == ["nack"] * 3
     assert bench.publisher.sent == []
-
-
-async def test_if_the_ticket_cannot_be_published_the_requests_are_returned() -> None:
-    bench = Bench()
-    found = several(bench, 3)
-    bench.publisher.failing[""] = BrokerUnreachable("gone")
-    gathering = Gathering(*found, bench=bench)
-    await gathering.run(settled=3)
-    assert gathering.settled == ["nack"] * 3
 
 
 async def test_if_the_broker_takes_no_message_of_that_size_the_requests_run_live() -> None:

@@ -21,7 +21,7 @@ from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress
 from tests.support.completions import answered, failed
 from tests.support.jobs import NOW_MS, Bench, decoded, read
-from topology.codec.headers import BatchHop, FlowHop, batch_header
+from topology.codec.headers import BatchHop, FlowHop, HopHeaders, hop_headers
 
 
 def job() -> Job:
@@ -182,29 +182,20 @@ async def test_an_update_that_arrives_when_it_is_due_is_superseded_by_a_newer_on
     assert isinstance(await entered(claiming, 500, late_ms=500, headers=DEBOUNCED), Superseded)
 
 
-async def test_an_update_whose_attempt_was_made_is_not_superseded() -> None:
+@pytest.mark.parametrize(
+    "begun",
+    [
+        HopHeaders(attempts=1),
+        HopHeaders(batch=BatchHop(ticket="t")),
+        HopHeaders(flow=FlowHop(step="second", deadline_ms=NOW_MS + 60_000)),
+    ],
+    ids=["attempt", "batch", "step"],
+)
+async def test_an_update_that_has_begun_is_not_superseded(begun: HopHeaders) -> None:
     claiming = FakeClaiming()
     claiming.is_last = False
-    headers = {**DEBOUNCED, n.DUE_MS: NOW_MS + 500, n.ATTEMPT: 1}
+    headers = {**DEBOUNCED, **hop_headers(replace(begun, due_ms=NOW_MS + 500))}
     assert await entered(claiming, 500, headers=headers, **DUE_AGAIN) is None
-
-
-async def test_an_update_that_was_in_a_batch_is_not_superseded() -> None:
-    claiming = FakeClaiming()
-    claiming.is_last = False
-    headers = {**DEBOUNCED, n.DUE_MS: NOW_MS + 500, **batch_header(BatchHop(ticket="t"))}
-    assert await entered(claiming, 500, headers=headers, **DUE_AGAIN) is None
-
-
-async def test_a_pipeline_whose_first_step_has_run_is_not_superseded() -> None:
-    claiming = FakeClaiming()
-    claiming.is_last = False
-    headers = {**DEBOUNCED, n.DELAY_MS: 500, n.DUE_MS: NOW_MS + 500}
-    job = read(Bench().job(headers=headers, exchange="lane.due"))
-    job.hop = replace(job.hop, flow=FlowHop(step="second", deadline_ms=NOW_MS + 60_000))
-    bodies = Fetching(None, most_bytes=0)
-    due = await defer_until_due(job, decoded(job), claiming=claiming, bodies=bodies, now_ms=lambda: NOW_MS + 500)
-    assert due is None
 
 
 @pytest.mark.parametrize("late_ms", [0, 500])

@@ -5,20 +5,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.replaying import guarantees
-from benchmarks.replaying.bounds import Own, own_starts_s
-from benchmarks.replaying.load import Ask
 from benchmarks.replaying.replay import run
 from benchmarks.replaying.result import Result
 from benchmarks.replaying.scenarios import LANES, SCENARIOS
-from consumers.limits.base import Amounts
 
 pytestmark = pytest.mark.slow
-
-LIMITS = Amounts(60, 60_000, 60_000)
-
-
-def ask(arrived_s: float, tokens: int, *, output_tokens: int = 0, lane: str = "critical") -> Ask:
-    return Ask(lane, arrived_s, tokens, output_tokens, body_bytes=4 * tokens)
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +50,6 @@ def test_requests_wait_until_an_outage_is_over() -> None:
 
     began = [each.started_s for each in found.asks if each.started_s is not None]
     assert not [at_s for at_s in began if 10 <= at_s < 29.9]
-
-
-def test_requests_wait_their_turn_for_a_lanes_own_account() -> None:
-    asks = [ask(0, 20_000), ask(1, 10_000), ask(1, 5_000)]
-
-    # half of 1,000 a second, 20,000 deep
-    assert own_starts_s(asks, Own(0.5, 1 / 3), limits=LIMITS, bucket_s=60) == pytest.approx([0, 20, 30])
-
-
-def test_tokens_that_an_own_account_reserved_in_excess_return_after_the_call() -> None:
-    asks = [ask(0, 10_000), ask(0, 10_000)]
-    asks[0].reserved = Amounts(1, 20_000, 1)
-
-    starts = own_starts_s(asks, Own(0.5, 1 / 3), limits=LIMITS, bucket_s=60)
-
-    assert starts == pytest.approx([0, asks[0].takes_s], abs=0.02)
 
 
 @pytest.mark.parametrize("name", ["full-70", "full-90", "full-104", "full-110", "full-150"])
