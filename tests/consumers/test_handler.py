@@ -17,6 +17,7 @@ from consumers.limits.base import CallInProgress
 from consumers.outcomes import DeadLettered, Deferred, Outcome, Refused, Retried
 from consumers.providers.breakers import Breakers
 from consumers.providers.registry import Registry
+from consumers.slots.pausing import Pausing
 from consumers.state.base import Identity
 from lanekeeper.contract import names as n
 from lanekeeper.telemetry.tracing import Tracing
@@ -82,6 +83,7 @@ async def handle(
     provider: FakeProvider | None = None,
     *,
     gates: Sequence[FakeGate | ClaimGate] | None = None,
+    pausing: Pausing | None = None,
     breakers: Breakers | None = None,
 ) -> Outcome:
     bodies = Fetching(None, most_bytes=0)
@@ -91,6 +93,7 @@ async def handle(
             replies=bench.replies,
             lifecycle=bench.lifecycle,
             breakers=breakers,
+            pausing=pausing,
         ),
         gates=(
             Gate(partial(refuse_if_late, breakers=Breakers(), now_ms=lambda: NOW_MS)),
@@ -205,3 +208,14 @@ async def test_all_gates_are_left_although_one_is_cancelled_while_it_gives_back(
     with pytest.raises(asyncio.CancelledError):
         await working
     assert log[-1] == "a leave Answered"
+
+
+async def test_a_request_that_waits_during_a_pause_counts_no_attempt(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.attempt.ATTEMPT_WITHIN_S", 0.02)
+    paused = Pausing({"store": lambda: "locked"})
+    job, provider = bench.job(), FakeProvider()
+    outcome = await handle(bench, job, provider, pausing=paused)
+    assert outcome == Deferred(delay_ms=1000, reason="paused")
+    assert (job.attempts, provider.asked) == (0, [])

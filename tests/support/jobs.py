@@ -222,6 +222,7 @@ def attempts(
     replies: Replies,
     lifecycle: Lifecycle,
     breakers: Breakers | None = None,
+    pausing: Pausing | None = None,
     now_ms: Callable[[], int] = lambda: NOW_MS,
     budget_gate: BudgetGate | None = None,
 ) -> Attempts:
@@ -242,7 +243,7 @@ def attempts(
         ),
         replies=replies,
         lifecycle=lifecycle,
-        pausing=Pausing({}),
+        pausing=pausing or Pausing({}),
         policy=RetryPolicy(),
         now_ms=now_ms,
         rng=rng,
