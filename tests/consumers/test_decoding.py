@@ -1,7 +1,7 @@
 """Large bodies are parsed one at a time with pauses, so that other tasks get the event loop."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from consumers.decoding import AT_ONCE_S, Decoding, Parsing
 from consumers.job import Chain
 from lanekeeper.contract import names as n
 from tests.support.jobs import Bench
-from tests.support.virtual_time import virtually
+from tests.support.virtual_time import in_virtual_time
 from topology import lanes
 
 CRITICAL, BATCH = 0, 2
@@ -41,14 +41,6 @@ class Ground:
     @property
     def order(self) -> list[str]:
         return [name for name, _ in self.began]
-
-
-def in_virtual_time(story: Callable[[], Coroutine[object, object, None]]) -> Callable[[], None]:
-    def test() -> None:
-        virtually(story())
-
-    test.__name__ = story.__name__
-    return test
 
 
 @in_virtual_time

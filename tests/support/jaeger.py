@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.engine import GUARD
 from tests.support.jaeger_build import BuildFailed, NotToBeHad, jaeger
 from tests.support.otlp import ReceivedSpan, tree
 from tests.support.private_broker import LOOPBACK, free_ports
 from tests.support.waiting import PATIENCE_S, STARTED_S
 
 START_S = STARTED_S
-GUARD = '"$@" & read _; kill -KILL $!; wait'
-"""Ends it when standard input is closed: by us, or because our process has ended."""
 KINDS = ("UNSPECIFIED", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")
 
 

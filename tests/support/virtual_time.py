@@ -1,12 +1,14 @@
 """An event loop in virtual time: when all tasks wait, its clock jumps to the next timer. Five minutes take a second."""
 
 import asyncio
+import functools
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class NothingLeft(AssertionError):
@@ -48,3 +50,13 @@ def virtually(story: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(story)
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """Makes a test of a coroutine that runs in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **given: P.kwargs) -> None:
+        virtually(test(*args, **given))
+
+    return run

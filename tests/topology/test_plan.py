@@ -62,15 +62,7 @@ CHANGES: list[tuple[Topology, str]] = [
         with_argument("lane.critical", "x-max-length", 5),
         "queue lane.critical: argument x-max-length is 5, declared is 10000",
     ),
-    (
-        with_argument("lane.critical", "x-max-length", None),
-        "queue lane.critical: argument x-max-length is not set, declared is 10000",
-    ),
     (with_argument("lane.dead", "x-expires", 1000), "queue lane.dead: argument x-expires is 1000, declared is not set"),
-    (
-        with_argument("lane.delay.04", "x-dead-letter-strategy", "at-most-once"),
-        'queue lane.delay.04: argument x-dead-letter-strategy is "at-most-once", declared is "at-least-once"',
-    ),
     (with_queue("lane.normal", durable=False), "queue lane.normal: durable is false, declared is true"),
     (with_queue("lane.normal", auto_delete=True), "queue lane.normal: auto_delete is true, declared is false"),
     (with_queue("lane.normal", exclusive=True), "queue lane.normal: exclusive is true, declared is false"),
@@ -94,10 +86,6 @@ CHANGES: list[tuple[Topology, str]] = [
     (
         with_more(Binding("lane.requests", "tap", routing_key="#")),
         "binding lane.requests → queue tap, key '#' is on the broker, but not declared",
-    ),
-    (
-        with_more(Binding("elsewhere", "lane.critical")),
-        "binding elsewhere → queue lane.critical, key '' is on the broker, but not declared",
     ),
     (
         with_more(Binding("lane.requests", "lane.critical", routing_key="normal.#")),

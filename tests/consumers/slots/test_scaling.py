@@ -2,11 +2,9 @@
 gets more; and scouting. In virtual time."""
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, ParamSpec
 
 import pytest
 import structlog
@@ -19,20 +17,11 @@ from consumers.slots.admission import LaneSlots
 from consumers.slots.scaling import AT_MOST, SCOUT_PREFETCH, ExtraSlots, QueueLoad, ScaledQueue, Scaling, share_out
 from lanekeeper.contract.problems import BrokerUnreachable
 from lanekeeper.telemetry import signals
-from tests.support.virtual_time import virtually
+from tests.support.virtual_time import in_virtual_time
 
 pytestmark = pytest.mark.slow
 
-P = ParamSpec("P")
 SECOND = 1.1
-
-
-def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    @functools.wraps(test)
-    def run(*args: P.args, **given: P.kwargs) -> None:
-        virtually(test(*args, **given))
-
-    return run
 
 
 class SizedPool:

@@ -1,6 +1,7 @@
 """One set of tests for both engines: `store` is a new one, `opened` opens more on the same data."""
 
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -73,3 +74,8 @@ async def is_well_again(store: Store) -> object:
     found = await until(claimed)
     assert store.trouble is None
     return found
+
+
+def in_ms(left_ms: int) -> int:
+    """The time in ms since 1970, so many ms from now."""
+    return time.time_ns() // 1_000_000 + left_ms

@@ -1,22 +1,17 @@
 """Which ticket has a request, and how much is in the batches of an account, for every engine."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 import pytest
 
 from consumers.state.base import Identity
 from consumers.state.store import Store
-from tests.consumers.state.conftest import Opened
+from tests.consumers.state.conftest import Opened, in_ms
 from tests.support.waiting import until
 
 DAY_MS = 86_400_000
 ONE, TWO, THREE = (Identity("crm:'ü' 1", each) for each in ("one", "two", "three"))
-
-
-def in_ms(ms: int) -> int:
-    return time.time_ns() // 1_000_000 + ms
 
 
 async def gathered(store: Store, ticket: str, *requests: Identity, until_ms: int = 0) -> set[Identity]:

@@ -2,21 +2,16 @@
 
 import asyncio
 import secrets
-import time
 
 import pytest
 
 from consumers.state.base import Cancelling, Completion, Ended, Granted, Held, Identity, Running, WaitingLimit
 from consumers.state.store import Store
-from tests.consumers.state.conftest import Opened
+from tests.consumers.state.conftest import Opened, in_ms
 from tests.support.completions import CANCELLED, ME, answered, fingerprint
 from tests.support.waiting import until
 
 OTHER = "other tenant"
-
-
-def in_ms(left_ms: int) -> int:
-    return time.time_ns() // 1_000_000 + left_ms
 
 
 async def cancelled(store: Store, *ids: str, tenant: str = ME.tenant) -> list[Cancelling]:

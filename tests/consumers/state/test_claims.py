@@ -21,7 +21,7 @@ from consumers.state.base import (
     StoreUnavailable,
 )
 from consumers.state.store import Store
-from tests.consumers.state.conftest import Opened
+from tests.consumers.state.conftest import Opened, in_ms
 from tests.support.completions import CANCELLED, ME, answered, failed, fingerprint
 from tests.support.waiting import until
 
@@ -468,10 +468,6 @@ async def test_a_request_whose_ending_was_only_noted_can_be_cancelled(store: Sto
 
 
 DUE_MS = 1_790_000_060_000
-
-
-def in_ms(left_ms: int) -> int:
-    return time.time_ns() // 1_000_000 + left_ms
 
 
 async def deferred(store: Store) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -10,13 +9,9 @@ import pytest
 
 from consumers.state.base import Identity
 from consumers.state.store import Store
-from tests.consumers.state.conftest import Opened
+from tests.consumers.state.conftest import Opened, in_ms
 
 Update = tuple[int, str]
-
-
-def in_ms(ms: int) -> int:
-    return time.time_ns() // 1_000_000 + ms
 
 
 async def told(

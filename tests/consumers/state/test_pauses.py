@@ -1,7 +1,6 @@
 """What operators have paused, for every engine."""
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from consumers.state import base
 from consumers.state.base import Pause
 from consumers.state.store import Store
+from tests.consumers.state.conftest import in_ms
 from tests.support.waiting import until
 
 
@@ -22,10 +22,6 @@ def a_pause(name: str = "batch", **given: Any) -> Pause:
         **given,
     }
     return Pause(name=name, **fields)
-
-
-def in_ms(ms: int) -> int:
-    return time.time_ns() // 1_000_000 + ms
 
 
 async def test_a_pause_ends_by_itself(store: Store) -> None:

@@ -1,19 +1,13 @@
 """The logs of webhooks, for every engine."""
 
-import time
-
 import pytest
 
 from consumers.state import base
 from consumers.state.base import Identity
 from consumers.state.store import Store
-from tests.consumers.state.conftest import Opened
+from tests.consumers.state.conftest import Opened, in_ms
 
 ONE, OTHER = Identity("crm:1", "r-1"), Identity("", "r-1")
-
-
-def in_ms(ms: int) -> int:
-    return time.time_ns() // 1_000_000 + ms
 
 
 async def test_the_last_log_of_each_webhook_is_found_by_every_process(opened: Opened) -> None:
