@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from consumers.dialects.answers import NO_CATEGORY, Answer
 from consumers.dialects.base import Dialect, StreamedAnswer
-from consumers.dialects.bodies import rewritten, set_stream
+from consumers.dialects.bodies import set_stream
 from consumers.dialects.fields import MALFORMED, broken_stream, name_in, object_in
 from consumers.dialects.openai import (
     answer_of,
@@ -24,6 +24,7 @@ from consumers.limits.base import Amounts
 from lanekeeper.contract.names import OPENAI_CHAT
 from topology.codec import bounds
 from topology.codec.decoding import Request
+from topology.codec.fields import with_field
 
 FILTERED: Final = "content_filter"
 _REPLACED: Final = frozenset({"role", "id", "type", "name", "index"})
@@ -39,8 +40,7 @@ def _body(request: Request, streamed: bool) -> bytes:
         return body
     if b'"stream_options"' not in body and b"\\u" not in body:
         return body.replace(b"{", b'{"stream_options":{"include_usage":true},', 1)
-    fields = json.loads(body)
-    return rewritten({**fields, "stream_options": {**object_in(fields.get("stream_options")), **_USAGE}})
+    return with_field(body, "stream_options", {**object_in(json.loads(body).get("stream_options")), **_USAGE})
 
 
 def _asks_usage(request: Request) -> bool:

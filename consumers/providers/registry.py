@@ -2,7 +2,6 @@
 from the response which limits the account has."""
 
 import asyncio
-import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -24,6 +23,7 @@ from lanekeeper.telemetry import signals, tracing
 from lanekeeper.telemetry.figures import TOKENS, Histogram, timings
 from lanekeeper.telemetry.tracing import Tracing
 from topology.codec.decoding import Request
+from topology.codec.fields import with_field
 
 
 class CallFigures:
@@ -239,5 +239,4 @@ def asking_for(request: Request, model: str) -> Request:
     """The request with the provider's own name for the model."""
     if model == request.model:
         return request
-    body = json.dumps({**json.loads(request.body), "model": model}).encode()
-    return replace(request, model=model, body=body)
+    return replace(request, model=model, body=with_field(request.body, "model", model))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import tempfile
 import time
@@ -41,6 +40,7 @@ from service.gateway.shares import SharedLimit, SharedTaken, Shares
 from topology.codec import bounds
 from topology.codec import headers as header_rules
 from topology.codec.decoding import Request, decode, too_large
+from topology.codec.fields import without_field
 from topology.codec.headers import UNSUPPORTED, read_provider_headers, unknown_header
 from topology.lanes import LaneSpec
 
@@ -196,7 +196,7 @@ class CallReader:
         response = asked if dialect == n.OPENAI_RESPONSES else _NOTHING
         previous, is_background = response.get("previous_response_id"), response.get("background") is True
         if is_background:  # Lanekeeper keeps the answer, so that the provider need not
-            body = compact({name: value for name, value in response.items() if name != "background"})
+            body = without_field(body, "background")
             task = SUBMITTED
         is_awaited = task != SUBMITTED
         handler = None if is_awaited or dialect is not None else only_value(call_headers, n.TYPE)
@@ -333,11 +333,6 @@ def _fields(body: bytes) -> Mapping[str, Any]:
     except ValueError:
         return _NOTHING
     return found if isinstance(found, dict) else _NOTHING
-
-
-def compact(fields: Mapping[str, Any]) -> bytes:
-    """The fields as JSON, as SDKs write it."""
-    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _wants_usage(asked: Mapping[str, Any]) -> bool:

@@ -8,6 +8,8 @@ and its status comes from the store. Its stream is made from the request's entri
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -26,10 +28,11 @@ from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.replies import Problem
 from service.config.settings import GatewayKey
 from service.gateway.answers import StoredAnswers, Writing, event_stream, in_one_line
-from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, compact, submitted_id_of
+from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, submitted_id_of
 from service.gateway.messages import AwaitedCalls, Format, StreamStage, event_of, type_of
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
+from topology.codec.fields import with_field
 
 CHAT_PATH: Final = "/v1/chat/completions"
 RESPONSES_PATH: Final = "/v1/responses"
@@ -243,7 +246,7 @@ class ResponsePaths:
 
     async def _following(self, call: CheckedCall, caller: GatewayKey) -> CheckedCall:
         """The provider does not know the ids of responses in the background, so it gets its own."""
-        if call.previous is None or not isinstance(call.body, bytes):
+        if call.previous is None:
             return call
         try:
             found = await self._found(call.previous.removeprefix(_PREFIX), caller)
@@ -256,7 +259,7 @@ class ResponsePaths:
             raise ApiError(400, f"previous_response_id: {call.previous[:100]!r} has no answer")
         async with self._body_of(ended, caller) as body:
             previous = json.loads(body).get("id")
-        return replace(call, body=compact({**json.loads(call.body), "previous_response_id": previous}))
+        return await asyncio.to_thread(_continuing, call, previous)
 
     async def _found(self, id: str, caller: GatewayKey) -> _StoredResponse:
         """Raises ApiError 404."""
@@ -329,6 +332,18 @@ class ResponsePaths:
         async with self._whole(await self._found(id, caller), caller) as response:
             if f"response.{response['status']}" in _ENDS:
                 await writing.write(_response_event(f"response.{response['status']}", number, response=response))
+
+
+def _continuing(call: CheckedCall, previous: object) -> CheckedCall:
+    file = None if isinstance(call.body, bytes) else call.body
+    body = with_field(call.body if file is None else file.read(), "previous_response_id", previous)
+    if file is None:
+        return replace(call, body=body)
+    file.seek(0)
+    file.write(body)
+    file.truncate()
+    file.seek(0)
+    return replace(call, sha256=hashlib.sha256(body).hexdigest())
 
 
 _BEGUN_AGAIN: Final = ApiError(

@@ -1,7 +1,10 @@
 """The formats of OpenAI's paths. What a call of theirs meets is in `tests/journeys/test_openai.py`."""
 
+import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import aiohttp
@@ -14,8 +17,8 @@ from lanekeeper.contract import names as n
 from service.config.settings import GatewayKey
 from service.gateway.access import hash_of
 from service.gateway.calls import CallReader, CheckedCall
-from service.gateway.messages import Forwarding
-from service.gateway.openai import CHAT, RESPONSES
+from service.gateway.messages import Format, Forwarding
+from service.gateway.openai import CHAT, RESPONSES, _continuing
 from service.gateway.problems import ApiError
 from service.simulated import openai as simulated
 from service.simulated.messages import echo
@@ -31,9 +34,12 @@ def body(**fields: Any) -> dict[str, Any]:
 
 
 def checked(fields: dict[str, Any], dialect: str = n.OPENAI_CHAT, **headers: str) -> CheckedCall:
+    return read(json.dumps(fields).encode(), dialect, **headers)
+
+
+def read(given: bytes, dialect: str, **headers: str) -> CheckedCall:
     reader = CallReader(lanes=LANES, app="x", max_values=10_000, cancel_abandoned=True)
     named = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
-    given = json.dumps(fields).encode()
     return reader.read(named, given, GatewayKey(tenant=None), request_id="r", task="chat", dialect=dialect)
 
 
@@ -87,6 +93,45 @@ def test_a_lost_end_is_never_passed_over(lost: int) -> None:
         forward()
 
 
+CHAT_ERROR = {"error": {"message": "it broke", "type": "server_error", "param": None, "code": None, "own": 1}}
+RESPONSE_ERROR = {"type": "error", "sequence_number": 8, "code": "server_error", "message": "it broke", "param": None}
+
+
+@pytest.mark.parametrize(
+    ("format", "told", "sent"),
+    [
+        (CHAT, CHAT_ERROR, CHAT_ERROR),
+        (RESPONSES, RESPONSE_ERROR, RESPONSE_ERROR),
+        (CHAT, {"detail": "of another server"}, None),
+        (CHAT, None, None),
+    ],
+)
+def test_a_stream_that_has_begun_ends_with_the_providers_own_error(format: Format, told: Any, sent: Any) -> None:
+    failed = {} if told is None else {"provider_status": 500, "provider_error": json.dumps(told)}
+    it = Forwarding(CHAT.read)
+    for part in parts(chunks())[:2]:
+        it.part(part)
+
+    with pytest.raises(ApiError) as raised:
+        it.part(Part(kind="restart", seq=0, body=json.dumps(failed).encode()))
+
+    (event,) = data_in(format.error_event(raised.value, "r"))
+    if sent is None:
+        assert "send the request again" in event["error"]["message"]
+    else:
+        assert event == sent
+
+
+def test_a_stream_that_has_not_begun_starts_over_unnoticed() -> None:
+    it, found = Forwarding(CHAT.read), parts(chunks())
+    it.part(found[0])
+    for failed in ({"provider_status": 500, "provider_error": json.dumps(CHAT_ERROR)}, {}):
+        assert it.part(Part(kind="restart", seq=0, body=json.dumps(failed).encode())) == b""
+    again = [replace(part, seq=part.seq + 1) for part in found]
+
+    assert len(list(data_in(b"".join(map(it.part, again)) + (it.end() or b"")))) == 5
+
+
 @pytest.mark.parametrize("fields", [{}, {"n": 2, "stream_options": {"include_usage": True}}, {"tools": [TOOL]}])
 def test_a_stream_can_be_made_of_a_whole_chat_completion(fields: dict[str, Any]) -> None:
     asked = simulated.read_chat(json.dumps(body(**fields)).encode())
@@ -129,12 +174,27 @@ def test_an_event_of_a_response_has_its_name() -> None:
 
 
 def test_a_response_in_the_background_is_submitted_without_the_field_that_says_so() -> None:
-    given = {"model": "gpt-5.5", "input": "words"}
-    call = checked({**given, "background": True}, n.OPENAI_RESPONSES)
+    given = b'{"model": "gpt-5.5",  "background": %b,\n"input": "\xc3\xa9", "own": 1e400}'
+    call = read(given % b"true", n.OPENAI_RESPONSES)
 
     assert call.is_background
-    assert (json.loads(call.body if isinstance(call.body, bytes) else b""), call.key) == (given, "normal.x.requests")
-    assert not checked({**given, "background": False}, n.OPENAI_RESPONSES).is_background
+    assert (call.body, call.key) == (given.replace(b',  "background": %b', b""), "normal.x.requests")
+    other = read(given % b"false", n.OPENAI_RESPONSES)
+    assert (other.is_background, other.body) == (False, given % b"false")
+
+
+@pytest.mark.parametrize("is_filed", [False, True])
+def test_a_response_that_continues_another_keeps_all_other_bytes(is_filed: bool) -> None:
+    given = b'{"model":"gpt-5.5", "previous_response_id":"resp_ours-and-long", "input": "\xc3\xa9", "own": 1e400}'
+    call = read(given, n.OPENAI_RESPONSES)
+    if is_filed:
+        call = replace(call, body=BytesIO(given), sha256="of the body")
+
+    found = _continuing(call, "resp_1")
+
+    body = found.body if isinstance(found.body, bytes) else found.body.read()
+    assert body == given.replace(b"resp_ours-and-long", b"resp_1")
+    assert found.sha256 == (hashlib.sha256(body).hexdigest() if is_filed else None)
 
 
 async def test_errors_are_in_openais_format_on_its_paths_and_where_its_client_calls() -> None:
