@@ -34,6 +34,16 @@ KNOWN_MODELS: Final = (
 _SAMPLING: Final = ("temperature", "top_p", "top_k")
 WITHOUT_SAMPLING: Final = "2026-10-21"
 """From this version on, `temperature`, `top_p` and `top_k` are errors."""
+_TYPES: Final[Mapping[str, tuple[type | tuple[type, ...], str]]] = {
+    "system": ((str, list), "string or list"),
+    "tools": (list, "list"),
+    "stop_sequences": (list, "list"),
+    "tool_choice": (dict, "dictionary"),
+    "thinking": (dict, "dictionary"),
+    "metadata": (dict, "dictionary"),
+    "stream": (bool, "boolean"),
+}
+"""Of the optional fields."""
 _FILLING: Final = " and so on"
 _PIECES: Final = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
@@ -122,8 +132,13 @@ def read_request(body: bytes, *, counting: bool = False, version: str = WITHOUT_
         raise invalid("max_tokens: Input should be a valid integer greater than or equal to 0")
     if not isinstance(fields["model"], str):
         raise invalid("model: Input should be a valid string")
+    for name, (type_, word) in _TYPES.items():
+        if fields.get(name) is not None and not isinstance(fields[name], type_):
+            raise invalid(f"{name}: Input should be a valid {word}")
     prompt, is_result = _text(_last_user_message(fields["messages"])["content"])
     tools = fields.get("tools") or []
+    for index, tool in enumerate(tools):
+        _check_tool(tool, f"tools.{index}")
     found = media.count(fields)
     input_tokens = tokens_of(len(body) - found.bytes) + found.tokens(fields["model"])
     return Asked(
@@ -132,12 +147,30 @@ def read_request(body: bytes, *, counting: bool = False, version: str = WITHOUT_
         max_tokens=max_tokens,
         stream=fields.get("stream") is True,
         prompt=prompt,
-        tool=tools[0] if tools and not is_result and isinstance(tools[0], dict) else None,
+        tool=tools[0] if tools and not is_result else None,
         thinking=isinstance(fields.get("thinking"), dict) and fields["thinking"].get("type") != "disabled",
         input_tokens=input_tokens,
         estimated_tokens=input_tokens * 4 // 3,
         script=parse_script(prompt),
     )
+
+
+def _check_tool(tool: Any, at: str) -> None:
+    if not isinstance(tool, dict):
+        raise invalid(f"{at}: Input should be a valid dictionary")
+    if not isinstance(tool.get("name", ""), str):
+        raise invalid(f"{at}.name: Input should be a valid string")
+    if "input_schema" in tool and not is_schema(tool["input_schema"]):
+        raise invalid(f"{at}.input_schema: JSON schema is invalid")
+
+
+def is_schema(schema: Any) -> bool:
+    """Whether it is a JSON schema, as far as an answer needs it."""
+    if not isinstance(schema, dict):
+        return False
+    required = schema.get("required", [])
+    has_names = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    return has_names and isinstance(schema.get("properties", {}), dict)
 
 
 def _last_user_message(messages: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from service.simulated.buckets import RateLimitBucket
 from service.simulated.faults import Refusal, parse_script
-from service.simulated.messages import AnswerFormat, Asked, Output, cut, tokens_of
+from service.simulated.messages import AnswerFormat, Asked, Output, cut, is_schema, tokens_of
 
 CHAT_PATH: Final = "/v1/chat/completions"
 RESPONSES_PATH: Final = "/v1/responses"
@@ -83,45 +83,134 @@ def _duration(seconds: float) -> str:
 # ---- requests --------------------------------------------------------------------------------------------------------
 
 
+_OF_ALL: Final = {"model": str, "user": str}
+_OF_ANSWERS: Final = {
+    "tools": list,
+    "stream": bool,
+    "stream_options": dict,
+    "temperature": float,
+    "top_p": float,
+    "metadata": dict,
+    "parallel_tool_calls": bool,
+    "store": bool,
+    "service_tier": str,
+}
+_TYPES: Final[Mapping[str, Mapping[str, type]]] = {
+    CHAT_PATH: {
+        **_OF_ALL,
+        **_OF_ANSWERS,
+        "messages": list,
+        "response_format": dict,
+        "n": int,
+        "max_tokens": int,
+        "max_completion_tokens": int,
+        "logit_bias": dict,
+        "logprobs": bool,
+        "seed": int,
+    },
+    RESPONSES_PATH: {
+        **_OF_ALL,
+        **_OF_ANSWERS,
+        "background": bool,
+        "instructions": str,
+        "max_output_tokens": int,
+        "previous_response_id": str,
+        "reasoning": dict,
+        "text": dict,
+        "truncation": str,
+    },
+    EMBEDDINGS_PATH: {**_OF_ALL, "dimensions": int, "encoding_format": str},
+}
+"""Of the fields that may have one type only. A field that only other paths have is refused, one that none has is
+not."""
+_LEAST: Final = {"n": 1, "max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 16, "dimensions": 1}
+_MOST: Final = {"n": 128, "dimensions": 3072}
+_WORDS: Final = {
+    type(None): "null",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal",
+    str: "a string",
+    list: "an array",
+    dict: "an object",
+}
+
+
+def _of_type(type_: type, value: Any, param: str) -> Any:
+    if type(value) is type_ or (type_ is float and type(value) is int):
+        return value
+    told = f"Invalid type for '{param}': expected {_WORDS[type_]}, but got {_WORDS[type(value)]} instead."
+    raise invalid(told, param=param, code="invalid_type")
+
+
+def _part(type_: type, of: Mapping[str, Any], name: str, param: str) -> Any:
+    """A field of one type, or None."""
+    return None if of.get(name) is None else _of_type(type_, of[name], f"{param}.{name}" if param else name)
+
+
 def read_chat(body: bytes) -> Asked:
     """Raises `Refusal` (400)."""
-    fields = _fields(body, "messages")
-    said = fields["messages"]
-    if not isinstance(said, list) or not said or not all(isinstance(each, dict) for each in said):
-        raise invalid("Invalid 'messages': expected a list with at least one message.", param="messages")
-    functions = [tool["function"] for tool in _objects(fields.get("tools")) if isinstance(tool.get("function"), dict)]
-    format = fields.get("response_format") or {}
+    fields = _fields(body, CHAT_PATH, "messages")
+    if not (said := fields["messages"]):
+        raise invalid("Invalid 'messages': empty array.", param="messages", code="empty_array")
+    for index, message in enumerate(said):
+        _of_type(dict, message, f"messages[{index}]")
+    format = _part(dict, _part(dict, fields, "response_format", "") or {}, "json_schema", "response_format") or {}
     return _asked(
         CHAT,
         fields,
         said,
-        function=next(iter(functions), None),
-        schema=(format.get("json_schema") or {}).get("schema"),
+        function=_function(fields, lambda tool, at: _part(dict, tool, "function", at)),
+        schema=_schema(format, "schema", "response_format.json_schema"),
         max_tokens=fields.get("max_completion_tokens") or fields.get("max_tokens"),
     )
 
 
 def read_response(body: bytes) -> Asked:
     """Raises `Refusal` (400)."""
-    fields = _fields(body, "input")
+    fields = _fields(body, RESPONSES_PATH, "input")
     given = fields["input"]
-    said = [{"role": "user", "content": given}] if isinstance(given, str) else _objects(given)
-    format = (fields.get("text") or {}).get("format") or {}
+    said = [{"role": "user", "content": given}] if isinstance(given, str) else _of_type(list, given, "input")
+    for index, item in enumerate(said):
+        _of_type(dict, item, f"input[{index}]")
+    format = _part(dict, fields.get("text") or {}, "format", "text") or {}
     return _asked(
         RESPONSES,
         fields,
         said,
-        function=next((tool for tool in _objects(fields.get("tools")) if tool.get("type") == "function"), None),
-        schema=format.get("schema"),
+        function=_function(fields, lambda tool, at: tool if tool.get("type") == "function" else None),
+        schema=_schema(format, "schema", "text.format"),
         max_tokens=fields.get("max_output_tokens"),
     )
 
 
+def _function(
+    fields: Mapping[str, Any], of_tool: Callable[[dict[str, Any], str], dict[str, Any] | None]
+) -> dict[str, Any] | None:
+    """The first function among the tools."""
+    found = None
+    for index, tool in enumerate(fields.get("tools") or ()):
+        at = f"tools[{index}]"
+        function = of_tool(_of_type(dict, tool, at), at)
+        if function is not None and found is None:
+            _part(str, function, "name", at)
+            _schema(function, "parameters", at)
+            found = function
+    return found
+
+
+def _schema(of: Mapping[str, Any], name: str, param: str) -> dict[str, Any] | None:
+    schema: dict[str, Any] | None = _part(dict, of, name, param)
+    if schema is not None and not is_schema(schema):
+        raise invalid(f"Invalid schema for '{param}'.", param=param, code="invalid_function_parameters")
+    return schema
+
+
 def read_embeddings(body: bytes) -> Asked:
     """Raises `Refusal` (400)."""
-    fields = _fields(body, "input")
+    fields = _fields(body, EMBEDDINGS_PATH, "input")
     inputs = _inputs(fields)
-    if not inputs or not all(isinstance(each, (str, list)) for each in inputs):
+    if not inputs or not all(each and isinstance(each, (str, list)) for each in inputs):
         raise invalid("Invalid 'input': expected a string, or a list of them.", param="input")
     said = [{"role": "user", "content": each} for each in inputs if isinstance(each, str)]
     return _asked(EMBEDDINGS, fields, said)
@@ -134,7 +223,7 @@ def _inputs(fields: Mapping[str, Any]) -> list[Any]:
     return [given] if is_one else given if isinstance(given, list) else []
 
 
-def _fields(body: bytes, required: str) -> dict[str, Any]:
+def _fields(body: bytes, path: str, required: str) -> dict[str, Any]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -144,9 +233,22 @@ def _fields(body: bytes, required: str) -> dict[str, Any]:
     for name in ("model", required):
         if name not in fields:
             raise invalid(f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
-    if not isinstance(fields["model"], str):
-        raise invalid("Invalid type for 'model': expected a string.", param="model", code="invalid_type")
+    types = _TYPES[path]
+    for name, value in fields.items():
+        if name in types and (value is not None or name in ("model", required)):
+            _check_range(name, _of_type(types[name], value, name))
+        elif name not in types and any(name in others for others in _TYPES.values()):
+            raise invalid(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
     return fields
+
+
+def _check_range(name: str, value: Any) -> None:
+    if name in _LEAST and value < _LEAST[name]:
+        told = f"below minimum value. Expected a value >= {_LEAST[name]}, but got {value} instead."
+        raise invalid(f"Invalid '{name}': integer {told}", param=name, code="integer_below_min_value")
+    if name in _MOST and value > _MOST[name]:
+        told = f"above maximum value. Expected a value <= {_MOST[name]}, but got {value} instead."
+        raise invalid(f"Invalid '{name}': integer {told}", param=name, code="integer_above_max_value")
 
 
 def _asked(
@@ -156,10 +258,8 @@ def _asked(
     *,
     function: Mapping[str, Any] | None = None,
     schema: dict[str, Any] | None = None,
-    max_tokens: Any = None,
+    max_tokens: int | None = None,
 ) -> Asked:
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise invalid("Invalid 'max_tokens': expected a positive integer.", param="max_tokens", code="invalid_value")
     last = said[-1] if said else {}
     is_result = last.get("role") == "tool" or last.get("type") == "function_call_output"
     prompt = _text(last.get("output") or last.get("content"))
