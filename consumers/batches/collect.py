@@ -37,10 +37,10 @@ from consumers.batches.ticket import (
     ticket_message,
     unpack,
 )
-from consumers.failures import AccountError, OverloadedError, ProviderError, RateLimitedError, RejectedError
+from consumers.failures import ProviderError, RejectedError
 from consumers.job import Route
 from consumers.limits.base import BatchLimits
-from consumers.providers.batches import CREATE_WITHIN_S, Batches, BatchInfo
+from consumers.providers.batches import CREATE_WITHIN_S, NONE_MADE, Batches, BatchInfo
 from consumers.providers.breakers import Breakers
 from consumers.settle import Settler
 from consumers.state.base import Identity, StoreUnavailable
@@ -80,8 +80,6 @@ BACK_BYTES: Final = 4 * 1024 * 1024
 """So many requests, or bytes of results, are on their way back to their lanes at a time."""
 TOO_LARGE: Final = b'{"result":{"type":"too_large"}}'
 """As `Batches` says it of a result that is too large to be read."""
-NONE_MADE: Final = (RejectedError, RateLimitedError, OverloadedError, AccountError)
-"""The provider has answered, and made no batch."""
 SPLIT: Final = frozenset({400, 413, 422})
 """So a batch is refused because of what is in it."""
 NOT_RUN: Final = frozenset({"expired", "canceled"})
@@ -452,6 +450,7 @@ class Collector:
         try:
             info = await batches.retrieve(ticket.batch_id)
             if info.refusal is not None:
+                await batches.delete_input(info)
                 error = await self.breakers.pauses.judge(_route(ticket), info.refusal)
                 return await self._refused(replace(ticket, batch_id=""), error)
             if not info.is_ended:
@@ -466,6 +465,7 @@ class Collector:
             if not ticket.items or len(returned) < len(ticket.items):
                 left = await self._without(ticket, returned)
                 return self._later(left, least_s=error.retry_after_s)
+        await batches.delete_input(info)
         self._tell(ticket, "ended")
         return await self._finish(ticket)
 

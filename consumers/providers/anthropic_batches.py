@@ -92,6 +92,8 @@ class MessageBatches:
             async for line, is_whole in lines:
                 yield await self._read(line, is_whole=is_whole)
 
+    async def delete_input(self, batch: BatchInfo) -> None: ...
+
     async def answer(self, line: bytes, *, dialect: str) -> Answer:
         result, body = await self.reader.parse(line, _result)
         match result:

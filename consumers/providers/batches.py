@@ -15,7 +15,15 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 import httpx2
 
 from consumers.dialects.answers import Answer
-from consumers.failures import AnswerTooLargeError, ProviderError, TransientError
+from consumers.failures import (
+    AccountError,
+    AnswerTooLargeError,
+    OverloadedError,
+    ProviderError,
+    RateLimitedError,
+    RejectedError,
+    TransientError,
+)
 from consumers.providers.calling import Calling
 from consumers.providers.errors import translate_errors, within
 from consumers.providers.streams import bounded, from_json
@@ -28,6 +36,8 @@ RESULTS_WITHIN_S: Final = 20 * 60.0
 acknowledgement of the message that they belong to."""
 MISSING_FOR_S: Final = 3600.0
 NO_SUCH_PATH: Final = (404, 405)
+NONE_MADE: Final = (RejectedError, RateLimitedError, OverloadedError, AccountError)
+"""What `Batches.create` raises if the provider has answered, and made no batch."""
 PAGE: Final = 100
 PAGES: Final = 100
 LINE_BYTES: Final = 8 * 1024 * 1024
@@ -52,6 +62,8 @@ class BatchInfo:
     """The ticket that it was created for; empty: none of Lanekeeper's. None: the provider does not keep that."""
     refusal: ProviderError | None = None
     """Why the provider ran none of its requests, if it found that out after the batch was created."""
+    input_file: str | None = None
+    """The file with its requests, where they are uploaded before the batch is created."""
 
     @property
     def is_ended(self) -> bool:
@@ -93,6 +105,10 @@ class Batches(Protocol):
 
     def results(self, id: str) -> AsyncGenerator[ResultLine, None]:
         """The results of a batch that has ended, in any order, each read when the one before it was worked on."""
+
+    async def delete_input(self, batch: BatchInfo) -> None:
+        """Delete the `input_file` of a batch that has ended. Raises nothing: the provider deletes it some day, too. The
+        results stay, because the ticket may be delivered again to another worker, which reads them."""
 
     async def answer(self, line: bytes, *, dialect: str) -> Answer:
         """The answer in one line of results, without its cost. Raises the `ProviderError` that it tells instead."""

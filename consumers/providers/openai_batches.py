@@ -1,8 +1,9 @@
 """Calls OpenAI's Batch API: a file with a request in each line is uploaded, and a batch is created of it; the answers
-are in one file, the errors in another. The files stay at the provider until they expire there.
+are in one file, the errors in another. The uploaded file is deleted when the batch has ended or was not created; the
+others stay at the provider until they expire there.
 
 A batch knows its ticket (`metadata`). So if the answer to a call that created one was lost, the list of batches says
-whether it exists. A file whose batch was never created costs nothing.
+whether it exists. If it does not, its uploaded file stays, too.
 """
 
 import re
@@ -31,6 +32,7 @@ from consumers.failures import (
 from consumers.providers.batches import (
     CREATE_WITHIN_S,
     NO_SUCH_PATH,
+    NONE_MADE,
     PAGE,
     BatchInfo,
     BatchReader,
@@ -46,6 +48,7 @@ from consumers.providers.streams import to_json
 
 FILES: Final = "/files"
 BATCHES: Final = "/batches"
+DELETE_WITHIN_S: Final = 10.0
 VERSION: Final = "/v1"
 """Endpoints are named with it, whatever the base URL is."""
 TICKET: Final = "lanekeeper_ticket"
@@ -103,18 +106,32 @@ class FileBatches:
         form = {"files": {"file": (f"{ticket}.jsonl", lines, "application/jsonl")}, "data": {"purpose": "batch"}}
         try:
             uploaded = await self.reader.object(self._response("POST", FILES, **form), within_s=CREATE_WITHIN_S / 2)
+            file = uploaded.get("id")
             asked = {
-                "input_file_id": uploaded.get("id"),
+                "input_file_id": file,
                 "endpoint": endpoint,
                 "completion_window": "24h",
                 "metadata": {TICKET: ticket},
             }
             created = self._response("POST", BATCHES, json=asked)
-            return self._info(await self.reader.object(created, within_s=CREATE_WITHIN_S / 2))
+            try:
+                return self._info(await self.reader.object(created, within_s=CREATE_WITHIN_S / 2))
+            except NONE_MADE:
+                await self._delete(file)
+                raise
         except RejectedError as error:
             if error.status in NO_SUCH_PATH:
                 self.reader.note_missing()
             raise
+
+    async def delete_input(self, batch: BatchInfo) -> None:
+        await self._delete(batch.input_file)
+
+    async def _delete(self, file: object) -> None:
+        if isinstance(file, str):
+            with suppress(ProviderError):
+                path = f"{FILES}/{quote(file, safe='')}"
+                await self.reader.object(self._response("DELETE", path), within_s=DELETE_WITHIN_S)
 
     async def retrieve(self, id: str) -> BatchInfo:
         return self._info(await self._batch(id))
@@ -194,6 +211,7 @@ class FileBatches:
                     created_ms=1000 * created_s,
                     ticket=ticket if isinstance(ticket, str) else "",
                     refusal=self._refusal(found) if status == "failed" else None,
+                    input_file=name_in(found.get("input_file_id")) or None,
                 )
         raise TransientError("the answer is JSON, but no batch", type="broken_answer")
 

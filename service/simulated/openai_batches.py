@@ -60,6 +60,10 @@ class SimulatedFileBatches:
                 found = await self._upload(request)
             case "GET", "files", id, "content":
                 return web.Response(body=self._content(id), headers=headers)
+            case "DELETE", "files", id:
+                if self._files.pop(id, None) is None:
+                    raise Refusal(404, f"No such File object: {id[:100]}", outcome="not_found")
+                found = {"id": id, "object": "file", "deleted": True}
             case "POST", "batches":
                 found = await self._create(await read_body(request), request_id)
             case "GET", "batches":

@@ -55,6 +55,8 @@ class MadeUpBatches(Batches):
         """A batch with a request like this is refused as a whole."""
         self.failing: ProviderError | None = None
         self.cancelled: list[str] = []
+        self.deleted: list[str] = []
+        """The batches whose input was deleted."""
         self.cut_after: int | None = None
         """After so many results no more can be read."""
         self.asked_for_list, self.may_list = asyncio.Event(), asyncio.Event()
@@ -135,6 +137,10 @@ class MadeUpBatches(Batches):
     async def cancel(self, id: str) -> BatchInfo:
         self.cancelled.append(id)
         return self.made[id].info
+
+    @override
+    async def delete_input(self, batch: BatchInfo) -> None:
+        self.deleted.append(batch.id)
 
     @override
     async def answer(self, line: bytes, *, dialect: str) -> Answer:
@@ -594,6 +600,7 @@ async def test_each_result_goes_back_to_the_lane_with_its_request(collecting: Co
     }
     assert collecting.bench.log[-1] == "ack"
     assert collecting.collector.counts["ended"] == 1
+    assert collecting.provider.deleted == [ticket.batch_id]
     job = next(job for job in map(job_of, sent) if job.id == "id-0")
     assert job.message.body == b"body 0"
     assert (job.message.headers["mine"], job.message.reply_to) == (Encoded(b"S\0\0\0\4kept"), "lane.reply.tenant")
@@ -631,6 +638,7 @@ async def test_after_results_were_cut_off_only_the_others_are_read_again(
     *back, sent = await collecting.take(ticket)
     assert results(back).keys() == {"id-0", "id-1"}
     assert collecting.collector.counts["unread"] == 1
+    assert collecting.provider.deleted == []
     collecting.provider.cut_after = None
     assert results(await collecting.take(collecting.read(sent))).keys() == {"id-2"}
     assert collecting.collector.counts["answered_late"] == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotFoundError
 
 from consumers.failures import (
     AccountError,
@@ -173,6 +173,39 @@ async def test_a_batch_that_failed_its_validation_says_why(
     assert isinstance(refusal, expected)
     assert refusal.type == code
     assert refusal.status == (400 if expected is RejectedError else 429)
+
+
+async def test_the_uploaded_file_is_deleted_when_the_batch_has_ended_and_the_results_stay(
+    batches: Batches, sdk: AsyncOpenAI, api: FaultyAPI
+) -> None:
+    created = await create(batches, chat())
+    api.configure(SimulatedOptions(batches=BatchOptions(requests=1)))
+    failed = await batches.retrieve((await create(batches, chat(), chat())).id)
+    for batch in (await batches.retrieve(created.id), failed, failed):  # a second time it is gone
+        await batches.delete_input(batch)
+
+        with pytest.raises(NotFoundError):
+            await sdk.files.content(str(batch.input_file))
+    assert len(await all_of(batches, created.id)) == 1
+
+
+async def test_the_uploaded_file_is_deleted_if_no_batch_is_created_of_it(odd: Batches, server: Server) -> None:
+    files, status = {"file-1"}, 404
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.method == "DELETE":
+            files.remove(request.path.rpartition("/")[2])
+        is_batch = request.path.endswith("/batches")
+        return web.json_response({"id": "file-1"}, status=status if is_batch else 200)
+
+    server.answer = answer
+    with pytest.raises(RejectedError):
+        await create(odd, chat())
+    assert not files
+    files, status = {"file-1"}, 500
+    with pytest.raises(TransientError):
+        await create(odd, chat())
+    assert files, "there may be a batch"
 
 
 async def test_an_unpaid_account_is_told_as_in_a_live_call(odd: Batches, server: Server) -> None:
