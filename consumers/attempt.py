@@ -40,7 +40,17 @@ from consumers.flows.handlers import Caller, Handlers
 from consumers.job import ATTEMPT_WITHIN_S, Attempted, Decoded, Interruptible, Job, LostCall, Route
 from consumers.lifecycle import Lifecycle
 from consumers.limits.base import NOTHING, Amounts, CallInProgress
-from consumers.outcomes import LATER_MS, Answered, Deferred, Outcome, Refused, end_with, end_with_problem, stopped_by
+from consumers.outcomes import (
+    LATER_MS,
+    Answered,
+    Deferred,
+    Outcome,
+    Refused,
+    Retried,
+    end_with,
+    end_with_problem,
+    stopped_by,
+)
 from consumers.providers.breakers import Breakers, Permit, ProviderChange
 from consumers.providers.registry import Registry
 from consumers.refusals import exceeded, later
@@ -148,7 +158,12 @@ class Attempts:
             # while no provider may be called, or the account is what is wrong, the attempt does not count
             is_free = wait_s > 0 or (is_outage and error.means.trips is Trips.ACCOUNT)
             _record_run(job, clock() - began_s, usage=self._spent(job, error), error=error, counts=not is_free)
-            return self._later(job, decoded, wait_s) if is_free else self._decide(error, job, decoded)
+            if is_free:
+                return self._later(job, decoded, wait_s)
+            outcome = self._decide(error, job, decoded)
+            if parts is not None and isinstance(outcome, Retried):
+                await parts.restart(error.failure)
+            return outcome
         _record_run(job, clock() - began_s)
         if parts is not None and parts.flow and job.stopped is None:
             return end_with(
@@ -210,7 +225,7 @@ class Attempts:
                 await self._begin(job)
             else:
                 _lose(job, failed.route, used)
-                _restart(failed, route, parts)
+                await _restart(failed, route, parts)
                 limit.reschedule(ends_s)
             try:
                 answer = await self._call(job, permit, request, timeout_s=timeout_s, parts=parts, until_s=until_s)
@@ -256,7 +271,7 @@ class Attempts:
             kept: Sequence[bytes] = ()
             if parts is not None:
                 kept = parts.taken()
-                parts.restart()
+                await parts.restart()
             timeout_s = min(decoded.request.call_s, left_s)
             try:
                 return await self._call(job, permit, decoded.request, timeout_s=timeout_s, parts=parts, until_s=until_s)
@@ -266,7 +281,7 @@ class Attempts:
                 job.attempted.lost = paid
                 _lose(job, route, used)
                 if parts is not None:
-                    parts.restart()
+                    await parts.restart(error.failure)
                     await parts.release(kept)
                 break
         return refusal
@@ -396,7 +411,7 @@ def _forget_frames(error: BaseException | None) -> None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
 
 
-def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
+async def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
     log.info(
         signals.FAILED_OVER,
         provider=failed.route.provider,
@@ -405,7 +420,7 @@ def _restart(failed: _FailedCall, route: Route, parts: Parts | None) -> None:
         to_model=route.model,
         error=failed.error.brief,
     )
-    if parts is not None and parts.restart():
+    if parts is not None and await parts.restart(failed.error.failure):
         log.info(signals.STREAM_RESTARTED, error=failed.error.brief)
 
 

@@ -16,6 +16,7 @@ confirms the reply, the address is genuine, and further replies to this address 
 """
 
 import asyncio
+import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -43,6 +44,7 @@ from lanekeeper.contract.problems import (
     ClientMisused,
     ConfirmUnknown,
     MessageTooLarge,
+    ProviderFailure,
     PublishRefused,
     RequestProblem,
     Unroutable,
@@ -449,16 +451,17 @@ def _several(parts: Sequence[_WaitingPart]) -> Message:
     return Message(body=b"\n".join(lines), headers={n.PART: n.SEVERAL}, content_type=JSON_LINES, persistent=False)
 
 
-def _in_one_line(json: bytes) -> bytes:
-    return json.replace(b"\r", b" ").replace(b"\n", b" ") if b"\n" in json or b"\r" in json else json
+def _in_one_line(body: bytes) -> bytes:
+    return body.replace(b"\r", b" ").replace(b"\n", b" ") if b"\n" in body or b"\r" in body else body
 
 
 class Parts:
     """Sends the parts of one attempt's stream to the requester, numbered from 0. Call this object with each event of
     the provider.
 
-    If the requester may already have events of an earlier call to a provider, a part `restart` is sent first, which
-    tells the requester to discard those events.
+    A part `restart` tells the requester to discard the events so far. It is sent as soon as a call fails whose events
+    were sent and another one may follow, with the provider's error; and before the first event, if the requester may
+    have events of an attempt that could not say so.
     """
 
     def __init__(self, replies: Replies, job: Job, *, keeps: bool = False) -> None:
@@ -468,6 +471,7 @@ class Parts:
         self.job = job
         self._keeps = keeps
         self._seq = -1
+        self._has_begun = False
         self._loss: object = None
         self._has_lost = False
         self._sent: asyncio.Future[None] | None = None
@@ -509,15 +513,21 @@ class Parts:
         address, progress = self.job.message.reply_to, self.job.progress
         if not address and progress is None:
             return
-        had_sent, self.has_sent = self.has_sent, True
-        if self._seq < 0 and (had_sent or self.job.attempts > 1 or self.job.redelivered):
+        self.has_sent = self._has_begun = True
+        if self._seq < 0 and (self.job.attempts > 1 or self.job.redelivered):
             await self._send(address, "restart", b"{}")
         await self._send(address, "event", event)
 
-    def restart(self) -> bool:
-        had_begun, self._seq, self.flow = self._seq >= 0, -1, False
+    async def restart(self, failed: ProviderFailure | None = None) -> bool:
+        """Whether events of the call that has failed had been sent."""
+        had_begun, self._has_begun, self.flow = self._has_begun, False, False
         self.is_open = not self._keeps
         self.taken()
+        if had_begun:
+            self._seq = -1
+            body = json.dumps({} if failed is None else failed.members, ensure_ascii=False).encode()
+            with suppress(RequestProblem):  # the next event raises it too
+                await self._send(self.job.message.reply_to, "restart", body)
         return had_begun
 
     def lose(self, why: object) -> None:

@@ -172,7 +172,7 @@ class OverHttp:
                         yield [Part(kind="event", seq=seq, body=event.data)]
                         seq += 1
                     case "restart":
-                        yield [Part(kind="restart", seq=0, body=b"{}")]
+                        yield [Part(kind="restart", seq=0, body=event.data)]
                         seq = 1
                     case "completed" | "failed" | "cancelled":
                         yield [final_of_status(outgoing.id, 200, event.data)]

@@ -54,7 +54,12 @@ class Part:
     """`restart`: all earlier events must be discarded, because an attempt failed or another worker took over."""
     seq: int
     body: bytes
-    """One event of the provider's stream; `{}` for a restart."""
+    """One event of the provider's stream. Of a restart, a JSON object: the provider's error, or empty."""
+
+    @property
+    def failure(self) -> ProviderFailure | None:
+        """Of a restart: the provider's error, if it gave one."""
+        return ProviderFailure.of(self.event) if self.kind == "restart" else None
 
     @property
     def event(self) -> Mapping[str, Any]:
@@ -197,7 +202,7 @@ def part_of(message: Message) -> Part:
     return Part(
         kind="restart" if kind == "restart" else "event",
         seq=_int(message.headers.get(n.SEQ)) or 0,
-        body=b"{}" if kind == "restart" else message.body,
+        body=message.body,
     )
 
 

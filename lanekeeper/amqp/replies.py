@@ -174,7 +174,6 @@ class DirectReplies:
 def _part_in(line: bytes) -> tuple[str, Part]:
     """A line `["<correlation id>","<kind>",<seq>,<event>]`, whose event is not parsed."""
     correlation_id, kind, seq, event = line[1:-1].split(b",", 3)
-    is_restart = kind == b'"restart"'
     return correlation_id[1:-1].decode(), Part(
-        kind="restart" if is_restart else "event", seq=int(seq), body=b"{}" if is_restart else event
+        kind="restart" if kind == b'"restart"' else "event", seq=int(seq), body=event
     )

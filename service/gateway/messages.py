@@ -29,7 +29,7 @@ from consumers.failures import ProviderError
 from consumers.providers.anthropic import LookedUp
 from lanekeeper import Client, Final
 from lanekeeper.contract import names as n
-from lanekeeper.contract.problems import LanekeeperError, ReplyLost
+from lanekeeper.contract.problems import LanekeeperError, ProviderFailure, ReplyLost
 from lanekeeper.replies import Part
 from service.config.settings import GatewayKey, Settings
 from service.gateway.access import require_allowed_model
@@ -46,7 +46,7 @@ from service.gateway.calls import (
     request_id_of,
 )
 from service.gateway.files import FilePaths
-from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, api_error_of, is_openai
+from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, answer, api_error_of, is_openai, passed_on
 from service.gateway.shares import SharedLimit
 from topology.codec import bounds
 from topology.codec.decoding import too_large
@@ -72,6 +72,7 @@ _ALWAYS_THERE = ("stop_reason", "stop_sequence")
 _ENDS = (*_ALWAYS_THERE, "stop_details", "container")
 """Of the Message, what `message_delta` tells."""
 _LOST = "parts of the answer were lost"
+_FAILED = "an attempt failed in the middle of the answer"
 _HELD_BYTES = 64 * 1024
 _TYPE = b'{"type":"'
 _KIND = re.compile(r"[\w.]+")
@@ -182,7 +183,8 @@ class AwaitedCalls:
         ):
             try:
                 async for came in replies:
-                    await writing.write(b"".join([forwarding.part(part) for part in came if isinstance(part, Part)]))
+                    found = came if forwarding.has_begun else _since_restart(came)
+                    await writing.write(b"".join([forwarding.part(part) for part in found if isinstance(part, Part)]))
                     if not isinstance(reply := came[-1], Final):
                         continue
                     if (end := forwarding.end(_choices_of(reply, call))) is not None:
@@ -205,6 +207,12 @@ class AwaitedCalls:
             return await writing.end()
 
 
+def _since_restart(came: Sequence[Part | Final]) -> Sequence[Part | Final]:
+    """Without the parts of an attempt that failed before any of them was written."""
+    restarts = (at for at, each in enumerate(came) if isinstance(each, Part) and each.kind == "restart")
+    return came[max(restarts, default=0) :]
+
+
 def _choices_of(reply: Final, call: CheckedCall) -> int:
     """A provider may give fewer than the call asked for."""
     return 1 if call.choices == 1 or reply.kept is not None else len(reply.message.get("choices") or ())
@@ -223,14 +231,14 @@ class Forwarding:
         self._ended_choices = 0
         self._held: list[bytes] = []
         self._held_bytes = 0
-        self._has_begun = False
+        self.has_begun = False
         self._next_seq = 0
         self._has_gap = False
         self._stop: bytes | None = None
 
     def part(self, part: Part) -> bytes:
         if part.kind == "restart":
-            self._start_over("an attempt failed in the middle of the answer, and another one has begun")
+            self._start_over(_FAILED, part.failure)
             self._next_seq = 1
             return b""
         if part.seq != self._next_seq and not self._has_gap:
@@ -249,7 +257,7 @@ class Forwarding:
             return self._release()
         self._held.append(event)
         self._held_bytes += len(event)
-        if not self._has_begun and stage is StreamStage.BEFORE and self._held_bytes < _HELD_BYTES:
+        if not self.has_begun and stage is StreamStage.BEFORE and self._held_bytes < _HELD_BYTES:
             return b""
         return self._release()
 
@@ -265,13 +273,13 @@ class Forwarding:
         self._next_seq = 0
 
     def _release(self) -> bytes:
-        self._has_begun = True
+        self.has_begun = True
         events, self._held = b"".join(self._held), []
         return events
 
-    def _start_over(self, why: str) -> None:
-        if self._has_begun:
-            raise ApiError(529, f"{why}; send the request again")
+    def _start_over(self, why: str, failure: ProviderFailure | None = None) -> None:
+        if self.has_begun:
+            raise passed_on(failure) or ApiError(529, f"{why}; send the request again")
         self._held.clear()
         self._held_bytes = 0
         self._stop = None

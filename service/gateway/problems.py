@@ -31,7 +31,7 @@ from lanekeeper.bodies import BodiesFull
 from lanekeeper.contract import problems
 from lanekeeper.contract.identity import is_request_id
 from lanekeeper.contract.names import BODY, CODE, PROVIDER_REQUEST_ID
-from lanekeeper.contract.problems import LanekeeperError, RequestProblem
+from lanekeeper.contract.problems import LanekeeperError, ProviderFailure, RequestProblem
 from lanekeeper.replies import NoReply, Problem
 from lanekeeper.telemetry import signals
 from lanekeeper.telemetry.tracing import trace_id_of
@@ -107,8 +107,7 @@ class ApiError(Exception):
 
     def openai_error(self) -> dict[str, Any]:
         """The fields of the error in OpenAI's format."""
-        if self.whole is not None and isinstance(found := json.loads(self.whole), dict):
-            error: dict[str, Any] = found["error"]
+        if self.whole is not None and (error := _error_in(self.whole)) is not None:
             return error
         kind = "server_error" if self.openai_status >= 500 else "invalid_request_error"
         if self.openai_status == 429:
@@ -117,7 +116,7 @@ class ApiError(Exception):
         return {"message": self.message, "type": kind, "param": None, "code": code}
 
     def openai_body(self) -> bytes:
-        if self.whole is not None:
+        if self.whole is not None and not _is_event(json.loads(self.whole)):
             return self.whole
         return json.dumps({"error": self.openai_error()}, ensure_ascii=False).encode()
 
@@ -166,18 +165,33 @@ def _of_problem(problem: RequestProblem, *, chose_id: bool) -> ApiError:
         headers["retry-after"] = str(math.ceil(problem.retry_after_ms / 1000))
     if failure is None or not is_passed_on:
         return ApiError(problem.status, detail_of(problem, chose_id=chose_id), headers=headers)
-    whole = failure.error.encode() if _is_error(failure.error) else None
+    whole = failure.error.encode() if _error_in(failure.error) is not None else None
     message = problem.detail.removesuffix(problem.type.advice).removeprefix(f"{failure.status} {failure.type}: ")
     return ApiError(failure.status, message, failure.type, headers, whole)
 
 
-def _is_error(text: str) -> bool:
-    """The SDKs read such a body; any other, or one that was cut, is put into the vendor's format."""
+def passed_on(failure: ProviderFailure | None) -> ApiError | None:
+    """The provider's error in the middle of a stream, as it came; None: an SDK could not read it."""
+    if failure is None or _error_in(failure.error) is None:
+        return None
+    return ApiError(failure.status, "", failure.type, whole=failure.error.encode())
+
+
+def _error_in(text: str | bytes) -> dict[str, Any] | None:
+    """The error in a body that the SDKs read. Any other body, or one that was cut, is put into the vendor's format."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and isinstance(found.get("error"), dict)
+        return None
+    if _is_event(found):
+        return {name: value for name, value in found.items() if name != "type"}
+    error = found.get("error") if isinstance(found, dict) else None
+    return error if isinstance(error, dict) else None
+
+
+def _is_event(found: object) -> bool:
+    """Whether it is an event `error` of OpenAI's responses, which has the error's fields itself."""
+    return isinstance(found, dict) and found.get("type") == "error" and isinstance(found.get("message"), str)
 
 
 def api_error_of(error: ApiError | LanekeeperError, *, chose_id: bool = False) -> ApiError:

@@ -463,3 +463,26 @@ def test_an_error_whose_causes_form_a_circle_keeps_no_frames() -> None:
     errors[0].__cause__, errors[1].__cause__ = errors[1], errors[0]
     _forget_frames(errors[0])
     assert [error.__traceback__ for error in errors] == [None, None]
+
+
+async def test_a_requester_is_told_the_error_in_the_middle_before_the_next_attempt(providers: Open) -> None:
+    two = await providers()
+
+    outcome = await two.ask("[[fault: error_mid_stream type=api_error]]", *BOTH[:1], stream=True)
+
+    assert isinstance(outcome, Retried)
+    *events, last = [each.message for each in two.bench.publisher.sent]
+    assert events
+    assert last.headers[n.PART] == "restart"
+    told = json.loads(last.body)
+    assert (told["provider_status"], told["provider_type"]) == (500, "api_error")
+    assert json.loads(told["provider_error"])["error"]["type"] == "api_error"
+
+
+async def test_without_a_next_attempt_the_final_reply_has_the_error_alone(providers: Open) -> None:
+    two = await providers()
+
+    outcome = await two.ask("[[fault: error_mid_stream type=invalid_request_error]]", *BOTH[:1], stream=True)
+
+    assert isinstance(outcome, Refused | DeadLettered)
+    assert "restart" not in two.parts()

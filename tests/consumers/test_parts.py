@@ -1,6 +1,7 @@
 """The parts of a stream: many are on their way at a time, within bounds, and all are settled before the outcome."""
 
 import asyncio
+import json
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +16,7 @@ from lanekeeper.amqp.publisher import Confirm
 from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
-from lanekeeper.contract.problems import PublishRefused, RequestProblem
+from lanekeeper.contract.problems import ProviderFailure, PublishRefused, RequestProblem
 from lanekeeper.telemetry import signals
 from tests.support.jobs import NOW_MS, Bench, Told
 from tests.support.virtual_time import virtually
@@ -222,12 +223,33 @@ async def test_of_a_second_call_in_one_attempt_the_events_begin_anew(bench: Benc
         for event in (b"{}", CONTENT, CONTENT):
             await stream(event)
             await stream.confirmed()
-            assert event == CONTENT or stream.restart()
-        assert stream.restart()
+            assert event == CONTENT or await stream.restart()
+        assert await stream.restart()
+        assert not await stream.restart(), "nothing was sent since"
+    await stream.confirmed()
     assert flows == [1, 6], "the limit is lifted at the first content of each call"
-    assert [each.message.headers[n.PART] for each in bench.publisher.sent] == [
-        "event", "restart", "event", "event", "restart", "event", "restart", "event", "event",
+    sent = [each.message.headers for each in bench.publisher.sent]
+    assert [(each[n.PART], each[n.SEQ]) for each in sent] == [
+        ("event", 0), ("restart", 0), ("event", 1), ("event", 2), ("restart", 0), ("event", 1),
+        ("restart", 0), ("event", 1), ("event", 2), ("restart", 0),
     ]  # fmt: skip
+
+
+async def test_a_restart_has_the_providers_error(bench: Bench) -> None:
+    stream = Parts(bench.replies, bench.job())
+    for failed in (ProviderFailure(status=529, type="overloaded_error", error='{"a":1}', request_id="r-1"), None):
+        await stream(b"{}")
+        await stream.restart(failed)
+    await stream.confirmed()
+    assert [json.loads(each.message.body) for each in bench.publisher.sent[1::2]] == [
+        {
+            "provider_status": 529,
+            "provider_type": "overloaded_error",
+            "provider_error": '{"a":1}',
+            "provider_request_id": "r-1",
+        },
+        {},
+    ]
 
 
 async def test_parts_of_a_request_without_an_address_go_to_those_who_follow_it(bench: Bench) -> None:

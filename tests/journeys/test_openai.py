@@ -16,7 +16,7 @@ import openai
 import pytest
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseErrorEvent
 from pydantic import SecretStr
 
 from service.gateway.access import hash_of
@@ -112,10 +112,17 @@ async def test_an_error_in_the_middle_ends_a_stream_and_one_before_is_retried_un
         )
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]).endswith("later")
         chunks = await client.chat.completions.create(
-            model=MODEL, messages=said("[[fault: error_mid_stream]] broken"), stream=True
+            model=MODEL, messages=said("[[latency: 500ms]] [[fault: error_mid_stream]] broken"), stream=True
         )
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.APIError, match="overloaded_error in the middle"):
             _ = [chunk async for chunk in chunks]
+        events = await client.responses.create(
+            model=MODEL, input="[[latency: 500ms]] [[fault: error_mid_stream]] broken", stream=True
+        )
+        *begun, last = [event async for event in events]
+        assert isinstance(last, ResponseErrorEvent)
+        assert (last.message, last.code) == ("overloaded_error in the middle", "server_error")
+        assert last.sequence_number == begun[-1].sequence_number + 1
 
 
 async def ended(client: AsyncOpenAI, id: str) -> Response:

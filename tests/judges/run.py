@@ -149,7 +149,7 @@ FAULTS = {
     "connection reset": "[[fault: reset]]",
     "connection closed in the middle": "[[fault: truncated]]",
     "transfer ends in the middle": "[[fault: cut]]",
-    "error in the middle": "[[fault: error_mid_stream]]",
+    "error in the middle": "[[latency: 200ms]] [[fault: error_mid_stream]]",
     "broken JSON": "[[fault: broken_json]]",
     "not a message": "[[fault: not_a_message]]",
     "unfinished": "[[fault: unfinished]]",
@@ -277,7 +277,7 @@ RESPONSES: Mapping[str, Mapping[str, Any]] = {
     "structured": {"text": {"format": {"type": "json_schema", **SCHEMA}}},
     "conversation": {"input": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
     "whose it is": {"user": "u-1", "store": False, "reasoning": {"effort": "low"}, "temperature": 0.2},
-    "cut at its bound": {"max_output_tokens": 2},
+    "cut at its bound": {"max_output_tokens": 16},
 }
 ANTHROPICS = ("not a message", "unfinished")
 """Faults of Messages alone."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lanekeeper import Part
-from service.gateway.messages import Forwarding, events_of, read_event, type_of
+from service.gateway.messages import Forwarding, _since_restart, events_of, read_event, type_of
 from service.gateway.problems import ApiError
 from tests.support.requester import put_together
 
@@ -105,3 +105,10 @@ def test_an_event_with_line_breaks_stays_one_field() -> None:
     data = b'{"type":"content_block_delta",\n"index":0,\r\n"delta":{"type":"text_delta","text":"hi"}}'
 
     assert read(it.part(Part(kind="event", seq=0, body=data))) == [DELTA]
+
+
+def test_an_attempt_that_failed_before_anything_of_it_was_written_is_not_noticed() -> None:
+    came = [part(0, START), part(1, DELTA), restart(), part(1, START)]
+
+    assert _since_restart(came) == came[2:]
+    assert _since_restart(came[:2]) == came[:2]
