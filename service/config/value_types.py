@@ -90,7 +90,7 @@ ALLOWED = "allowed"
 are allowed."""
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
 """Of a namespace, provider, handler, pipeline or schedule: it becomes a part of variables, names and log lines."""
-_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+_MODEL = re.compile(r"[A-Za-z0-9/][A-Za-z0-9._:/@-]{0,255}")  # of local servers, also a path
 _PLACE = re.compile(r"[a-z0-9][a-z0-9.:-]{0,99}")  # it becomes a part of the provider's address
 _ACCOUNT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,99}")
 _USER = re.compile(r"[^\x00-\x1f\x7f{}\[\]\"',]{1,255}")

@@ -335,10 +335,10 @@ class ResponsePaths:
 
 
 def _continuing(call: CheckedCall, previous: object) -> CheckedCall:
-    file = None if isinstance(call.body, bytes) else call.body
-    body = with_field(call.body if file is None else file.read(), "previous_response_id", previous)
-    if file is None:
-        return replace(call, body=body)
+    name = "previous_response_id"
+    if isinstance(file := call.body, bytes):
+        return replace(call, body=with_field(file, name, previous))
+    body = with_field(file.read(), name, previous)
     file.seek(0)
     file.write(body)
     file.truncate()
