@@ -1,17 +1,16 @@
-"""`python calls.py URL < calls.json`: makes calls with Anthropic's Python SDK, sync and async, and prints what it got.
+"""`python -m tests.judges.calls URL < calls.json`: makes calls with Anthropic's Python SDK, sync and
+async, and prints what it got.
 
 Runs in the environment of requirements-judges.lock. `calls.js` does the same with the TypeScript SDK.
 """
 
 import asyncio
-import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anthropic
 
-AT_ONCE = 8
+from tests.judges.both import options, print_made
 
 
 def failed(error: Exception) -> dict[str, Any]:
@@ -21,12 +20,6 @@ def failed(error: Exception) -> dict[str, Any]:
         found |= {"status": error.status_code, "error": body.get("error", error.body)}
         found["retry-after"] = error.response.headers.get("retry-after")
     return found
-
-
-def options(call: dict[str, Any], client: str) -> dict[str, Any]:
-    """The call's parameters: of this client alone, so that calls and circuit breakers can be told apart."""
-    own = json.loads(json.dumps(call).replace("CLIENT", client))
-    return {**own["body"], "timeout": own["timeout_s"], "extra_headers": own["headers"]}
 
 
 def made(call: dict[str, Any]) -> Any:
@@ -83,14 +76,4 @@ async def made_async(call: dict[str, Any], free: asyncio.Semaphore) -> Any:
     return found
 
 
-async def main() -> dict[str, Any]:
-    calls, free = json.load(sys.stdin), asyncio.Semaphore(AT_ONCE)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        loop = asyncio.get_running_loop()
-        sync = asyncio.gather(*(loop.run_in_executor(pool, made, call) for call in calls))
-        own = asyncio.gather(*(made_async(call, free) for call in calls))
-        names = [call["name"] for call in calls]
-        return {"sync": dict(zip(names, await sync, strict=True)), "async": dict(zip(names, await own, strict=True))}
-
-
-print(json.dumps(asyncio.run(main()), default=str))  # dates
+print_made(made, made_async)

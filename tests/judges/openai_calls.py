@@ -1,18 +1,17 @@
-"""`python openai_calls.py URL < calls.json`: makes calls with OpenAI's Python SDK, sync and async, and prints what it
-got, like `calls.py`."""
+"""`python -m tests.judges.openai_calls URL < calls.json`: makes calls with OpenAI's Python SDK, sync and
+async, and prints what it got, like `calls.py`."""
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
 from pydantic import BaseModel
 
-AT_ONCE = 8
+from tests.judges.both import options, print_made
+
 PAUSE_S = 0.05
 
 
@@ -27,11 +26,6 @@ def failed(error: Exception) -> dict[str, Any]:
     if isinstance(error, openai.APIError):
         found |= {"error": error.body, "code": error.code, "type": error.type, "param": error.param}
     return found
-
-
-def options(call: dict[str, Any], client: str) -> dict[str, Any]:
-    own = json.loads(json.dumps(call).replace("CLIENT", client))
-    return {**own["body"], "timeout": own["timeout_s"], "extra_headers": own["headers"]}
 
 
 def plain(found: Any) -> Any:
@@ -202,14 +196,4 @@ async def ended_async(id: str, client: openai.AsyncOpenAI) -> Any:
     return found
 
 
-async def main() -> dict[str, Any]:
-    calls, free = json.load(sys.stdin), asyncio.Semaphore(AT_ONCE)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        loop = asyncio.get_running_loop()
-        sync = asyncio.gather(*(loop.run_in_executor(pool, made, call) for call in calls))
-        own = asyncio.gather(*(made_async(call, free) for call in calls))
-        names = [call["name"] for call in calls]
-        return {"sync": dict(zip(names, await sync, strict=True)), "async": dict(zip(names, await own, strict=True))}
-
-
-print(json.dumps(asyncio.run(main()), default=str))
+print_made(made, made_async)

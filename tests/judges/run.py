@@ -658,7 +658,7 @@ async def judge_calls(
     for way in ways:
         api.start_over()
         both = await asyncio.gather(
-            output(PYTHON, "-W", "ignore", HERE / "calls.py", way.url, folder=typescript, given=given),
+            output(PYTHON, "-W", "ignore", "-m", "tests.judges.calls", way.url, folder=HOUSE, given=given),
             output("node", "judge.js", way.url, folder=typescript, given=given),
         )
         found.append({client: got for _, out in both for client, got in json.loads(out).items()})
@@ -679,14 +679,13 @@ async def judge_calls(
                 verdict.compare(kind, f"calls of: {call.name}", directly, passed_on)
 
 
-async def judge_openai(verdict: Verdict, folder: Path, ways: Sequence[Way], made: Sequence[Call], api: Judged) -> None:
+async def judge_openai(verdict: Verdict, ways: Sequence[Way], made: Sequence[Call], api: Judged) -> None:
     given = json.dumps([call.document() for call in made]).encode()
     found = []
     for way in ways:
         api.start_over()
-        _, out = await output(
-            sys.executable, "-W", "ignore", HERE / "openai_calls.py", way.url, folder=folder, given=given
-        )
+        module = "tests.judges.openai_calls"
+        _, out = await output(sys.executable, "-W", "ignore", "-m", module, way.url, folder=HOUSE, given=given)
         found.append(json.loads(out))
     direct, through = found
     for client in ("sync", "async"):
@@ -785,7 +784,7 @@ async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
                     tell(f"{len(made)} calls by {len(CLIENTS)} clients")
                 if "openai" in parts:
                     asked = openai_calls()
-                    await judge_openai(verdict, folder, ways, asked, api)
+                    await judge_openai(verdict, ways, asked, api)
                     tell(f"{len(asked)} calls by OpenAI's SDK")
                 if "examples" in parts:
                     await judge_examples(verdict, sdk, typescript, ways)
