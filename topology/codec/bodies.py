@@ -183,6 +183,8 @@ def check(found: object) -> MessagesBody | PromptBody:
 # ---- OpenAI's --------------------------------------------------------------------------------------------------------
 
 Choices = Annotated[int, Field(ge=1, le=128)]
+Bound = Annotated[int, Field(le=10_000_000)]
+"""Of the output. Local servers take -1 as no bound; where it is wrong, the provider says so."""
 
 
 class ChatBody(BaseModel):
@@ -191,8 +193,8 @@ class ChatBody(BaseModel):
     model_config = ConfigDict(strict=True)
     messages: Annotated[list[Any], Field(min_length=1)]
     model: ModelName
-    max_completion_tokens: MaxTokens | None = None
-    max_tokens: MaxTokens | None = None
+    max_completion_tokens: Bound | None = None
+    max_tokens: Bound | None = None
     n: Choices | None = None
     stream: bool | None = None
 
@@ -203,7 +205,7 @@ class ResponsesBody(BaseModel):
     model_config = ConfigDict(strict=True)
     model: ModelName
     input: TextOrBlocks | None = None
-    max_output_tokens: MaxTokens | None = None
+    max_output_tokens: Bound | None = None
     stream: bool | None = None
     background: bool | None = None
 
@@ -224,7 +226,7 @@ def _read_chat(raw: bytes, found: object, stream: bool, lane: LaneSpec) -> Conte
         raise _problem(error) from None
     _check_stream(checked.stream, stream)
     bound = checked.max_tokens if checked.max_completion_tokens is None else checked.max_completion_tokens
-    most = (lane.max_tokens if bound is None else bound) * (checked.n or 1)
+    most = _most(bound, lane) * (checked.n or 1)
     parts = [part for turn in checked.messages if isinstance(turn, dict) for part in _list(turn.get("content"))]
     return _openai_content(raw, body, checked.model, most, count_parts(parts), lane)
 
@@ -238,10 +240,14 @@ def _read_responses(raw: bytes, found: object, stream: bool, lane: LaneSpec) -> 
     _check_stream(checked.stream, stream)
     if checked.background:
         raise invalid_request("body: background is true; leave it out: every request waits, and its result is kept")
-    most = lane.max_tokens if checked.max_output_tokens is None else checked.max_output_tokens
+    most = _most(checked.max_output_tokens, lane)
     items = [item for item in _list(checked.input) if isinstance(item, dict)]
     parts = [part for item in items for key in ("content", "output") for part in _list(item.get(key))]
     return _openai_content(raw, body, checked.model, most, count_parts(parts), lane)
+
+
+def _most(bound: int | None, lane: LaneSpec) -> int:
+    return lane.max_tokens if bound is None or bound < 0 else bound
 
 
 def _read_embeddings(raw: bytes, found: object, stream: bool, lane: LaneSpec) -> Content:

@@ -34,6 +34,8 @@ def chat(content: Any = "hi", **more: Any) -> dict[str, Any]:
         ({"max_completion_tokens": 100, "n": 5}, 500),
         ({"max_tokens": 100, "n": 5}, 500),
         ({"n": 5}, 5 * CRITICAL.max_tokens),
+        ({"max_tokens": -1}, CRITICAL.max_tokens),
+        ({"max_completion_tokens": -1, "n": 2}, 2 * CRITICAL.max_tokens),
         ({"max_completion_tokens": 100, "logprobs": True, "top_logprobs": 20}, 100),
     ],
 )
