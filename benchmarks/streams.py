@@ -118,7 +118,7 @@ def worker_of(code: Path, *lanes: str, **environ: str) -> Lanekeeper:
         LANEKEEPER_BUDGET__REQUESTS_PER_MIN="1e9",
         LANEKEEPER_BUDGET__INPUT_TOKENS_PER_MIN="1e9",
         LANEKEEPER_BUDGET__OUTPUT_TOKENS_PER_MIN="1e9",
-        **environ,  # type: ignore[arg-type]
+        **environ,
     )
 
 

@@ -91,21 +91,20 @@ class Lanekeeper(Contestant):
 
     code: Path = ROOT
     """The checkout whose code and virtual environment are used."""
-    names: Names = NAMES
 
     def topology(self, version: str) -> Topology:
-        made = declare(DEFAULT_LANES, names=self.names, broker_version=version)
+        made = declare(DEFAULT_LANES, names=NAMES, broker_version=version)
         return Topology(exchanges=made.exchanges, queues=(*made.queues, Queue(REPLIES)), bindings=made.bindings)
 
     def environment(self, place: Place) -> dict[str, str]:
         user = urlsplit(place.amqp_url).username or "guest"
         own = {
-            "BENCH_EXCHANGE": self.names.requests,
+            "BENCH_EXCHANGE": NAMES.requests,
             "BENCH_KEY": "{lane}.bench.load",
-            "BENCH_NAMESPACE": self.names.namespace,
+            "BENCH_NAMESPACE": NAMES.namespace,
             "BENCH_USER": user,
             "LANEKEEPER_AMQP_URL": place.amqp_url,
-            "LANEKEEPER_NAMESPACE": self.names.namespace,
+            "LANEKEEPER_NAMESPACE": NAMES.namespace,
             "LANEKEEPER_SPEAKERS": user,
             "LANEKEEPER_STORE_URL": f"sqlite:///{place.folder}/store.sqlite",
             "LANEKEEPER_LOG_LEVEL": "warning",
@@ -141,7 +140,6 @@ def lanekeeper(
     code: Path = ROOT,
     module: str = "service.cli.main",
     lanes: Sequence[str] = (),
-    names: Names = NAMES,
     **environ: str,
 ) -> Lanekeeper:
     """Lanekeeper as a contestant. `module`: the Python module that is run. `lanes`: the only lanes that its worker
@@ -149,14 +147,13 @@ def lanekeeper(
     what = ("consume", *(f"--lane={lane}" for lane in lanes)) if lanes else ("serve",)
     return Lanekeeper(
         name=name,
-        queue=names.intake(lanes[-1] if lanes else "normal"),
+        queue=NAMES.intake(lanes[-1] if lanes else "normal"),
         python=Path(sys.executable) if code == ROOT else code / ".venv/bin/python",
         command=("-m", module, *what, "--port", "{port}"),
         fills=PLAIN,
         asks="benchmarks.harness.requesters:Own",
         environ=environ,
         code=code,
-        names=names,
     )
 
 
