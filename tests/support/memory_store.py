@@ -4,7 +4,6 @@ If `failing` is set, every call raises it, like a store that is unavailable. `lo
 
 import asyncio
 import sqlite3
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -17,16 +16,12 @@ from consumers.state.base import DAY_S as DAY_S
 from consumers.state.base import (
     AllowanceReservation,
     AllowanceTaken,
-    Ending,
-    Identity,
     Period,
-    StoredFile,
     StoreSpec,
     StoreUnavailable,
     period_of,
 )
 from consumers.state.decisions import Times
-from consumers.state.rows import Place, Rows
 from consumers.state.sqlite.file import SCHEMA
 from consumers.state.sqlite.store import Operation, SqliteStore
 from consumers.state.sqlite.tables import Tables
@@ -65,21 +60,8 @@ class MemoryStore(SqliteStore):
         return operation(self._tables, self._at(LOGGED.get(name)))
 
     @override
-    async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
-        at = self._at()
-        return self._tables.rows(at.today, place), at
-
-    @override
-    async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
-        return self._tables.endings(self._at(), requests)
-
-    @override
-    async def webhook(self, identity: Identity) -> bytes | None:
-        return self._tables.webhook(self._at().today, identity)
-
-    @override
-    async def find_files(self, ids: Sequence[str]) -> Mapping[str, StoredFile]:
-        return self._tables.find_files(self._at().today, ids)
+    async def read(self, operation: Operation[T]) -> T:
+        return operation(self._tables, self._at())
 
     @override
     async def probe(self) -> None:

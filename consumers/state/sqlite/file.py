@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from consumers.state.base import StoreUnavailable
+from consumers.state.decisions import Times
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 VERSION = 9
@@ -203,6 +204,9 @@ class Clock:
 
     def since_1970_ms(self) -> int:
         return time.time_ns() // 1_000_000
+
+    def times(self) -> Times:
+        return Times(now=self.since_boot_ms(), today=self.since_1970_ms())
 
     def boot(self) -> str:
         """The id of the boot that `since_boot_ms` counts from; empty if the system does not provide it."""

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass
@@ -23,7 +23,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from consumers.state import base
 from consumers.state.base import Identity, StoreSpec, StoreUnavailable
 from consumers.state.decisions import Change, Times
-from consumers.state.groups import MEMBERS_AT_ONCE, NEWEST, GroupPlace, Member, StoredGroup
 from consumers.state.requests import Decide
 from consumers.state.rows import DecideRows, Place, Rows
 from consumers.state.shedding import Surplus, next_step
@@ -111,7 +110,7 @@ class Writer:
     async def do(self, name: str, operation: Operation[T], *, durable: bool) -> T:
         """Run an operation in the thread. Returns its result as soon as what it wrote would survive a power cut.
         `durable`: False if it need not survive one; its result is then returned as soon as other processes can see what
-        it has written. `together`: how the operation, by its `arguments`, can be done with others of its kind."""
+        it has written."""
         if self._is_closed:
             raise StoreUnavailable(f"{self.path} is not used any more: this store was closed")
         if self._waiting >= WAITING_AT_MOST:
@@ -176,7 +175,7 @@ class Writer:
         tables.connection.execute("BEGIN IMMEDIATE")
         try:
             tables.trust()
-            at = Times(now=self.clock.since_boot_ms(), today=self.clock.since_1970_ms())
+            at = self.clock.times()
             done = [_done(tables, at, waiting) for waiting in group]
             tables.connection.execute("COMMIT")
         except BaseException:
@@ -296,6 +295,17 @@ def _in_writer(
     return run
 
 
+def _in_reader(
+    operation: Callable[Concatenate[Tables, Times, P], T],
+) -> Callable[Concatenate["SqliteStore", P], Coroutine[Any, Any, T]]:
+    """The same in the thread that reads it."""
+
+    async def run(store: "SqliteStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await store.read(lambda tables, at: operation(tables, at, *args, **kwargs))
+
+    return run
+
+
 class SqliteStore(Store):
     """The store in a file. It must not be on a network file system, because SQLite's locks and shared
     memory do not work there."""
@@ -374,80 +384,50 @@ class SqliteStore(Store):
     remove_members = _in_writer(Tables.remove_members)
     end_was_told = _in_writer(Tables.end_was_told)
 
-    async def groups_of(self, tenant: str) -> Sequence[StoredGroup]:
-        return await self._read(lambda tables: tables.groups(self._clock.since_1970_ms(), tenant))
-
-    async def newest_groups(self, *, most: int, after: GroupPlace = NEWEST) -> Sequence[StoredGroup]:
-        return await self._read(lambda tables: tables.newest_groups(self._clock.since_1970_ms(), most, after))
-
-    async def ended_groups(self) -> Sequence[StoredGroup]:
-        return await self._read(lambda tables: tables.ended_groups(self._clock.since_1970_ms()))
-
-    async def count_groups(self, tenant: str) -> int:
-        return await self._read(lambda tables: tables.count_groups(self._clock.since_1970_ms(), tenant))
-
-    async def members(
-        self, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
-    ) -> Sequence[Member]:
-        today = self._clock.since_1970_ms()
-        return await self._read(lambda tables: tables.members(today, group, after=after, most=most, bodies=bodies))
-
-    async def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
-        return await self._read(lambda tables: tables.look(wanted))
-
-    async def endings(self, requests: Sequence[Identity]) -> Sequence[base.Ending | None]:
-        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-        return await self._read(lambda tables: tables.endings(at, requests))
-
-    async def tenants_of(self, id: str) -> Sequence[str]:
-        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-        return await self._read(lambda tables: tables.tenants_of(at, id))
-
-    async def listed(self, wanted: base.RequestFilter, *, most: int, after: str | None = None) -> base.RequestPage:
-        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-        return await self._read_apart(lambda tables: tables.listed(at, wanted, most, after))
-
-    async def webhook(self, identity: Identity) -> bytes | None:
-        return await self._read(lambda tables: tables.webhook(self._clock.since_1970_ms(), identity))
-
-    async def webhooks(self, *, most: int) -> Sequence[tuple[Identity, bytes]]:
-        return await self._read(lambda tables: tables.webhooks(self._clock.since_1970_ms(), most=most))
+    groups_of = _in_reader(Tables.groups_of)
+    newest_groups = _in_reader(Tables.newest_groups)
+    ended_groups = _in_reader(Tables.ended_groups)
+    count_groups = _in_reader(Tables.count_groups)
+    members = _in_reader(Tables.members)
+    look = _in_reader(Tables.look)
+    endings = _in_reader(Tables.endings)
+    tenants_of = _in_reader(Tables.tenants_of)
+    webhook = _in_reader(Tables.webhook)
+    webhooks = _in_reader(Tables.webhooks)
+    find_files = _in_reader(Tables.find_files)
+    files = _in_reader(Tables.files)
 
     async def read_rows(self, name: str, place: Place) -> tuple[Rows, Times]:
-        at = Times(now=self._clock.since_boot_ms(), today=self._clock.since_1970_ms())
-        return await self._read(lambda tables: (tables.rows(at.today, place), at))
+        return await self.read(lambda tables, at: (tables.rows(at, place), at))
 
-    async def find_files(self, ids: Sequence[str]) -> Mapping[str, base.StoredFile]:
-        return await self._read(lambda tables: tables.find_files(self._clock.since_1970_ms(), ids))
-
-    async def files(self, tenant: str) -> Sequence[base.StoredFile]:
-        return await self._read(lambda tables: tables.files(self._clock.since_1970_ms(), tenant))
-
-    async def _read(self, read: Callable[[Tables], T]) -> T:
+    async def read(self, operation: Operation[T]) -> T:
         if self._writer.trouble is not None:
             raise StoreUnavailable(self._writer.trouble)
-        return await self._reader.do(read)
+        at = self._clock.times()
+        return await self._reader.do(lambda tables: operation(tables, at))
+
+    async def listed(self, wanted: base.RequestFilter, *, most: int, after: str | None = None) -> base.RequestPage:
+        return await self._read_apart(lambda tables, at: tables.listed(at, wanted, most=most, after=after))
 
     async def sweep(self) -> int:
         removed = await self.transact("sweep", Tables.remove_expired)
         if not (removed or self._surplus):
-            now = self._clock.since_boot_ms()
-            self._surplus.extend(await self._read_apart(lambda tables: tables.surplus(now)))
+            self._surplus.extend(await self._read_apart(Tables.surplus))
         while not removed and (step := next_step(self._surplus)):
             removed = await self.transact("sweep", partial(Tables.remove, rows=step))
         return removed
 
-    async def _read_apart(self, read: Callable[[Tables], T]) -> T:
+    async def _read_apart(self, operation: Operation[T]) -> T:
         """For what reads much of the file: it has a thread and a connection of its own, and delays no other call."""
-        return await asyncio.to_thread(self._read_much, read)
+        return await asyncio.to_thread(self._read_much, operation)
 
-    def _read_much(self, read: Callable[[Tables], T]) -> T:
+    def _read_much(self, operation: Operation[T]) -> T:
         try:
             with closing(connect(self._path)) as connection:
                 self._looking.add(connection)
                 connection.execute("BEGIN")
                 try:
-                    return read(Tables(connection, self.spec))
+                    return operation(Tables(connection, self.spec), self._clock.times())
                 finally:
                     self._looking.discard(connection)
         except (sqlite3.Error, OSError) as error:

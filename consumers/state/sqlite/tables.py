@@ -25,7 +25,7 @@ from consumers.state.base import (
     Submission,
 )
 from consumers.state.decisions import KEEP, Change, ProgressRow, Row, Times, as_json
-from consumers.state.groups import KINDS, MEMBER_BYTES, GroupPlace, Head, Member, StoredGroup
+from consumers.state.groups import KINDS, MEMBER_BYTES, MEMBERS_AT_ONCE, NEWEST, GroupPlace, Head, Member, StoredGroup
 from consumers.state.rows import DecideRows, Place, Rows
 from consumers.state.shedding import (
     LOW_WATER,
@@ -263,7 +263,7 @@ class Tables:
         statement, me = _count(counts.was, counts.now), (tenant, group.id)
         if self._execute(statement, (*values, *me)).rowcount or counts.was is not None:
             return
-        if self.count_groups(at.today, tenant) < self._spec.groups_per_tenant:
+        if self.count_groups(at, tenant) < self._spec.groups_per_tenant:
             self._execute(_SET_HEAD, (*me, groups.named(at, counts).as_json(), counts.keep_ms))
             self._execute(statement, (*values, *me))
 
@@ -316,7 +316,7 @@ class Tables:
     def tenants_of(self, at: Times, id: str) -> list[str]:
         return [tenant for (tenant,) in self._execute(_TENANTS_OF, (id, at.today, at.now))]
 
-    def listed(self, at: Times, wanted: RequestFilter, most: int, after: str | None) -> RequestPage:
+    def listed(self, at: Times, wanted: RequestFilter, *, most: int, after: str | None = None) -> RequestPage:
         """Rows are numbered in the order in which the store heard of the requests, so a list needs no index, which each
         claim and completion would have to write."""
         first, end = self._execute(
@@ -363,7 +363,7 @@ class Tables:
         found = self._execute(f"SELECT {_FIELDS} FROM followed {_OF}", (identity.tenant, identity.id)).fetchone()
         return None if found is None else Submission._make(found)
 
-    def look(self, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
+    def look(self, _: Times, wanted: Sequence[tuple[Identity, int]]) -> Sequence[base.Look | None]:
         found: list[base.Look | None] = []
         left = ENTRIES_IN_A_LOOK
         for identity, after in wanted:
@@ -384,33 +384,35 @@ class Tables:
     # ---- groups ------------------------------------------------------------------------------------------------------
 
     def change_group(self, at: Times, identity: Identity, decide: groups.Decide) -> object:
-        found = next(iter(self.groups(at.today, identity.tenant, identity.id)), None)
+        found = next(iter(self.groups_of(at, identity.tenant, identity.id)), None)
         change = decide(found, at.today)
         if (head := change.head) is not None:
             self._execute(_SET_HEAD, (identity.tenant, identity.id, head.as_json(), head.keep_ms))
         return change.answer
 
-    def groups(self, today: int, tenant: str, *id: str) -> list[StoredGroup]:
-        return _groups(self._execute(f"{_GROUP} AND {'id = ?' if id else _IS_LISTED}", (tenant, today, *id)))
+    def groups_of(self, at: Times, tenant: str, *id: str) -> list[StoredGroup]:
+        return _groups(self._execute(f"{_GROUP} AND {'id = ?' if id else _IS_LISTED}", (tenant, at.today, *id)))
 
-    def newest_groups(self, today: int, most: int, after: GroupPlace) -> list[StoredGroup]:
-        return _groups(self._execute(_NEWEST_GROUPS, (*after, today, most)))
+    def newest_groups(self, at: Times, *, most: int, after: GroupPlace = NEWEST) -> list[StoredGroup]:
+        return _groups(self._execute(_NEWEST_GROUPS, (*after, at.today, most)))
 
-    def ended_groups(self, today: int) -> list[StoredGroup]:
-        return _groups(self._execute(_ENDED_GROUPS, (today, groups.ENDED_AT_ONCE)))
+    def ended_groups(self, at: Times) -> list[StoredGroup]:
+        return _groups(self._execute(_ENDED_GROUPS, (at.today, groups.ENDED_AT_ONCE)))
 
     def end_was_told(self, at: Times, identity: Identity) -> None:
         self._execute(f"UPDATE request_group SET told = 1 {_OF}", (identity.tenant, identity.id))
 
-    def count_groups(self, today: int, tenant: str) -> int:
-        (count,) = self._execute(_COUNT_GROUPS, (tenant, today)).fetchone()
+    def count_groups(self, at: Times, tenant: str) -> int:
+        (count,) = self._execute(_COUNT_GROUPS, (tenant, at.today)).fetchone()
         return int(count)
 
-    def members(self, today: int, group: Identity, *, after: int, most: int, bodies: bool) -> list[Member]:
+    def members(
+        self, at: Times, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
+    ) -> list[Member]:
         columns = f"rowid, id, status, code, headers, ended_ms, cancelling, {'body' if bodies else 'NULL'}"
         found: list[Member] = []
         size = 0
-        for row in self._execute(f"SELECT {columns} {_MEMBERS}", (group.tenant, group.id, after, today, most)):
+        for row in self._execute(f"SELECT {columns} {_MEMBERS}", (group.tenant, group.id, after, at.today, most)):
             position, id, status, code, headers, ended_ms, cancelling, body = row
             completion = None
             if status is not None and not cancelling:
@@ -473,10 +475,10 @@ class Tables:
         found = self._execute(_USED_IN, (name, period.length_s, period.number)).fetchone()
         return 0.0 if found is None else float(found[0])
 
-    def rows(self, today: int, place: Place) -> Rows:
+    def rows(self, at: Times, place: Place) -> Rows:
         key = () if place.key is None else (place.key,)
         found = self._execute(
-            f"{_ROWS}{' AND key = ?' if key else ''}", (place.kind, place.tenant, today, *key)
+            f"{_ROWS}{' AND key = ?' if key else ''}", (place.kind, place.tenant, at.today, *key)
         ).fetchall()
         values = {"" if key else name: body.decode() for name, body, _ in found}
         return Rows(values, until_ms=max((until_ms for *_, until_ms in found), default=0))
@@ -485,7 +487,7 @@ class Tables:
         return [self._change_rows(at, *each) for each in wanted]
 
     def _change_rows(self, at: Times, place: Place, decide: DecideRows[T]) -> T:
-        rows = self.rows(at.today, place)
+        rows = self.rows(at, place)
         change = decide(rows, at)
         until_ms = change.until_ms or rows.until_ms or NEVER_MS
         for name, value in change.values.items():
@@ -499,33 +501,33 @@ class Tables:
     def note_webhook(self, at: Times, identity: Identity, row: bytes, *, until_ms: int) -> None:
         self._execute(_KEEP, ("webhook", identity.tenant, identity.id, until_ms, row))
 
-    def webhook(self, today: int, identity: Identity) -> bytes | None:
+    def webhook(self, at: Times, identity: Identity) -> bytes | None:
         found = self._execute(
-            f"SELECT body {_WEBHOOKS} AND (tenant, key) = (?, ?)", (today, identity.tenant, identity.id)
+            f"SELECT body {_WEBHOOKS} AND (tenant, key) = (?, ?)", (at.today, identity.tenant, identity.id)
         )
         return next((body for (body,) in found), None)
 
-    def webhooks(self, today: int, *, most: int) -> Sequence[tuple[Identity, bytes]]:
-        rows = self._execute(f"SELECT tenant, key, body {_WEBHOOKS} ORDER BY until_ms DESC LIMIT ?", (today, most))
+    def webhooks(self, at: Times, *, most: int) -> Sequence[tuple[Identity, bytes]]:
+        rows = self._execute(f"SELECT tenant, key, body {_WEBHOOKS} ORDER BY until_ms DESC LIMIT ?", (at.today, most))
         return [(Identity(tenant, id), body) for tenant, id, body in rows]
 
     # ---- files at providers ------------------------------------------------------------------------------------------
 
     def keep_file(self, at: Times, file: StoredFile) -> bool:
-        if (found := self.find_files(at.today, [file.id]).get(file.id)) is not None:
+        if (found := self.find_files(at, [file.id]).get(file.id)) is not None:
             return found.tenant == file.tenant
-        if len(self.files(at.today, file.tenant)) >= self._spec.files_per_tenant:
+        if len(self.files(at, file.tenant)) >= self._spec.files_per_tenant:
             return False
         self._execute(f"INSERT OR REPLACE INTO file ({_FILE}) VALUES (?, ?, ?, ?, ?, ?)", astuple(file))
         return True
 
-    def find_files(self, today: int, ids: Sequence[str]) -> dict[str, StoredFile]:
+    def find_files(self, at: Times, ids: Sequence[str]) -> dict[str, StoredFile]:
         asked = f"SELECT {_FILE} FROM file WHERE id IN (SELECT value FROM json_each(?)) AND {_EXISTS}"
-        return {row[0]: _stored_file(row) for row in self._execute(asked, (as_json(list(ids)), today))}
+        return {row[0]: _stored_file(row) for row in self._execute(asked, (as_json(list(ids)), at.today))}
 
-    def files(self, today: int, tenant: str) -> list[StoredFile]:
+    def files(self, at: Times, tenant: str) -> list[StoredFile]:
         asked = f"SELECT {_FILE} FROM file WHERE tenant = ? AND {_EXISTS} ORDER BY created_ms DESC, id DESC"
-        return [_stored_file(row) for row in self._execute(asked, (tenant, today))]
+        return [_stored_file(row) for row in self._execute(asked, (tenant, at.today))]
 
     def forget_file(self, _: Times, file: StoredFile) -> None:
         self._execute("DELETE FROM file WHERE id = ? AND tenant = ?", (file.id, file.tenant))
@@ -557,21 +559,21 @@ class Tables:
         )
         return (pages - free) * page_bytes
 
-    def used_by_share(self, now: int) -> dict[Share, int]:
+    def used_by_share(self, at: Times) -> dict[Share, int]:
         found: dict[Share, int] = {}
-        for tenant, kind, size in self._execute(_USED, (now,)):
+        for tenant, kind, size in self._execute(_USED, (at.now,)):
             share = (tenant, RowKind(kind))
             found[share] = found.get(share, 0) + size
         return found
 
-    def surplus(self, now: int) -> list[Surplus]:
+    def surplus(self, at: Times) -> list[Surplus]:
         """Returns rows to remove, the oldest of each share first, if the file is above its limit."""
         if (in_file := self.used_bytes()) <= self._spec.max_bytes:
             return []
-        used = self.used_by_share(now)
+        used = self.used_by_share(at)
         found: list[Surplus] = []
         for (tenant, kind), cut in cuts(used, sum(used.values()) * LOW_WATER * self._spec.max_bytes / in_file):
-            rows = self._execute(_OLDEST, (tenant, now, kind, SURPLUS_ROWS - len(found)))
+            rows = self._execute(_OLDEST, (tenant, at.now, kind, SURPLUS_ROWS - len(found)))
             found += oldest((Surplus(tenant, *row) for row in rows), cut)
         return found
 

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from consumers.state.base import QUEUED, Granted, Held, Identity, NewEntry, StoreSpec, StoreUnavailable, Submission
+from consumers.state.decisions import Times
 from consumers.state.redis.store import RedisStore
 from consumers.state.shedding import RowKind, Share, cuts
 from consumers.state.sqlite.store import SqliteStore
@@ -157,7 +158,7 @@ def test_a_full_sqlite_file_comes_below_its_limit_and_no_tenant_below_its_share_
 
             async def used() -> dict[Share, int]:
                 with closing(sqlite3.connect(path)) as looked:
-                    return Tables(looked, StoreSpec()).used_by_share(store._clock.since_boot_ms())
+                    return Tables(looked, StoreSpec()).used_by_share(store._clock.times())
 
             await swept(played, store, used)
             removable = {kind for _, kind in await used()} - {RowKind.KEPT}
@@ -182,8 +183,8 @@ async def test_what_a_full_file_loses_is_chosen_at_one_moment_and_in_bounded_ste
 ) -> None:
     measured = Tables.used_by_share
 
-    def used_by_share(tables: Tables, now: int) -> dict[Share, int]:
-        found = measured(tables, now)
+    def used_by_share(tables: Tables, at: Times) -> dict[Share, int]:
+        found = measured(tables, at)
         with closing(sqlite3.connect(tmp_path / "lane.sqlite")) as other:
             other.execute("DELETE FROM request WHERE id < '05'")
             other.commit()
