@@ -15,7 +15,7 @@ SPREAD = 0.5
 """A delay is lengthened at random by up to this share, so that requests do not come back together."""
 SHARE_OF_OUTAGE = 0.25
 """A request is deferred by this share of the time for which the provider has been down."""
-MOST_TARGETS = 5
+MOST_TARGETS = 3
 """A request is deferred by at most this many times its lane's target wait (the setting `target_wait_s`)."""
 
 
@@ -64,17 +64,20 @@ def later(
     job: Job, decoded: Decoded, wait_s: float, *, breakers: Breakers, now_ms: NowMs, rng: random.Random
 ) -> Outcome:
     """The outcome of a job for which no provider may be called in the next `wait_s` seconds: it is deferred, or refused
-    if its deadline is before the end of that time."""
+    if its deadline is before the end of that time. A paused provider may be mended and called at any moment, so a
+    request that waits for one is refused only when its time is over."""
     left_ms = decoded.request.deadline_ms - now_ms()
-    wait_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
+    wait_ms = no_call_ms = max(LEAST_WAIT_MS, round(1000 * wait_s))
     routes = decoded.chain.routes
+    is_paused = any(breakers.pauses.since_s(route) is not None or breakers.brake.of_route(route) for route in routes)
+    if is_paused:
+        wait_ms = min(wait_ms, max(LEAST_WAIT_MS, left_ms // 2))
     if wait_ms >= left_ms:
         why = breakers.hindrance(routes) or "its last calls failed"
-        detail = f"no provider may be called for {wait_ms} ms, and {max(0, left_ms)} ms are left"
+        detail = f"no provider may be called for {no_call_ms} ms, and {max(0, left_ms)} ms are left"
         return end_with_problem(unavailable(job, why, detail, breakers.last_failure(routes)))
     now_s = asyncio.get_running_loop().time()
     down_s = min(breakers.down_s(route, now_s) for route in routes)
     stay_s = min(SHARE_OF_OUTAGE * down_s, MOST_TARGETS * decoded.lane.target_wait_s)
     delay_ms = round(max(wait_ms, 1000 * stay_s) * (1 + rng.uniform(0, SPREAD)))
-    is_paused = any(breakers.pauses.since_s(route) is not None or breakers.brake.of_route(route) for route in routes)
     return Deferred(delay_ms=min(delay_ms, max(wait_ms, left_ms // 2)), reason="paused" if is_paused else "breaker")

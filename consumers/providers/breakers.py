@@ -73,8 +73,9 @@ PROBE_EVERY_S = 60.0
 WANTED_EVERY_S = 2.0
 """While requests wait for a paused provider, it is probed at least this often."""
 AGAIN_S = 120.0
-"""A provider that is paused again within this many seconds after a pause goes on with that pause: the probe has not
-shown what is wrong. It is then probed as seldom as at the end of that pause, and only by calls of a model."""
+"""If a provider is paused again within this many seconds after a pause, the probe did not show what is wrong: the next
+ones are calls of a model. If those do not show it either, the time between two probes doubles with each pause from the
+second on, although requests wait, so that not each request ends a pause and begins the next."""
 Probe = Callable[[Route, bool], Awaitable[None]]
 log = structlog.get_logger()
 
@@ -187,10 +188,11 @@ class ProviderPause:
     error: str
     since_s: float
     by_call: bool
-    until_s: float
-    every_s: float = FIRST_PROBE_S
-    is_again: bool = False
-    """Whether the provider was paused shortly before, and probes succeeded where calls fail."""
+    every_s: float = field(init=False)
+    until_s: float = field(init=False)
+    contradicted: int = 0
+    """How many pauses in a row, up to this one, came soon after a call of ours had succeeded."""
+    ended_s: float = -inf
     probed_s: float = -inf
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while a request waits for the provider."""
@@ -199,12 +201,18 @@ class ProviderPause:
     asking: list[asyncio.Future[bool]] = field(default_factory=list)
     """Who wants to know how the next probe ends."""
 
+    def __post_init__(self) -> None:
+        self.every_s = self._spaced(FIRST_PROBE_S)
+        self.until_s = self.since_s + self.every_s
+
     @property
     def next_s(self) -> float:
         """When the provider is probed, if a request waits for it."""
-        if self.is_again:
-            return self.until_s
-        return min(self.until_s, max(self.since_s + FIRST_PROBE_S, self.probed_s + WANTED_EVERY_S))
+        first_s, next_s = self.since_s + self._spaced(FIRST_PROBE_S), self.probed_s + self._spaced(WANTED_EVERY_S)
+        return min(self.until_s, max(first_s, next_s))
+
+    def _spaced(self, seconds: float) -> float:
+        return min(PROBE_EVERY_S, seconds * 2.0 ** min(6, max(0, self.contradicted - 1)))
 
 
 async def _never(route: Route, by_call: bool) -> None:
@@ -264,12 +272,10 @@ class Pauses:
         name, now_s = route.provider, asyncio.get_running_loop().time()
         if name in self._pauses:
             return None
-        pause = ProviderPause(
-            error.reason, error.brief, now_s, error.otherwise is not None or error.status in (402, 429), now_s
-        )
-        if (last := self._past.get(name)) is not None and now_s - last.until_s < AGAIN_S:
-            pause.every_s, pause.by_call, pause.is_again = min(PROBE_EVERY_S, 2 * last.every_s), True, True
-        pause.until_s = now_s + pause.every_s
+        by_call, contradicted = error.otherwise is not None or error.status in (402, 429), 0
+        if (last := self._past.get(name)) is not None and now_s - last.ended_s < AGAIN_S:
+            by_call, contradicted = True, last.contradicted + last.by_call
+        pause = ProviderPause(error.reason, error.brief, now_s, by_call, contradicted)
         self._pauses[name], self._wanted[name] = pause, route
         fields = {"provider": name, "reason": pause.reason, "error": pause.error}
         log.error(signals.PROVIDER_PAUSED, **fields)
@@ -315,6 +321,7 @@ class Pauses:
                 break
             pause.every_s = min(PROBE_EVERY_S, 2 * pause.every_s)
             pause.until_s = clock() + pause.every_s
+        pause.ended_s = clock()
         self._past[name] = self._pauses.pop(name)
         log.warning(signals.PROVIDER_RESUMED, provider=name, paused_s=round(clock() - pause.since_s, 1))
 

@@ -25,6 +25,7 @@ from lanekeeper.contract.problems import LanekeeperError
 from lanekeeper.telemetry.figures import Histogram
 from service.gateway.problems import NO_SNIFFING, ApiError, answer, answer_errors, note_beginning
 from topology.codec.decoding import PACKED_BYTES
+from topology.codec.headers import PROVIDER_HEADER_BYTES
 
 Readiness = Callable[[], Mapping[str, str | None]]
 """The parts of the process that must work ("consume connection"), each with its problem, or None if it works."""
@@ -39,6 +40,8 @@ HEALTH_CONNECTIONS: Final = 64
 ENDLESS: Final = ("/v1/requests/{id}/events", "/v1/live", "/v1/ws")
 """Their answers do not end, so they have no HEAD."""
 MOST_DESCRIPTORS: Final = 65_536
+LINE_BYTES: Final = PROVIDER_HEADER_BYTES
+"""The longest header of a provider's that a request may have comes over HTTP too; aiohttp's own limit is two bytes less."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -141,6 +144,8 @@ class Server:
             auto_decompress=False,  # nothing is unpacked before its caller is known
             keepalive_timeout=KEEP_ALIVE_S,
             lingering_time=LINGER_S,
+            max_line_size=LINE_BYTES,
+            max_field_size=LINE_BYTES,
         )
 
     async def drained(self, *, within_s: float) -> None:
@@ -288,7 +293,7 @@ class HttpConnection(web.RequestHandler):
 def _parse_error(error: HttpProcessingError) -> ApiError:
     match error:
         case LineTooLong():
-            return ApiError(400, "not valid HTTP: the first line or a header is too long (at most 8190 bytes)")
+            return ApiError(400, f"not valid HTTP: the first line or a header is too long (at most {LINE_BYTES} bytes)")
         case InvalidURLError():
             return ApiError(400, "not valid HTTP: the target is not a URL")
     # aiohttp's message quotes a part of the call after a colon; the answer contains only what precedes the colon.

@@ -35,14 +35,15 @@ from service.gateway.server import HttpConnection
 from service.gateway.shares import SharedTaken, Shares
 from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
+from topology.codec.headers import PROVIDER_HEADER_BYTES, PROVIDER_HEADERS, PROVIDER_HEADERS_BYTES
 
 AT_ONCE: Final = 16
 FOLLOWED_AT_MOST: Final = 100
-MESSAGE_BYTES: Final = PACKED_BYTES + 16 * 1024
+MESSAGE_BYTES: Final = PACKED_BYTES + PROVIDER_HEADERS_BYTES + 16 * 1024
 LONGEST_REF: Final = 128
-HEADERS_AT_MOST: Final = 20
-LONGEST_HEADER: Final = 1000
-VALUES_OUTSIDE_BODY: Final = 100
+HEADERS_AT_MOST: Final = PROVIDER_HEADERS + 20
+LONGEST_HEADER: Final = PROVIDER_HEADER_BYTES
+VALUES_OUTSIDE_BODY: Final = 2 * HEADERS_AT_MOST + 60
 """How many JSON keys and values a message may have beside those of its request body. Valid ones have fewer."""
 FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "submit": frozenset({"type", "ref", "body", "id", "headers", "subscribe"}),

@@ -12,6 +12,7 @@ from tests.support.brokers import Vhost
 from tests.support.gate import Alone, gate
 from tests.support.malicious import Asked, MaliciousProvider, Piece, error_body, head
 from tests.support.serving import serving
+from topology.codec.headers import PROVIDER_HEADER_BYTES
 
 MESSAGES = "/v1/messages?beta=true"
 ATTRIBUTION = "x-anthropic-billing-header: cc_version=2.1.332.bd3; cc_entrypoint=sdk-cli;"
@@ -142,6 +143,18 @@ async def test_a_credential_counts_in_either_header_on_every_path_and_other_head
                 assert (await asked(url, path, given, **FORWARDED, **credential, **own))[0] == 200, (path, credential)
             assert (await asked(url, path, given, **FORWARDED, **own))[0] == 401
         assert [call.outcome for call in worker.api.calls] == ["ok"] * len(CREDENTIALS)
+
+
+async def test_a_header_of_eight_kibibytes_is_forwarded() -> None:
+    def listed(call: Asked) -> list[Piece]:
+        return [head(body=b'{"data": []}')]
+
+    async with MaliciousProvider(listed) as provider, Alone(provider=provider.base_url) as made:
+        status, _, _ = await asked(made.url, "/v1/models", anthropic_beta="b" * PROVIDER_HEADER_BYTES)
+        refused, _, why = await asked(made.url, "/v1/models", anthropic_beta="b" * (PROVIDER_HEADER_BYTES + 1))
+
+        assert (status, refused) == (200, 400), why
+        assert [len(each.headers["anthropic-beta"]) for each in provider.asked] == [PROVIDER_HEADER_BYTES]
 
 
 async def test_model_discovery_is_answered_directly_and_never_with_a_redirect() -> None:

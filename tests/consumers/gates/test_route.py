@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ from typing_extensions import override
 from consumers.failures import AccountError, TransientError
 from consumers.gates import await_route
 from consumers.job import Decoded, Job, Route
-from consumers.outcomes import Outcome, Refused, Superseded
+from consumers.outcomes import Deferred, Outcome, Refused, Superseded
 from consumers.providers.breakers import FAILURES, Breakers, Pauses
 from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from consumers.refusals import later
 from consumers.state.base import Stop
 from tests.support.jobs import NOW_MS, Bench, decoded, read
 from tests.support.virtual_time import virtually
+from topology.lanes import NORMAL
 
 MODEL = "claude-sonnet-5-5"
 
@@ -121,6 +123,53 @@ def test_while_a_provider_is_paused_a_request_is_refused_only_when_its_time_is_o
         assert (outcome is None) is is_let_through
         assert isinstance(outcome, Refused) is not is_let_through
         assert is_let_through or clock() - began_s > 2.89
+        await ground.breakers.pauses.aclose()
+
+    virtually(story())
+
+
+REFUSED = AccountError("no", reason="it refuses the key", status=401)
+
+
+async def _paused_ground(*, for_s: float) -> Ground:
+    async def probe(route: Route, by_call: bool) -> None:
+        raise REFUSED
+
+    ground = Ground("one")
+    ground.breakers.pauses = Pauses(probe)
+    ground.breakers.pauses.pause(ground.all[0], REFUSED)
+    await asyncio.sleep(for_s)
+    return ground
+
+
+@pytest.mark.parametrize("left_ms", [300, 5000, 10_000])
+def test_a_pause_that_is_probed_again_too_late_refuses_no_request_that_has_time(left_ms: int) -> None:
+    async def story() -> None:
+        ground = await _paused_ground(for_s=60)
+        job = ground.job(**{"x-lane-deadline-ms": left_ms})
+
+        outcome = ground.later(job, decoded(job), 55.0)
+
+        assert isinstance(outcome, Deferred)
+        assert outcome.reason == "paused"
+        assert outcome.delay_ms < left_ms, "an operator's probe may end the pause meanwhile"
+        over = ground.job(**{"x-lane-deadline-ms": 150})
+        assert isinstance(ground.later(over, decoded(over), 55.0), Refused)
+        await ground.breakers.pauses.aclose()
+
+    virtually(story())
+
+
+def test_after_an_outage_of_a_day_a_deferred_request_is_back_within_45_seconds() -> None:
+    async def story() -> None:
+        ground = await _paused_ground(for_s=86_400)
+        ground.rng.share = 1.0
+        job = ground.job(**{"x-lane-deadline-ms": 3_600_000})
+
+        outcome = ground.later(job, replace(decoded(job), lane=NORMAL), 2.0)
+
+        assert isinstance(outcome, Deferred)
+        assert outcome.delay_ms <= 45_000
         await ground.breakers.pauses.aclose()
 
     virtually(story())

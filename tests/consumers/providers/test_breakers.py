@@ -354,6 +354,22 @@ def test_if_calls_fail_although_the_free_probe_succeeds_the_pause_goes_on_with_c
     assert at_s[-1] - at_s[-2] >= PROBE_EVERY_S, "not one error line for each request"
 
 
+def test_a_key_that_is_refused_again_soon_after_it_was_mended_is_probed_as_often_as_before() -> None:
+    async def story(world: World) -> None:
+        clock = asyncio.get_running_loop().time
+        for _ in range(3):
+            world.error = KEY
+            await world.fail()
+            await asyncio.sleep(90)  # nobody waits: by now it is probed once a minute
+            world.error, began_s = None, clock()
+            while world.wait_s:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            assert clock() - began_s <= 2.2
+            await asyncio.sleep(5)
+
+    run(story)
+
+
 @pytest.mark.parametrize("error", [None, RateLimitedError("429", status=429), RejectedError("404", status=404)])
 def test_an_error_that_a_call_of_our_own_does_not_meet_is_the_requests(error: ProviderError | None) -> None:
     rejected = RejectedError("403", status=403)

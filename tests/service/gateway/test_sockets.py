@@ -28,6 +28,7 @@ from service.gateway.sockets import FIELDS, MESSAGE_BYTES, InvalidMessage, Socke
 from tests.support.gate import SETTINGS
 from tests.support.waiting import until
 from topology.codec.bounds import VALUES
+from topology.codec.headers import PROVIDER_HEADER_BYTES, PROVIDER_HEADERS
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +160,15 @@ async def client(port: int) -> AsyncIterator[Client]:
             head += await loop.sock_recv(made, 1)
         assert b" 101 " in head
         yield Client(made)
+
+
+def test_a_message_may_have_all_headers_for_the_provider_that_a_request_may_have() -> None:
+    headers = {f"anthropic-{number}": "v" for number in range(PROVIDER_HEADERS - 1)}
+    headers |= {"anthropic-beta": "b" * PROVIDER_HEADER_BYTES, "x-lane-name": "batch"}
+
+    read = read_message(json.dumps({"type": "submit", "body": {}, "headers": headers}), max_values=0)
+
+    assert read.headers == headers
 
 
 async def test_a_client_that_follows_and_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
