@@ -41,7 +41,7 @@ ENDLESS: Final = ("/v1/requests/{id}/events", "/v1/live", "/v1/ws")
 """Their answers do not end, so they have no HEAD."""
 MOST_DESCRIPTORS: Final = 65_536
 LINE_BYTES: Final = PROVIDER_HEADER_BYTES
-"""The longest header of a provider's that a request may have comes over HTTP too; aiohttp's own limit is two bytes less."""
+"""So that the longest header for a provider comes over HTTP too; aiohttp's own limit is two bytes less."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
