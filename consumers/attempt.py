@@ -353,9 +353,12 @@ class Attempts:
         try:
             return await self.registry.call(route, request, timeout_s=timeout_s, parts=parts, in_progress=in_progress)
         except AccountError as again:
-            if again.otherwise is None:
+            if (otherwise := again.take_otherwise()) is None:
                 raise
-            raise again.otherwise from again
+            try:
+                raise otherwise from again
+            finally:
+                del otherwise  # as above
 
     def _publish_change(self, job: Job, change: ProviderChange | None) -> None:
         if change is not None:

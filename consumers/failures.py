@@ -230,6 +230,12 @@ class AccountError(ProviderError):
         self.reason = reason
         self.otherwise = otherwise
 
+    def take_otherwise(self) -> ProviderError | None:
+        """`otherwise`, to be raised in place of this error: it is then caused by this one, and if this one kept it, the
+        two would be a circle that keeps the request until the next collection of garbage."""
+        otherwise, self.otherwise = self.otherwise, None
+        return otherwise
+
     @property
     def means(self) -> Meaning:
         return NO_ACCOUNT if self.status else NO_ACCESS

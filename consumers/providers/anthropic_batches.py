@@ -138,11 +138,14 @@ class MessageBatches:
             cause = error.__cause__
             if (
                 error.status in NO_SUCH_PATH
-                and error.otherwise is not None
                 and isinstance(cause, anthropic.APIStatusError)
                 and not is_html(cause.response.headers.get("content-type", ""))
+                and (otherwise := error.take_otherwise()) is not None
             ):
-                raise error.otherwise from cause  # it is about this batch, or about all batches
+                try:
+                    raise otherwise from cause  # it is about this batch, or about all batches
+                finally:
+                    del otherwise  # its traceback holds this frame: a circle that would keep the batch
             raise
         try:
             refuse_html(response.status_code, plain(response.headers))

@@ -257,13 +257,13 @@ class Pauses:
         }
 
     async def judge(self, route: Route, error: ProviderError) -> ProviderError:
-        if not isinstance(error, AccountError) or (otherwise := error.otherwise) is None:
+        if not isinstance(error, AccountError) or error.otherwise is None:
             return error
         if self.since_s(route) is None:
             if (check := self._checks.get(route.provider)) is None:
                 check = self._background.begin(self._check(route), name=f"check {route.provider}")
                 self._checks[route.provider] = check
-            if await asyncio.shield(check):
+            if await asyncio.shield(check) and (otherwise := error.take_otherwise()) is not None:
                 otherwise.rate, otherwise.request_id = error.rate, error.request_id
                 return otherwise
         return error

@@ -237,8 +237,11 @@ class FileBatches:
         except AccountError as error:
             # a page of HTML says that there are no batches, but not that a batch is gone
             is_told = method == "POST" or error.body.lstrip().startswith("{")
-            if error.status in NO_SUCH_PATH and error.otherwise is not None and is_told:
-                raise error.otherwise from error
+            if error.status in NO_SUCH_PATH and is_told and (otherwise := error.take_otherwise()) is not None:
+                try:
+                    raise otherwise from error
+                finally:
+                    del otherwise  # its traceback holds this frame: a circle that would keep the batch
             raise
         try:
             refuse_html(response.status_code, plain(response.headers))
