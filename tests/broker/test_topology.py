@@ -5,7 +5,7 @@ watched for deleted objects; and delays that end on time in the right lane."""
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,6 @@ import aio_pika
 import pytest
 from aio_pika.abc import AbstractConnection, AbstractIncomingMessage
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 from yarl import URL
 
@@ -26,6 +25,7 @@ from lanekeeper.telemetry import signals
 from tests.support.brokers import Vhost, close_connection
 from tests.support.defaults import LANES
 from tests.support.waiting import until
+from tests.support.web_server import web_server
 from topology.broker import admin as watching
 from topology.broker import management as management_module
 from topology.broker.admin import TopologyWatch, apply, verify
@@ -180,18 +180,6 @@ async def test_a_policy_that_would_remove_messages_is_named(
     assert found == ["queue lane.dead: policy message-ttl is 60000, declared is not set"]
 
 
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@asynccontextmanager
-async def answering(answer: Answer) -> AsyncIterator[str]:
-    """A server that is no management API; its URL."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    async with TestServer(app) as server:
-        yield str(server.make_url("/")).rstrip("/")
-
-
 @pytest.mark.all_delay_levels
 @pytest.mark.every_version
 async def test_with_the_management_api_every_difference_is_found(
@@ -246,10 +234,10 @@ async def test_the_api_of_another_broker_is_not_used(
 ) -> None:
     await apply(declared, connection)
 
-    async def other(request: web.Request) -> web.Response:
+    async def other(request: web.BaseRequest) -> web.Response:
         return web.json_response({"rabbitmq_version": "4.3.6", "cluster_name": "rabbit@elsewhere"})
 
-    async with answering(other) as url:
+    async with web_server(other) as url:
         found = await verify(declared, replace(management, url=url), connection)
         assert await discover("amqp://guest:guest@127.0.0.1/", url) is not None
 
@@ -281,11 +269,11 @@ async def test_credentials_in_the_management_url_are_used_before_those_of_the_am
 async def test_a_server_that_is_not_rabbitmq_gets_no_credentials(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[str] = []
 
-    async def curious(request: web.Request) -> web.Response:
+    async def curious(request: web.BaseRequest) -> web.Response:
         heads.append(str(request.headers))
         return web.Response(status=401, headers={"www-authenticate": "Basic realm=Printer"})
 
-    async with answering(curious) as url:
+    async with web_server(curious) as url:
         monkeypatch.setattr(management_module, "PORT", URL(url).port)
         monkeypatch.setattr(management_module, "TLS_PORT", URL(url).port)
         assert await discover(f"{scheme}://app:secret@127.0.0.1/") is None
@@ -297,11 +285,11 @@ async def test_a_server_that_is_not_rabbitmq_gets_no_credentials(scheme: str, mo
 async def test_credentials_are_not_sent_after_a_redirect() -> None:
     asked: list[str] = []
 
-    async def elsewhere(request: web.Request) -> web.Response:
+    async def elsewhere(request: web.BaseRequest) -> web.Response:
         asked.append(request.path)
         return web.Response(status=302, headers={"location": "/stolen"})
 
-    async with answering(elsewhere) as url:
+    async with web_server(elsewhere) as url:
         with pytest.raises(BrokerError, match="answered 302"):
             await Management(url, "app", "secret", "/").cluster_name()
 
@@ -324,11 +312,11 @@ async def test_an_answer_that_never_comes_ends_with_a_timeout(monkeypatch: pytes
 
     over = asyncio.Event()
 
-    async def too_late(request: web.Request) -> web.Response:
+    async def too_late(request: web.BaseRequest) -> web.Response:
         await over.wait()
         return web.Response()
 
-    async with answering(too_late) as url:
+    async with web_server(too_late) as url:
         with pytest.raises(BrokerUnreachable, match="no management API at"):
             await Management(url, "app", "secret", "/").cluster_name()
         over.set()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from lanekeeper.contract.problems import SettingsError
@@ -15,6 +14,7 @@ from tests.support.brokers import Vhost
 from tests.support.gate import call, gate
 from tests.support.requester import Got, requester
 from tests.support.serving import serving
+from tests.support.web_server import web_server
 
 EXAMPLES = Path(__file__).parents[2] / "examples/python"
 FUNCTIONS = "tests.support.functions"
@@ -47,7 +47,7 @@ async def test_many_requests_are_one_call_of_an_embeddings_endpoint(
 ) -> None:
     calls = list[list[str]]()
 
-    async def embed(request: web.Request) -> web.Response:
+    async def embed(request: web.BaseRequest) -> web.Response:
         assert request.headers["Authorization"] == "Bearer secret"
         asked = await request.json()
         assert asked["model"] == "embeds"
@@ -57,17 +57,15 @@ async def test_many_requests_are_one_call_of_an_embeddings_endpoint(
         data = [{"index": number, "embedding": [len(text)]} for number, text in enumerate(asked["input"])]
         return web.json_response({"data": data[::-1]})
 
-    app = web.Application()
-    app.router.add_post("/v1/embeddings", embed)
     handlers = {"embeddings": {"run": "documents.embeddings:embed", "many": True, "count": 8, "window_ms": 5000}}
     monkeypatch.syspath_prepend(str(EXAMPLES))
     with capture_logs() as logs:
         async with (
-            TestServer(app) as server,
+            web_server(embed) as url,
             serving(vhost, handlers=handlers, retry={"base_s": 0.01, "cap_s": 0.01}),
             requester(vhost) as asker,
         ):
-            monkeypatch.setenv("EMBEDDINGS_URL", str(server.make_url("/v1/embeddings")))
+            monkeypatch.setenv("EMBEDDINGS_URL", f"{url}/v1/embeddings")
             monkeypatch.setenv("EMBEDDINGS_MODEL", "embeds")
             monkeypatch.setenv("EMBEDDINGS_KEY", "secret")
             texts = ["x" * number for number in range(1, 8)]

@@ -34,6 +34,7 @@ from tests.support.redis import redis_server
 from tests.support.requester import Got, Requester, requester
 from tests.support.serving import meeting, serving
 from tests.support.waiting import until
+from tests.support.web_server import web_server
 from topology.lanes import MIB
 
 
@@ -212,29 +213,22 @@ SHA256 = hashlib.sha256(BODY).hexdigest()
 
 
 @asynccontextmanager
-async def host(asked: list[web.Request]) -> AsyncIterator[str]:
+async def host(asked: list[web.BaseRequest]) -> AsyncIterator[str]:
     """A host with the body, which sends nothing to the first who asks."""
 
-    async def body(request: web.Request) -> web.Response:
+    async def body(request: web.BaseRequest) -> web.Response:
         asked.append(request)
         if len(asked) == 1:
             await asyncio.Event().wait()
         return web.Response(body=BODY)
 
-    app = web.Application()
-    app.router.add_get("/bodies/one", body)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.05)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/bodies"
-    finally:
-        await runner.cleanup()
+    async with web_server(body) as url:
+        yield f"{url}/bodies"
 
 
 @pytest.mark.slow
 async def test_a_worker_that_is_killed_while_it_fetches_a_body_is_replaced(vhost: Vhost, tmp_path: Path) -> None:
-    asked: list[web.Request] = []
+    asked: list[web.BaseRequest] = []
     async with FaultyAPI() as api, host(asked) as url, requester(vhost) as app:
         environ = environment(vhost, api, LANEKEEPER_BODIES__ALLOW=url, LANEKEEPER_BODIES__ALLOW_PRIVATE="true")
         async with lanekeeper("serve", environ=environ, folder=tmp_path) as first:

@@ -1,20 +1,19 @@
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from consumers.providers.anthropic import AnthropicProvider
 from tests.support.faulty_api import FaultyAPI
+from tests.support.web_server import Handler, web_server
 from topology.codec.decoding import Published, Request
 
 KEY = "sk-ant-a-secret-key"
 
 AskedFor = Callable[..., Request]
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 Answering = Callable[[Handler], AbstractAsyncContextManager[AnthropicProvider]]
 
 
@@ -70,16 +69,11 @@ def answering() -> Answering:
 
     @asynccontextmanager
     async def run(handler: Handler) -> AsyncIterator[AnthropicProvider]:
-        runner = web.ServerRunner(web.Server(handler), shutdown_timeout=0.05)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        adapter = AnthropicProvider.at(
-            f"http://127.0.0.1:{runner.addresses[0][1]}", api_key=KEY, max_answer_bytes=1_000_000
-        )
-        try:
-            yield adapter
-        finally:
-            await adapter.aclose()
-            await runner.cleanup()
+        async with web_server(handler) as url:
+            adapter = AnthropicProvider.at(url, api_key=KEY, max_answer_bytes=1_000_000)
+            try:
+                yield adapter
+            finally:
+                await adapter.aclose()
 
     return run

@@ -13,7 +13,6 @@ from typing import Any
 import httpx2
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import RawTestServer
 
 from consumers.dialects.answers import Answer
 from consumers.dialects.anthropic import MESSAGES
@@ -40,8 +39,9 @@ from tests.support.faulty_api import FaultyAPI
 from tests.support.malicious import MESSAGE as FIELDS
 from tests.support.virtual_time import virtually
 from tests.support.waiting import until
+from tests.support.web_server import Handler, web_server
 
-from .conftest import KEY, Answering, AskedFor, Handler
+from .conftest import KEY, Answering, AskedFor
 
 MESSAGE = (
     b'{ "type":"message", "model":"claude-x","content":[{"type":"text","text":"h\\u00e9","new":1.50}],\n'
@@ -325,8 +325,8 @@ async def test_a_later_answer_may_be_compressed(answering: Answering, asked: Ask
 @pytest.mark.filterwarnings("ignore:BasicAuth is deprecated", "ignore:The 'proxy_auth'")  # of the SDK's transport
 async def test_all_calls_go_through_the_proxy(monkeypatch: pytest.MonkeyPatch, asked: AskedFor) -> None:
     calls, answer = failing(*[GOOD] * 3)
-    async with RawTestServer(answer) as proxy:
-        monkeypatch.setenv("HTTP_PROXY", str(proxy.make_url("").with_user("me").with_password("secret")))
+    async with web_server(answer) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.replace("//", "//me:secret@"))
         provider = AnthropicProvider.at("http://api.test", api_key=KEY)
         for _ in range(3):
             await provider.stream(asked(), timeout_s=60, parts=None)

@@ -16,6 +16,7 @@ from consumers.providers import cloud
 from consumers.providers.anthropic import AnthropicProvider
 from consumers.providers.cloud import FrameSplitter, bedrock, foundry, vertex
 from tests.support.malicious import MaliciousProvider, redirect
+from tests.support.web_server import web_server
 
 from .conftest import AskedFor
 from .test_anthropic import MESSAGE, Received
@@ -51,12 +52,8 @@ class Recorder:
 @pytest.fixture
 async def recorder() -> AsyncIterator[Recorder]:
     found = Recorder()
-    runner = web.ServerRunner(web.Server(found.handle), shutdown_timeout=0.05)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield found
-    await runner.cleanup()
+    async with web_server(found.handle) as found.url:
+        yield found
 
 
 async def test_bedrock_gets_the_model_in_the_url_and_the_version_in_the_body(

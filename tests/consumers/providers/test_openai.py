@@ -1,18 +1,18 @@
 """How OpenAI's API, Azure's and servers that behave like them are called, and what their answers become."""
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from consumers.failures import AccountError, ProviderError, RejectedError, TransientError
 from consumers.providers.extras import ExtraMissing
 from consumers.providers.openai import OpenAIProvider
 from lanekeeper.contract import names as n
+from tests.support.web_server import Handler, web_server
 from topology.codec.decoding import Request, unpublished
 
 KEY = "sk-openai-secret"
@@ -23,7 +23,6 @@ WHOLE = {
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}],
     "usage": USAGE,
 }
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
@@ -31,24 +30,24 @@ class Server:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
-        self.answer: Answer = whole(WHOLE)
+        self.answer: Handler = whole(WHOLE)
         self.url = ""
 
-    async def handle(self, request: web.Request) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
         self.asked.append((str(request.rel_url), headers, await request.read()))
         return await self.answer(request)
 
 
-def whole(fields: Any, *, status: int = 200) -> Answer:
-    async def answer(_: web.Request) -> web.StreamResponse:
+def whole(fields: Any, *, status: int = 200) -> Handler:
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
         return web.json_response(fields, status=status, headers={"x-request-id": "req_1"})
 
     return answer
 
 
-def stream_of(*lines: str) -> Answer:
-    async def answer(request: web.Request) -> web.StreamResponse:
+def stream_of(*lines: str) -> Handler:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for line in lines:
@@ -61,10 +60,7 @@ def stream_of(*lines: str) -> Answer:
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
     found = Server()
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", found.handle)
-    async with TestServer(app) as running:
-        found.url = str(running.make_url("")).rstrip("/")
+    async with web_server(found.handle) as found.url:
         yield found
 
 
@@ -153,7 +149,7 @@ async def test_a_server_of_ones_own_needs_no_key_and_may_get_the_lanes_rank(serv
     ids=["200 with an error", "filtered", "key", "other JSON", "no object"],
 )
 async def test_whatever_is_no_answer_is_an_error_of_a_clear_class(
-    server: Server, answer: Answer, expected: type[ProviderError], told: str
+    server: Server, answer: Handler, expected: type[ProviderError], told: str
 ) -> None:
     server.answer = answer
     with pytest.raises(expected, match=told) as caught:
@@ -162,7 +158,7 @@ async def test_whatever_is_no_answer_is_an_error_of_a_clear_class(
 
 
 async def test_a_page_of_html_is_no_answer(server: Server) -> None:
-    async def page(_: web.Request) -> web.StreamResponse:
+    async def page(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(text="<html>login</html>", content_type="text/html")
 
     server.answer = page

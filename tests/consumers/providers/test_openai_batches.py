@@ -192,7 +192,7 @@ async def test_the_uploaded_file_is_deleted_when_the_batch_has_ended_and_the_res
 async def test_the_uploaded_file_is_deleted_if_no_batch_is_created_of_it(odd: Batches, server: Server) -> None:
     files, status = {"file-1"}, 404
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         if request.method == "DELETE":
             files.remove(request.path.rpartition("/")[2])
         is_batch = request.path.endswith("/batches")
@@ -240,7 +240,7 @@ async def test_the_fields_of_a_result_may_have_any_order(odd: Batches, server: S
 
 
 async def lines_of(batches: Batches, server: Server, *lines: bytes) -> dict[str, ResultLine]:
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         if request.path.endswith("/content"):
             return web.Response(body=b"\n".join(lines))
         batch = {"id": "b", "status": "completed", "created_at": 1, "output_file_id": "file-1", "error_file_id": None}
@@ -320,7 +320,7 @@ async def test_results_that_are_said_to_be_there_but_are_not_are_asked_for_again
 
 @pytest.mark.parametrize("page", ["json", "html"])
 async def test_a_server_without_batches_is_not_asked_again_for_an_hour(odd: Batches, server: Server, page: str) -> None:
-    async def html(_: web.Request) -> web.StreamResponse:
+    async def html(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(status=404, text="<h1>Not Found</h1>", content_type="text/html")
 
     server.answer = html if page == "html" else whole({"detail": "Not Found"}, status=404)
@@ -332,7 +332,7 @@ async def test_a_server_without_batches_is_not_asked_again_for_an_hour(odd: Batc
 
 
 async def test_a_page_of_html_does_not_mean_that_a_batch_is_gone(odd: Batches, server: Server) -> None:
-    async def html(_: web.Request) -> web.StreamResponse:
+    async def html(_: web.BaseRequest) -> web.StreamResponse:
         return web.Response(status=404, text="<h1>Not Found</h1>", content_type="text/html")
 
     server.answer = html

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lanekeeper import http
 from lanekeeper.contract.problems import BrokerUnreachable, ReplyLost
 from lanekeeper.http import Event, Events, EventTooLarge, OverHttp
+from tests.support.web_server import web_server
 
 STREAM = (
     b": a comment\r\nretry: 10\r\n\r\nid: 1\r\nevent: queued\r\ndata: {}\r\n\r\n"
@@ -95,23 +96,17 @@ async def test_a_large_body_has_more_time_than_an_answer(monkeypatch: pytest.Mon
     """A slow line: the body arrives in ten pieces, and takes twice as long as an answer may."""
     monkeypatch.setattr(http, "ANSWERED_WITHIN_S", 0.5)
 
-    async def read(request: web.Request) -> web.Response:
+    async def read(request: web.BaseRequest) -> web.Response:
         size = 0
         async for piece in request.content.iter_chunked(200_000):
             size += len(piece)
             await asyncio.sleep(0.1)
         return web.json_response({"size": size})
 
-    app = web.Application(client_max_size=1 << 30)
-    app.router.add_post("/", read)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with OverHttp(url, api_key=None, ssl_context=None, tracing=None) as gateway:
-            answer = await gateway._call("POST", "/", within_s=30, body=b"x" * 2_000_000)
-    finally:
-        await runner.cleanup()
+    async with (
+        web_server(read) as url,
+        OverHttp(url, api_key=None, ssl_context=None, tracing=None) as gateway,
+    ):
+        answer = await gateway._call("POST", "/", within_s=30, body=b"x" * 2_000_000)
 
     assert answer.document == {"size": 2_000_000}

@@ -24,6 +24,7 @@ from service.gateway import answers
 from service.gateway.answers import event_stream
 from tests.support.gate import Alone
 from tests.support.waiting import until
+from tests.support.web_server import web_server
 
 PING = b"x" * 16 * 2**20
 """More than the kernel takes for a client that does not read."""
@@ -36,7 +37,7 @@ class Stream:
         self.begins_to_end = asyncio.Event()
         self.has_ended = False
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         stream = event_stream(request, "a")
         async with background_task(stream.pings(PING, every_s=0.01), name="pings"):
             await until(lambda: request.protocol.writing_paused)
@@ -50,17 +51,12 @@ class Stream:
 async def called() -> AsyncIterator[tuple[Stream, aiohttp.ClientResponse]]:
     """A stream, and its answer that is not read yet."""
     stream = Stream()
-    app = web.Application()
-    app.router.add_get("/", stream.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            yield stream, response
-    finally:
-        await runner.cleanup()
+    async with (
+        web_server(stream.answer) as url,
+        aiohttp.ClientSession() as session,
+        session.get(url) as response,
+    ):
+        yield stream, response
 
 
 async def test_a_stream_ends_after_its_client_has_read_all_though_a_ping_waited() -> None:

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from service.gateway import app, server
 from service.gateway.access import hash_of
-from tests.service.gateway.test_lookups import provider
 from tests.support.gate import Alone
 from tests.support.waiting import until
+from tests.support.web_server import web_server
 
 pytestmark = pytest.mark.slow
 
@@ -226,11 +226,11 @@ async def test_no_answer_names_the_server_or_is_guessed_at() -> None:
 
 
 async def test_what_the_provider_calls_html_is_passed_on_as_json() -> None:
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         return web.Response(body=b'{"data": []}', content_type="text/html")
 
     async with (
-        provider(answer) as base,
+        web_server(answer) as base,
         Alone(provider=base) as made,
         aiohttp.ClientSession() as session,
         session.get(f"{made.url}/v1/models") as got,

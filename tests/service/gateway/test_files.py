@@ -20,10 +20,11 @@ from service.config.settings import FilesSettings
 from service.gateway import files
 from service.gateway.access import hash_of
 from service.simulated.app import SimulatedAPI
-from tests.service.gateway.test_lookups import get, provider, sdk
+from tests.service.gateway.test_lookups import get, sdk
 from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import Alone
 from tests.support.waiting import until
+from tests.support.web_server import web_server
 
 pytestmark = pytest.mark.slow
 
@@ -126,13 +127,13 @@ async def sent(url: str, body: Any, **headers: str) -> tuple[int, Any]:
 async def test_of_a_call_only_the_form_the_version_and_the_betas_reach_the_provider(tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         names = {name.lower() for name in request.headers}
         seen.append((request.method, request.raw_path, names, await request.read(), request.headers["authorization"]))
         return web.json_response({"id": f"file_{len(seen)}"}, headers={"set-cookie": "a=b"})
 
     name = b"../../v1/messages\r\nx-evil: 1"
-    async with provider(answer) as at, Alone(folder=tmp_path, provider=at) as made:
+    async with web_server(answer) as at, Alone(folder=tmp_path, provider=at) as made:
         form = FORM % (name.replace(b"\r\n", b"%0d%0a"), b"x")
         assert (await sent(f"{made.url}", form, **{"x-evil": "1", "anthropic-beta": BETA, "cookie": "c=d"}))[0] == 200
         for id in ("..%2F..%2Fmessages", "..", "%2e%2e%2fmodels", "file_1%3Fa=b", "file_1%23", "file_2", "a%00b"):
@@ -162,11 +163,11 @@ async def test_of_a_call_only_the_form_the_version_and_the_betas_reach_the_provi
 async def test_an_error_is_the_providers_own_whole_and_never_about_its_key(
     tmp_path: Path, status: int, given: bytes, wanted: int
 ) -> None:
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         await request.read()
         return web.Response(status=status, body=given, headers={"content-type": "application/json", "retry-after": "7"})
 
-    async with provider(answer) as at, Alone(folder=tmp_path, provider=at) as made:
+    async with web_server(answer) as at, Alone(folder=tmp_path, provider=at) as made:
         async with (
             aiohttp.ClientSession(headers=FORM_TYPE) as session,
             session.post(f"{made.url}/v1/files", data=FORM % (b"a", b"x")) as got,
@@ -204,13 +205,13 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing(tmp_path: Path)
 async def test_a_file_that_has_arrived_is_noted_although_its_client_has_left(tmp_path: Path) -> None:
     came, go_on = asyncio.Event(), asyncio.Event()
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         await request.read()
         came.set()
         await go_on.wait()
         return web.json_response({"id": "file_1", "size_bytes": 3})
 
-    async with provider(answer) as at, Alone(folder=tmp_path, provider=at) as made:
+    async with web_server(answer) as at, Alone(folder=tmp_path, provider=at) as made:
         calling = asyncio.create_task(sent(made.url, FORM % (b"a", b"x")))
         await came.wait()
         calling.cancel()
@@ -243,7 +244,7 @@ async def test_no_more_is_taken_than_the_provider_takes_and_a_slow_client_is_tol
 ) -> None:
     begun, offered = asyncio.Event(), 0
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError
@@ -254,7 +255,7 @@ async def test_no_more_is_taken_than_the_provider_takes_and_a_slow_client_is_tol
             offered += 100_000
             yield b"x" * 100_000
 
-    async with provider(answer) as at, Alone(folder=tmp_path, provider=at) as made:
+    async with web_server(answer) as at, Alone(folder=tmp_path, provider=at) as made:
         calling = asyncio.create_task(sent(made.url, pieces()))
         await begun.wait()
         before = -1
@@ -315,7 +316,7 @@ async def test_what_is_deleted_at_the_provider_is_not_listed_and_can_be_forgotte
 
 
 async def test_a_download_that_breaks_off_is_not_taken_for_whole(tmp_path: Path) -> None:
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         await response.write(b"x" * 100_000)
@@ -323,7 +324,11 @@ async def test_a_download_that_breaks_off_is_not_taken_for_whole(tmp_path: Path)
         request.transport.abort()
         return response
 
-    async with provider(answer) as at, Alone(folder=tmp_path, provider=at) as made, aiohttp.ClientSession() as session:
+    async with (
+        web_server(answer) as at,
+        Alone(folder=tmp_path, provider=at) as made,
+        aiohttp.ClientSession() as session,
+    ):
         await noted(made, "file_1")
         with pytest.raises(aiohttp.ClientError):
             async with session.get(f"{made.url}/v1/files/file_1/content") as got:

@@ -2,8 +2,7 @@
 
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -16,6 +15,7 @@ from service.config.settings import ModelsSettings
 from service.gateway.access import hash_of
 from tests.support.faulty_api import FaultyAPI
 from tests.support.gate import Alone
+from tests.support.web_server import web_server
 
 ASKED: dict[str, Any] = {"model": "claude-sonnet-5-5", "messages": [{"role": "user", "content": "hello 🦊"}]}
 HAIKU, SONNET = "claude-haiku-5-5", "claude-sonnet-5-5"
@@ -23,20 +23,6 @@ KEYS = {hash_of("few"): {"tenant": "crm", "models": [SONNET, HAIKU]}, hash_of("a
 TLS = ssl.create_default_context()
 """One for all clients, because making it takes longer than most of these tests."""
 Ask = Callable[[AsyncAnthropic], Awaitable[Any]]
-
-
-@asynccontextmanager
-async def provider(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    """A provider that gives this answer at every path."""
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def sdk(url: str, key: str = "any") -> AsyncAnthropic:
@@ -109,14 +95,14 @@ async def test_the_bytes_are_the_providers_and_the_key_of_the_call_does_not_reac
     seen: list[Any] = []
     version = {"anthropic-version": "2025-05-05"}
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         seen.append((request.method, request.path_qs, request.headers["anthropic-version"], await request.read()))
         assert request.headers["authorization"] == "Bearer sk-secret"
         return web.Response(
             body=b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}', headers={"request-id": "req_7", "set-cookie": "a=b"}
         )
 
-    async with provider(answer) as at, Alone(provider=at) as made, aiohttp.ClientSession() as session:
+    async with web_server(answer) as at, Alone(provider=at) as made, aiohttp.ClientSession() as session:
         asked = session.post(f"{made.url}/v1/messages/count_tokens?beta=true", data=b'{"any": "body"}', headers=version)
         async with asked as got:
             assert await got.read() == b'{"input_tokens" : 7,\n "more": "\xc3\xa4"}'
@@ -192,10 +178,10 @@ async def test_beyond_its_share_a_tenant_is_refused_and_another_is_not() -> None
     ],
 )
 async def test_what_is_no_error_of_anthropics_becomes_one_and_names_no_key(status: int, body: bytes, told: int) -> None:
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request: web.BaseRequest) -> web.Response:
         return web.Response(status=status, body=body, headers={"location": "/elsewhere"})
 
-    async with provider(answer) as at, Alone(provider=at) as made:
+    async with web_server(answer) as at, Alone(provider=at) as made:
         found, said, headers = await get(f"{made.url}/v1/models")
         assert found == told
         assert said["error"]["message"]
