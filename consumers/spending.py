@@ -167,14 +167,23 @@ class Spending:
 
     def __init__(self, allowances: Allowances, spec: CapsSpec, *, now_ms: NowMs = now_ms) -> None:
         self._allowances = allowances
-        self.spec = spec
-        """May be replaced at any time; what was counted stays counted."""
         self._now_ms = now_ms
-        self._reported: LRUCache[str, tuple[int, int]] = LRUCache(TENANTS_COUNTED)
+        self._reported: LRUCache[Bound, tuple[int, int]] = LRUCache(TENANTS_COUNTED)
         # no LRUCache: reading them all for the metrics would count as a use of each
         self._totals: OrderedDict[tuple[str, str], Total] = OrderedDict()
-        self._used: OrderedDict[Bound, tuple[float, int]] = OrderedDict()
+        self._used: OrderedDict[str, tuple[Bound, float, int]] = OrderedDict()
         self._background = Background()
+        self._spec = spec
+
+    @property
+    def spec(self) -> CapsSpec:
+        """May be replaced at any time; what was counted stays counted."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: CapsSpec) -> None:
+        self._spec = spec
+        self._used.clear()
 
     def bounds(self, lane: str, tenant: str, *, key: str = "", user: str = "") -> tuple[Bound, ...]:
         """`key`: the name of the API key of the call; `user`: its `metadata.user_id`, hashed. Both belong to the
@@ -236,13 +245,13 @@ class Spending:
 
     def used(self) -> Mapping[Bound, float]:
         now_ms = self._now_ms()
-        return {bound: used if now_ms < ends_ms else 0.0 for bound, (used, ends_ms) in self._used.items()}
+        return {bound: used if now_ms < ends_ms else 0.0 for bound, used, ends_ms in self._used.values()}
 
     def used_up(self) -> list[str]:
         """The caps of which nothing is left, or less than a request needed."""
         now_ms = self._now_ms()
-        full = {name for name, (level, _) in self._reported.items() if level == LEVELS[-1]}
-        return [bound.name for bound, (_, ends_ms) in self._used.items() if bound.name in full and now_ms < ends_ms]
+        full = {bound for bound, (level, _) in self._reported.items() if level == LEVELS[-1]}
+        return [name for name, (bound, _, ends_ms) in self._used.items() if bound in full and now_ms < ends_ms]
 
     async def _take(self, bounds: tuple[Bound, ...], hold: Hold, publish: Publish) -> Hold | Over:
         try:
@@ -302,16 +311,16 @@ class Spending:
             self.correct(hold, Spent())
 
     async def _report(self, bound: Bound, used: float, *, is_full: bool, period: Period, publish: Publish) -> None:
-        self._used[bound] = used, period.ends_ms
+        self._used[bound.name] = bound, used, period.ends_ms
         if len(self._used) > TENANTS_COUNTED:
             self._used.popitem(last=False)
         reached = next((level for level in reversed(LEVELS) if is_full or used >= bound.limit * level / 100), 0)
-        before, in_period = self._reported.get(bound.name, (0, period.number))
+        before, in_period = self._reported.get(bound, (0, period.number))
         if in_period != period.number:
             before = 0
         if reached <= before:
             return
-        self._reported[bound.name] = reached, period.number
+        self._reported[bound] = reached, period.number
         for level in LEVELS:
             if before < level <= reached and await self._is_first_report(bound, level, period):
                 figures = {"cap": bound.name, "percent": level, "used": round(used, 4), "limit": bound.limit}
@@ -320,7 +329,8 @@ class Spending:
 
     async def _is_first_report(self, bound: Bound, level: int, period: Period) -> bool:
         try:
-            return (await self._allowances.take(f"told {level} {bound.name}", 1, limit=1, period=period)).granted
+            told = f"told {level} of {bound.limit:g} {bound.name}"
+            return (await self._allowances.take(told, 1, limit=1, period=period)).granted
         except StoreUnavailable:
             return True
 

@@ -129,6 +129,30 @@ def test_a_week_begins_on_monday_and_a_month_on_its_first_day(per: str, last: st
     assert PERIODS[per](after.ends_ms - 1) == after
 
 
+async def test_a_changed_cap_is_told_with_its_new_limit_alone_and_its_levels_are_reported_again() -> None:
+    spending = Spending(MemoryAllowances(), CapsSpec(lanes={"batch": daily(requests=4)}))
+    with capture_logs() as logs:
+        before = spending.bounds("batch", "")
+        for _ in range(3):
+            await spend(spending, before, Spent(1))
+        spending.spec = CapsSpec(lanes={"batch": daily(requests=8)})
+        assert not spending.used()
+        await spend(spending, before, Spent(1))  # it began before the change
+        for _ in range(3):
+            await spend(spending, spending.bounds("batch", ""), Spent(1))
+
+    assert {(bound.limit, used) for bound, used in spending.used().items()} == {(8, 7)}
+    assert [
+        (each["percent"], each["used"], each["limit"]) for each in logs if each["event"] == signals.CAP_REACHED
+    ] == [
+        (50, 2, 4),
+        (80, 4, 4),
+        (100, 4, 4),
+        (50, 5, 8),
+        (80, 7, 8),
+    ]
+
+
 async def test_a_tenant_without_its_own_cap_has_the_cap_for_all_others() -> None:
     spending = Spending(MemoryAllowances(), CapsSpec(tenants={"shop": daily(requests=5), "*": daily(requests=1)}))
 
