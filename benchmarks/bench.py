@@ -36,7 +36,6 @@ PACKAGES = ("aio-pika", "anthropic", "uvloop")
 THEIRS = ("celery", "dramatiq", "faststream", "taskiq", "taskiq-aio-pika")
 TRACED = "traces at 10 %"
 STORELESS = "no store"
-UNMEASURED = "no metrics"
 DEPTHS = (1000, 2000, 10_000, 100_000)
 ABOUT = " The frameworks take turns in one run, and every handler calls the same provider through the same SDK."
 
@@ -62,7 +61,6 @@ def plan(*, quick: bool) -> list[Scenario]:
     )
     variants = (
         lanekeeper(STORELESS, module="benchmarks.storeless"),
-        lanekeeper(UNMEASURED, module="benchmarks.unmeasured"),
         traced,
     )
     # the same number of slots as the floor: lanes lend their idle slots, but critical never lends its last one
@@ -152,7 +150,7 @@ COLUMNS = {
 
 
 def tables(found: Results) -> str:
-    rows = ("floor", OURS, STORELESS, UNMEASURED, TRACED, *(peer.name for peer in PEERS))
+    rows = ("floor", OURS, STORELESS, TRACED, *(peer.name for peer in PEERS))
     return report.page(report.head(found, COMMAND, ABOUT), report.side_by_side(found, rows, COLUMNS))
 
 
