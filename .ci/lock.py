@@ -18,7 +18,7 @@ def lock(name: str, *options: str) -> None:
 
 
 lock("")
-for group in ("build", "fuzz", "audit", "docs", "kubernetes"):
+for group in ("build", "fuzz", "audit", "docs", "kubernetes", "libraries"):
     lock(f"-{group}", "--group", group)
 for group in BESIDE_OURS:
     lock(f"-{group}", "--group", group, "--constraint", "requirements.lock")

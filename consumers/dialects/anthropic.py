@@ -10,7 +10,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from consumers.dialects.answers import DONE
-from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.anthropic_answers import read_answer
+from consumers.dialects.anthropic_stream import StreamedMessage
 from consumers.dialects.base import Dialect, ErrorFields, Failure, StreamedAnswer
 from consumers.dialects.bodies import set_stream
 from consumers.dialects.errors import UNPAID, by_status, detail_of, fields_of

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from consumers.dialects.answers import Answer
 from consumers.dialects.anthropic import MESSAGES, classify
-from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.anthropic_answers import read_answer
+from consumers.dialects.anthropic_stream import StreamedMessage
 from consumers.dialects.base import Failure
 from consumers.failures import RetryPolicy, decide
 from consumers.limits.base import Amounts

@@ -19,7 +19,8 @@ from pamqp.header import ContentHeader
 
 from consumers.control import _id_of, read_command
 from consumers.dialects.anthropic import MESSAGES, classify, read_rate
-from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.anthropic_answers import read_answer
+from consumers.dialects.anthropic_stream import StreamedMessage
 from consumers.dialects.base import Dialect, Failure
 from consumers.dialects.bodies import set_stream
 from consumers.dialects.openai_chat import CHAT

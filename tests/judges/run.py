@@ -2,7 +2,8 @@
 
 What is called: the Python SDK's own tests (`upstream.py`), its examples and that of the TypeScript SDK's README, and
 calls with both SDKs (`calls.py`, `calls.js`): messages, the streams that the Python SDK's tests have recorded, errors,
-timeouts and retries. Claude Code (`claude_code.py`) is run too, and calls with OpenAI's Python SDK (`openai_calls.py`).
+timeouts and retries. Claude Code (`claude_code.py`) is run too, and calls with OpenAI's Python SDK (`openai_calls.py`)
+and with libraries on OpenAI's API (`libraries.py`, `vercel/judge.js`).
 A difference without a reason in `reasons.py`, or a
 reason without a difference, is a failure.
 
@@ -49,8 +50,9 @@ HOUSE = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 KEPT = HOUSE / ".cache" / "judges"
 PYTHON = KEPT / "bin" / "python"
+OF_LIBRARIES = HOUSE / ".cache" / "libraries" / "bin" / "python"
 PAGE = HOUSE / "docs" / "sdks.md"
-PARTS = ("calls", "openai", "examples", "claude", "tests")
+PARTS = ("calls", "openai", "libraries", "examples", "claude", "tests")
 WITHIN_S = 600
 PATIENCE_S = 10
 """How long a call that meets an error may take: what the gateway waits out until then is a difference."""
@@ -508,15 +510,21 @@ async def typescript_sdk(folder: Path) -> Path:
     return folder
 
 
-async def claude() -> tuple[Path, str]:
-    """Claude Code's program, and its version."""
-    version = json.loads((claude_code.HERE / "package.json").read_text())["dependencies"]["@anthropic-ai/claude-code"]
-    folder = KEPT / f"claude-code-{version}"
+async def packages(of: Path, main: str) -> tuple[Path, str]:
+    """A folder with the packages that are locked in another one, and the version of the main one."""
+    version = json.loads((of / "package.json").read_text())["dependencies"][main]
+    folder = KEPT / f"{of.name}-{version}"
     if not folder.exists():
         with tempfile.TemporaryDirectory(dir=KEPT) as name:
-            shutil.copytree(claude_code.HERE, made := Path(name, folder.name))
+            shutil.copytree(of, made := Path(name, folder.name))
             await output("npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--silent", folder=made)
             made.rename(folder)
+    return folder, version
+
+
+async def claude() -> tuple[Path, str]:
+    """Claude Code's program, and its version."""
+    folder, version = await packages(claude_code.HERE, "@anthropic-ai/claude-code")
     found = sorted(folder.glob("node_modules/@anthropic-ai/claude-code-*/claude"))
     if not found:
         raise NotJudged(f"Claude Code has no program for this machine in {folder}")
@@ -679,6 +687,17 @@ async def judge_calls(
                 verdict.compare(kind, f"calls of: {call.name}", directly, passed_on)
 
 
+async def judge_libraries(verdict: Verdict, vercel: Path, ways: Sequence[Way]) -> None:
+    found: list[dict[str, Any]] = []
+    for way in ways:
+        python = output(OF_LIBRARIES, "-W", "ignore", HERE / "libraries.py", way.url, folder=HOUSE)
+        both = await asyncio.gather(python, output("node", "judge.js", way.url, folder=vercel))
+        found.append({name: got for _, out in both for name, got in json.loads(out).items()})
+    direct, through = found
+    for name in direct:
+        verdict.compare("libraries", name, direct[name], through[name])
+
+
 async def judge_openai(verdict: Verdict, ways: Sequence[Way], made: Sequence[Call], api: Judged) -> None:
     given = json.dumps([call.document() for call in made]).encode()
     found = []
@@ -722,6 +741,7 @@ KINDS = {
     "TypeScript": "calls, TypeScript",
     "OpenAI's SDK, sync": "calls, OpenAI's Python SDK",
     "OpenAI's SDK, async": "calls, OpenAI's Python SDK async",
+    "libraries": "calls, LangChain, LlamaIndex and the Vercel AI SDK",
     "Claude Code": "Claude Code: what it prints, and what then arrives at the API",
 }
 
@@ -786,6 +806,10 @@ async def main(broker: RunningBroker, parts: Sequence[str]) -> Verdict:
                     asked = openai_calls()
                     await judge_openai(verdict, ways, asked, api)
                     tell(f"{len(asked)} calls by OpenAI's SDK")
+                if "libraries" in parts:
+                    vercel, _ = await packages(HERE / "vercel", "ai")
+                    await judge_libraries(verdict, vercel, ways)
+                    tell("calls by LangChain, LlamaIndex and the Vercel AI SDK")
                 if "examples" in parts:
                     await judge_examples(verdict, sdk, typescript, ways)
                     tell("examples")

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from consumers.dialects.answers import Answer
 from consumers.dialects.anthropic import MESSAGES
-from consumers.dialects.anthropic_answers import StreamedMessage
+from consumers.dialects.anthropic_stream import StreamedMessage
 from consumers.dialects.bodies import set_stream
 from consumers.failures import (
     AccountError,

@@ -12,7 +12,8 @@ from anthropic import AsyncAnthropic
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from consumers.dialects.anthropic_answers import StreamedMessage, read_answer
+from consumers.dialects.anthropic_answers import read_answer
+from consumers.dialects.anthropic_stream import StreamedMessage
 from consumers.dialects.fields import MOST_TOKENS
 from consumers.failures import AnswerTooLargeError, TransientError
 from consumers.prices import Usage
