@@ -347,7 +347,7 @@ def _continuing(call: CheckedCall, previous: object) -> CheckedCall:
 
 
 _BEGUN_AGAIN: Final = ApiError(
-    500, "an attempt failed in the middle of the answer, and another one has begun: stream the response from its start"
+    500, "an attempt failed in the middle of the answer, and another one follows: stream the response from its start"
 )
 
 
