@@ -139,6 +139,8 @@ class SimulatedFileBatches:
         error = None
         if item.kind == "succeeded" and item.asked is not None:
             answer = item.asked.dialect.write(item.asked, self._batches.output(item.asked), id=id)
+            # the same whenever the file is read
+            answer |= {name: int(batch.created_s) for name in ("created", "created_at") if name in answer}
             response = {"status_code": 200, "request_id": batch.request_id, "body": answer}
         elif item.kind == "errored" and item.refusal is not None:
             status, body = openai.error(item.refusal)
