@@ -232,7 +232,7 @@ async def test_an_attempt_that_fails_in_the_middle_ends_the_stream_so_that_the_c
     vhost: Vhost, is_here: bool
 ) -> None:
     async with serving(vhost) as worker, gate(worker, replies=replies_of(worker, is_here)) as url:
-        found = await events(url, body("[[fault: cut x1]] a longer story in many pieces", stream=True))
+        found = await events(url, body("[[fault: cut x1]] [[latency: 3s]] a longer story in many pieces", stream=True))
 
         assert types(found)[0] == "message_start"
         assert types(found)[-1] == "error"

@@ -112,12 +112,12 @@ async def test_an_error_in_the_middle_ends_a_stream_and_one_before_is_retried_un
         )
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in chunks]).endswith("later")
         chunks = await client.chat.completions.create(
-            model=MODEL, messages=said("[[latency: 500ms]] [[fault: error_mid_stream]] broken"), stream=True
+            model=MODEL, messages=said("[[latency: 3s]] [[fault: error_mid_stream]] broken"), stream=True
         )
         with pytest.raises(openai.APIError, match="overloaded_error in the middle"):
             _ = [chunk async for chunk in chunks]
         events = await client.responses.create(
-            model=MODEL, input="[[latency: 500ms]] [[fault: error_mid_stream]] broken", stream=True
+            model=MODEL, input="[[latency: 3s]] [[fault: error_mid_stream]] broken", stream=True
         )
         *begun, last = [event async for event in events]
         assert isinstance(last, ResponseErrorEvent)

@@ -151,7 +151,7 @@ FAULTS = {
     "connection reset": "[[fault: reset]]",
     "connection closed in the middle": "[[fault: truncated]]",
     "transfer ends in the middle": "[[fault: cut]]",
-    "error in the middle": "[[latency: 200ms]] [[fault: error_mid_stream]]",
+    "error in the middle": "[[latency: 2s]] [[fault: error_mid_stream]]",
     "broken JSON": "[[fault: broken_json]]",
     "not a message": "[[fault: not_a_message]]",
     "unfinished": "[[fault: unfinished]]",
