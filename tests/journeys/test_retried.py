@@ -3,6 +3,7 @@ with a problem document and parked with its cause."""
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -43,11 +44,12 @@ async def test_a_request_with_a_temporary_failure_is_retried_and_answered(vhost:
 
 async def test_an_attempt_that_hangs_ends_at_the_lanes_time_limit_and_is_retried(vhost: Vhost) -> None:
     async with meeting(vhost, lanes={"critical": {"call_timeout_s": 1}}) as (worker, app, _):
+        asked_s = time.monotonic()
         reply = await app.ask({"prompt": "wake up [[fault: hang x1]]"})
         assert reply.status == "ok"
         assert reply.headers["x-lane-attempt"] > 1  # on a busy machine the second may take a second too
         first, second, *_ = worker.api.calls
-        assert 0.95 < second.started_s - first.started_s < 15
+        assert 1 <= second.started_s - asked_s < 20, "its time begins before the call reaches the provider"
         assert first.outcome == "client_gone" or first.status == 0
 
 
