@@ -1,62 +1,44 @@
-"""Runs `lanekeeper` with a store that grants every claim and stores nothing. The difference to a normal run is the cost
-of the store.
+"""Runs `lanekeeper` with a store that grants every claim and stores no outcome. The difference to a normal run is the
+cost of the store.
 
 python -m benchmarks.storeless serve
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
 from unittest.mock import patch
 
-from consumers.state.base import AllowanceTaken, Completion, Fingerprint, Granted, Held, Identity, Pause, Period
-from consumers.state.groups import StoredGroup
+from typing_extensions import override
+
+from consumers.state.base import Completion, Fingerprint, Granted, Held, Identity, Stop
+from consumers.state.sqlite import store
 
 
-class Forgetful:
-    """A store that grants every claim and stores nothing."""
+class Forgetful(store.SqliteStore):
+    """A store that grants every claim, and stores neither claims nor outcomes."""
 
-    trouble = None
-    is_full = False
-
+    @override
     async def claim(self, identity: Identity, fingerprint: Fingerprint) -> Granted:
         return Granted(token=1)
 
+    @override
     async def complete(
         self, identity: Identity, fingerprint: Fingerprint, completion: Completion, *, token: int | None
     ) -> Completion:
         return completion
 
-    async def release(self, held: Held, **_: Any) -> None:
-        return None
+    @override
+    async def release(
+        self, held: Held, *, attempts: int = 0, due_ms: int | None = None, is_survived: bool = True, step: str = ""
+    ) -> None:
+        pass
 
-    async def ended_groups(self) -> Sequence[StoredGroup]:
-        return ()
-
-    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Any]:
+    @override
+    async def renew(self, held: Sequence[Held]) -> Mapping[Held, Stop]:
         return {}
-
-    async def hold(self, name: str, owner: str, *, for_s: float) -> bool:
-        return False
-
-    async def take(self, name: str, amount: float, *, limit: float, period: Period) -> AllowanceTaken:
-        return AllowanceTaken(granted=True, used=amount)
-
-    async def pauses(self) -> Sequence[Pause]:
-        return ()
-
-    async def probe(self) -> None:
-        return None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
 
 
 if __name__ == "__main__":
     from service.cli.main import main
-    from service.worker import assembly
 
-    with patch.object(assembly, "open_store", lambda *_, **__: Forgetful()):
+    with patch.object(store, "SqliteStore", Forgetful):
         main()

@@ -1,8 +1,9 @@
 """Measures streamed answers: what an event costs, how late it comes, and when the first one comes.
 
 A provider sends events of content at a fixed rate to many streams that begin together. They are read directly, through
-`lanekeeper serve`, through `lanekeeper gateway` and `consume` as two processes, over AMQP with our client, and through
-LiteLLM's proxy; the contestants take turns in one run. A stream that is not whole yields no figure. CPU time is that of
+the shortest proxy that can be written with aiohttp (the floor), through `lanekeeper serve`, through `lanekeeper
+gateway` and `consume` as two processes, over AMQP with our client, and through LiteLLM's proxy; the contestants take
+turns in one run. A stream that is not whole yields no figure. CPU time is that of
 the time between, without beginnings and ends. `--before`: another checkout, with its own .venv, beside this one.
 
     ./dev bench streams [--quick] [--rounds 3] [--seconds 12] [--before DIR] [--only NAME,…] [--write]
@@ -40,7 +41,7 @@ from tests.support.private_broker import LOOPBACK, free_ports
 COMMAND = "./dev bench streams"
 PACKAGES = ("aiohttp", "anthropic", "uvloop")
 RESULTS = Path(__file__).parent / "results" / "streams"
-DIRECT, TWO, AMQP, PEER = "direct", "gateway + consume", "AMQP, our client", "litellm"
+DIRECT, FLOOR, TWO, AMQP, PEER = "direct", "floor", "gateway + consume", "AMQP, our client", "litellm"
 BEFORE: Final = ", before"
 
 
@@ -72,6 +73,14 @@ Serving = Callable[[], AbstractAsyncContextManager[Served]]
 @asynccontextmanager
 async def direct(url: str) -> AsyncIterator[Served]:
     yield Served(url)
+
+
+@asynccontextmanager
+async def floor(on: Stage, url: str) -> AsyncIterator[Served]:
+    (port,) = free_ports(1)
+    command = (sys.executable, "-m", "benchmarks.harness.streaming", "forward", str(port), url)
+    async with process(command, environ=clean_environ(), log=on.folder / "floor", port=port) as pid:
+        yield Served(f"http://{LOOPBACK}:{port}", {"floor": pid})
 
 
 @asynccontextmanager
@@ -197,7 +206,7 @@ async def measure(options: argparse.Namespace) -> Results:
         providing = process(command, environ=clean_environ(), log=on.folder / "streaming", port=port)
         await stack.enter_async_context(providing)
         url = f"http://{LOOPBACK}:{port}"
-        ways: dict[str, Serving] = {DIRECT: lambda: direct(url)}
+        ways: dict[str, Serving] = {DIRECT: lambda: direct(url), FLOOR: lambda: floor(on, url)}
         for suffix, code in {"": ROOT, **({BEFORE: options.before} if options.before else {})}.items():
             who = worker_of(code)
             ways[OURS + suffix] = lambda who=who: in_one(on, url, who)  # type: ignore[misc]
@@ -256,7 +265,7 @@ AIMS = (
 
 def tables(found: Results) -> str:
     told = [report.head(found, COMMAND)]
-    names = (DIRECT, OURS, OURS + BEFORE, TWO, TWO + BEFORE, AMQP, PEER)
+    names = (DIRECT, FLOOR, OURS, OURS + BEFORE, TWO, TWO + BEFORE, AMQP, PEER)
     for given in LOADS:
         columns = {
             "CPU an event: ours, µs": "us",

@@ -85,6 +85,8 @@ class Results:
         except BrokerUnreachable:
             raise
         except Exception as caught:  # one run without a figure must not cost those of the others
+            while isinstance(caught, ExceptionGroup):
+                caught = caught.exceptions[0]
             run = replace(run, error=f"{type(caught).__name__}: {caught}"[:2000])
         self.runs.append(run)
         told = run.error or "  ".join(f"{name} {value:.4g}" for name, value in run.figures.items())

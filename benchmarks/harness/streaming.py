@@ -1,9 +1,11 @@
-"""Streams for measurements: a provider that sends events at a fixed rate, and readers that note when they came.
+"""Streams for measurements: a provider that sends events at a fixed rate, readers that note when they came, and between
+them the shortest proxy that can be written with aiohttp.
 
 Each event of content carries the time at which it was sent (CLOCK_MONOTONIC, which all processes of a machine share),
-so a reader knows how late it is. Both are minimal, because they share the cores with what is measured.
+so a reader knows how late it is. All are minimal, because they share the cores with what is measured.
 
     python -m benchmarks.harness.streaming provide PORT
+    python -m benchmarks.harness.streaming forward PORT URL
     python -m benchmarks.harness.streaming read SPEC        (a `Reading` as JSON; prints a `Read` as JSON)
 """
 
@@ -17,7 +19,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Final, cast
 from urllib.parse import urlsplit
 
+import aiohttp
 import uvloop
+from aiohttp import web
 
 from benchmarks.harness.load import MODEL
 from benchmarks.harness.requesters import HEADERS
@@ -232,5 +236,35 @@ async def provide(port: int) -> None:
     await server.serve_forever()
 
 
+async def forward(port: int, url: str) -> None:
+    """Pass each call on to `url`, and each piece of its answer back as it comes."""
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def call(request: web.Request) -> web.StreamResponse:
+            async with session.post(url + request.path, data=await request.read(), headers=HEADERS) as answer:
+                response = web.StreamResponse(status=answer.status, headers={"content-type": answer.content_type})
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+            return response
+
+        app = web.Application()
+        app.router.add_post("/{path:.*}", call)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, LOOPBACK, port, backlog=1024).start()
+        await asyncio.Event().wait()
+
+
+def main(do: str, given: str, url: str = "") -> None:
+    match do:
+        case "provide":
+            uvloop.run(provide(int(given)))
+        case "forward":
+            uvloop.run(forward(int(given), url))
+        case _:
+            uvloop.run(read(Reading(**json.loads(given))))
+
+
 if __name__ == "__main__":
-    uvloop.run(provide(int(sys.argv[2])) if sys.argv[1] == "provide" else read(Reading(**json.loads(sys.argv[2]))))
+    main(*sys.argv[1:])
