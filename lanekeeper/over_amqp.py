@@ -17,8 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from lanekeeper.amqp.connection import Connection, depths
@@ -152,11 +151,12 @@ class OverAmqp:
             self.direct.published(arrived)
             while True:
                 came = await arrived.all(end=outgoing.end)
-                if parts := list(takewhile(lambda reply: isinstance(reply, Part), came)):
+                parts = [reply for reply in came if isinstance(reply, Part)]
+                if parts:
                     outgoing.end = time_in(outgoing.timeout_s)
-                    yield cast(list[Part], parts)
+                    yield parts
                 if len(parts) < len(came):
-                    final = cast(Message, came[len(parts)])
+                    final = next(reply for reply in came if isinstance(reply, Message))
                     yield [await self._whole(final_of(final), end=outgoing.end)]
                     return
 

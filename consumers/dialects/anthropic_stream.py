@@ -39,7 +39,16 @@ class StreamedMessage:
         """Add an event, of which `data` is the JSON. Returns True if it was the last one, `message_stop`. Raises
         `TransientError` if it is malformed or cannot follow the events before it."""
         try:
-            self._count(event, data)
+            kind = event["type"]
+            block = self._blocks[event["index"]] if kind == "content_block_delta" else None
+            if block is not None and (pieces := block.pieces(event["delta"])) is not None:
+                # it only appends to strings, so only the bytes of the appended text count
+                json = pieces.get(_JSON, "").encode(errors="surrogatepass")
+                self._count(block.measure, json, sum(map(_size, pieces.values())))
+                block.append(pieces)
+                return False
+            if kind in _WITH_CONTENT:
+                self._count(self._measure, data, len(data))
             return self._add(event)
         except MALFORMED as error:
             raise broken_stream(f"at an event {str(event.get('type'))[:50]!r}", error) from error
@@ -78,20 +87,7 @@ class StreamedMessage:
         except MALFORMED as error:
             raise broken_stream("in its content", error) from error
 
-    def _count(self, event: dict[str, Any], data: bytes) -> None:
-        """If the event only appends to strings, only the bytes of the appended text count."""
-        kind = event["type"]
-        if kind not in _WITH_CONTENT:
-            return
-        block = self._blocks.get(event["index"]) if kind == "content_block_delta" else None
-        if block is None or (pieces := block.pieces(event["delta"])) is None:
-            measure, added, size = self._measure, data, len(data)
-        else:
-            measure, added, size = (
-                block.measure,
-                pieces.get(_JSON, "").encode(errors="surrogatepass"),
-                sum(map(_size, pieces.values())),
-            )
+    def _count(self, measure: Measure, added: bytes, size: int) -> None:
         measure.left = self._left
         excess = measure.add(added) if added else None
         self._left = measure.left
@@ -151,6 +147,10 @@ class _Block:
         known = (_JSON,) if delta["type"] == _JSON_DELTA else self._strings
         pieces = {key: value for key, value in delta.items() if key in known and isinstance(value, str)}
         return pieces if len(pieces) == len(delta) - 1 else None
+
+    def append(self, pieces: dict[str, str]) -> None:
+        for key, piece in pieces.items():
+            self._strings.get(key, self._json).append(piece)
 
     def add(self, delta: dict[str, Any]) -> None:
         kind = delta["type"]

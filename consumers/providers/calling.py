@@ -87,7 +87,7 @@ class Calling:
                         most_bytes = self.max_answer_bytes // _LEAST_EVENTS
                         events = EventSplitter(most_bytes, keeps=dialect.is_event)
                         await self._read_stream(
-                            response.aiter_bytes(),
+                            response.aiter_bytes() if "content-encoding" in headers else response.aiter_raw(),
                             collected,
                             dialect,
                             events if splitter is None else splitter(most_bytes),
@@ -238,11 +238,15 @@ class _Pauses:
 
 
 async def _slices(body_pieces: AsyncIterable[bytes], most: int, *, secret: str) -> AsyncGenerator[bytes, None]:
+    """Raises AnswerTooLargeError, and the errors of `translate_errors`."""
+    size = 0
     with translate_errors(secret=secret):
-        async with aclosing(bounded(body_pieces, most, hint=_HINT)) as chunks:
-            async for chunk in chunks:
-                for at in range(0, len(chunk), SLICE_BYTES):
-                    yield chunk[at : at + SLICE_BYTES]
+        async for piece in body_pieces:
+            size += len(piece)
+            if size > most:
+                raise AnswerTooLargeError(f"more than {most} bytes{_HINT}")
+            for at in range(0, len(piece), SLICE_BYTES):
+                yield piece[at : at + SLICE_BYTES]
 
 
 async def _drain(chunks: AsyncIterator[bytes]) -> None:

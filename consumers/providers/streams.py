@@ -82,7 +82,7 @@ class EventSplitter:
         self._after_cr = chunk[-1:] == b"\r"
         if b"\r" in chunk:
             chunk = chunk.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        searched = max(0, len(self._rest) - 1)
+        searched, size = max(0, len(self._rest) - 1), len(self._rest) + len(chunk)
         blocks: list[bytes] = []
         if not self._rest and chunk.endswith(b"\n\n"):  # most pieces are whole events
             blocks = chunk[:-2].split(b"\n\n")
@@ -91,7 +91,8 @@ class EventSplitter:
             if self._rest.find(b"\n\n", searched) >= 0:
                 *blocks, rest = bytes(self._rest).split(b"\n\n")
                 self._rest = bytearray(rest)
-        if len(self._rest) > self._max_event_bytes or any(len(block) > self._max_event_bytes for block in blocks):
+        most = self._max_event_bytes
+        if size > most and any(len(block) > most for block in (*blocks, self._rest)):
             raise AnswerTooLargeError(f"an event of more than {self._max_event_bytes} bytes")
         found = []
         for block in blocks:
@@ -124,7 +125,7 @@ def _event_in(block: bytes) -> tuple[bytes, bytes]:
 def parse_event(data: bytes, *, max_values: int = bounds.VALUES) -> dict[str, Any]:
     """Empty for `[DONE]`. Raises `TransientError` if it is not a JSON object, `AnswerTooLargeError` if it would take
     long to parse."""
-    if data.strip() == DONE:
+    if not data.startswith(b"{") and data.strip() == DONE:
         return {}
     if (excess := bounds.excess(data, max_values=max_values)) is not None:
         raise AnswerTooLargeError(excess)

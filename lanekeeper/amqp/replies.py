@@ -26,9 +26,9 @@ class Arrivals:
     """The replies to one message that have arrived and were not read yet."""
 
     def __init__(self) -> None:
-        self._came: list[Message | Part | ReplyLost] = []  # bounded by UNREAD_BYTES and one more part
+        self._came: list[Message | Part] = []  # bounded by UNREAD_BYTES and one more part
         self._unread_bytes = 0
-        self._is_lost = False
+        self._loss: str | None = None
         self._reader: asyncio.Future[None] | None = None
         self._end: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -39,49 +39,46 @@ class Arrivals:
         counts at most half of it, so that a single event of any size fits."""
         if self._unread_bytes > UNREAD_BYTES:
             self.lose("its parts came faster than they were read; fetch it whole: lanekeeper result")
-        elif not self._is_lost:
+        elif self._loss is None:
             self._unread_bytes += _counted(reply)
-            self._put(reply)
+            self._came.append(reply)
+            self._wake()
 
     def lose(self, why: str) -> None:
-        """`next` returns those that have arrived, and then raises ReplyLost."""
-        if not self._is_lost:
-            self._is_lost = True
-            self._put(ReplyLost(why))
+        """The reader gets those that have arrived, and then ReplyLost."""
+        if self._loss is None:
+            self._loss = why
+            self._wake()
 
     async def next(self, *, end: float | None) -> Message:
         """The next whole reply. Raises ReplyLost, and TimeoutError at `end`."""
         while True:
-            if isinstance(reply := await self._next(end), Message):
+            await self._some(end)
+            reply = self._came.pop(0)
+            self._unread_bytes -= _counted(reply)
+            if isinstance(reply, Message):
                 return reply
 
     async def all(self, *, end: float | None) -> Sequence[Message | Part]:
         """All that have arrived, or else the next. Raises as `next`."""
-        first = await self._next(end)
         if not self._came:
-            return (first,)
-        rest = [reply for reply in self._came if not isinstance(reply, ReplyLost)]
-        self._came = self._came[len(rest) :]  # a loss is the last
-        self._unread_bytes -= sum(map(_counted, rest))
-        return (first, *rest)
+            await self._some(end)
+        came, self._came, self._unread_bytes = self._came, [], 0
+        return came
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _next(self, end: float | None) -> Message | Part:
-        if not self._came:
-            await self._wait(end)
-        reply = self._came.pop(0)
-        if isinstance(reply, ReplyLost):
-            raise reply
-        self._unread_bytes -= _counted(reply)
-        return reply
-
-    def _put(self, reply: Message | Part | ReplyLost) -> None:
-        self._came.append(reply)
+    def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+    async def _some(self, end: float | None) -> None:
+        while not self._came:
+            if self._loss is not None:
+                raise ReplyLost(self._loss)
+            await self._wait(end)
 
     async def _wait(self, end: float | None) -> None:
         """One timer serves all waits: it is set again only when it has run out before the end."""

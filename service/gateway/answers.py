@@ -80,6 +80,7 @@ class Writing:
         self._request = request
         self.response = response
         self._drain = Drain(request)
+        self._out: StreamWriter | None = None
         self._write_lock = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
         self._last_write_s = self._loop.time()
@@ -109,15 +110,15 @@ class Writing:
 
     async def _write(self, data: bytes) -> None:
         self._last_write_s = self._loop.time()
-        out = await self.response.prepare(self._request)  # sends the headers only once
-        assert isinstance(out, StreamWriter)
-        await out.write(data, drain=False)
+        if self._out is None:
+            out = await self.response.prepare(self._request)  # sends the headers
+            assert isinstance(out, StreamWriter)
+            self._out = out
+        await self._out.write(data, drain=False)
 
     async def _wait_for_reader(self) -> None:
-        if self._request.protocol.writing_paused and self.has_begun:
-            out = await self.response.prepare(self._request)
-            assert out is not None
-            await self._drain.wait(out)
+        if self._request.protocol.writing_paused and self._out is not None:
+            await self._drain.wait(self._out)
 
     async def pings(self, ping: bytes, *, every_s: float) -> None:
         with suppress(ConnectionError):

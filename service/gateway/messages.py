@@ -74,9 +74,9 @@ _ENDS = (*_ALWAYS_THERE, "stop_details", "container")
 _LOST = "parts of the answer were lost"
 _FAILED = "an attempt failed in the middle of the answer"
 _HELD_BYTES = 64 * 1024
-_TYPE = b'{"type":"'
-_KIND = re.compile(r"[\w.]+")
-"""A type that can be an event's name; OpenAI's have dots."""
+_TYPED = re.compile(rb'\{"type": ?"([\w.]+)"')
+"""The beginning of an event whose type can be its name; OpenAI's have dots."""
+_NAME = re.compile(r"[\w.]+", re.ASCII)
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 COUNT_TOKENS = "/v1/messages/count_tokens"
 MODELS = "/v1/models"
@@ -248,6 +248,8 @@ class Forwarding:
         if self._has_gap:
             return b""
         stage, event = self._read(part.body)
+        if self.has_begun and stage is StreamStage.CONTENT and self._stop is None:
+            return event
         self._ended_choices += stage is StreamStage.LAST
         if self._stop is not None:
             self._stop += event
@@ -287,26 +289,24 @@ class Forwarding:
         self._has_gap = False
 
 
-def type_of(event: bytes) -> str:
-    """The `type` of a provider's event. It is usually the first field, and is then found without parsing the JSON."""
-    if event.startswith(_TYPE) and (end := event.find(b'"', len(_TYPE))) > 0 and b"\\" not in event[:end]:
-        return event[len(_TYPE) : end].decode(errors="replace")
-    return str(json.loads(event).get("type"))
+def named(data: bytes) -> tuple[str, bytes]:
+    """The `type` of a provider's event, and the event as a Server-Sent Event of this name. The type is usually the
+    first field, and is then found without parsing the JSON."""
+    data = in_one_line(data)
+    found = _TYPED.match(data)
+    name = found[1].decode() if found else _type_in(data)
+    return name, b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+
+
+def _type_in(data: bytes) -> str:
+    kind = str(json.loads(data).get("type"))
+    return kind if _NAME.fullmatch(kind) else "unknown"
 
 
 def read_event(data: bytes) -> tuple[StreamStage, bytes]:
     """`Format.read` of Messages."""
-    kind = type_of(data)
-    stage = StreamStage.LAST if kind == _LAST else StreamStage.BEFORE if kind in _FIRST else StreamStage.CONTENT
-    return stage, event_of(kind, data)
-
-
-def event_of(kind: str, data: bytes) -> bytes:
-    """A provider's event of this type as a Server-Sent Event."""
-    data = in_one_line(data)
-    if not _KIND.fullmatch(kind):
-        kind = "unknown"
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+    name, event = named(data)
+    return StreamStage.LAST if name == _LAST else StreamStage.BEFORE if name in _FIRST else StreamStage.CONTENT, event
 
 
 def events_of(message: dict[str, Any]) -> Iterator[bytes]:
@@ -344,7 +344,7 @@ def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
 
 
 def _new_event(kind: str, **fields: Any) -> bytes:
-    return event_of(kind, json.dumps({"type": kind, **fields}).encode())
+    return named(json.dumps({"type": kind, **fields}).encode())[1]
 
 
 FORMAT = Format(

@@ -29,7 +29,7 @@ from lanekeeper.replies import Problem
 from service.config.settings import GatewayKey
 from service.gateway.answers import StoredAnswers, Writing, event_stream, in_one_line
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, submitted_id_of
-from service.gateway.messages import AwaitedCalls, Format, StreamStage, event_of, type_of
+from service.gateway.messages import AwaitedCalls, Format, StreamStage, named
 from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
 from topology.codec.fields import with_field
@@ -108,9 +108,8 @@ def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _read_response_event(data: bytes) -> tuple[StreamStage, bytes]:
-    kind = type_of(data)
-    stage = StreamStage.LAST if kind in _ENDS else StreamStage.BEFORE if kind in _BEFORE else StreamStage.CONTENT
-    return stage, event_of(kind, data)
+    kind, event = named(data)
+    return StreamStage.LAST if kind in _ENDS else StreamStage.BEFORE if kind in _BEFORE else StreamStage.CONTENT, event
 
 
 def _events_of(response: dict[str, Any], call: CheckedCall) -> Iterator[bytes]:
@@ -156,7 +155,7 @@ class _Events:
 
 
 def _response_event(kind: str, number: int, **fields: Any) -> bytes:
-    return event_of(kind, json.dumps({"type": kind, "sequence_number": number, **fields}).encode())
+    return named(json.dumps({"type": kind, "sequence_number": number, **fields}).encode())[1]
 
 
 def _error_event(error: ApiError, number: int = 0) -> bytes:

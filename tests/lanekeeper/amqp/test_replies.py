@@ -41,8 +41,8 @@ async def test_each_line_of_a_message_of_several_parts_goes_to_its_own_stream() 
         )  # fmt: skip
         await direct._on_delivery(delivered(single))
 
-        assert await first.all(end=None) == (part(3, b'{"text":"a, \\"b\\"]"}'), part(4), part(5, b'{"x":1}'))
-        assert await second.all(end=None) == (Part(kind="restart", seq=0, body=b"{}"),)
+        assert await first.all(end=None) == [part(3, b'{"text":"a, \\"b\\"]"}'), part(4), part(5, b'{"x":1}')]
+        assert await second.all(end=None) == [Part(kind="restart", seq=0, body=b"{}")]
 
 
 async def test_what_has_come_is_read_before_a_loss_is_raised() -> None:
@@ -51,7 +51,7 @@ async def test_what_has_come_is_read_before_a_loss_is_raised() -> None:
     arrived.add(part(1))
     arrived.lose("gone")
     arrived.add(part(2))
-    assert await arrived.all(end=None) == (part(0), part(1))
+    assert await arrived.all(end=None) == [part(0), part(1)]
     with pytest.raises(ReplyLost, match="gone"):
         await arrived.all(end=None)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lanekeeper import Part
-from service.gateway.messages import Forwarding, _since_restart, events_of, read_event, type_of
+from service.gateway.messages import Forwarding, _since_restart, events_of, named, read_event
 from service.gateway.problems import ApiError
 from tests.support.requester import put_together
 
@@ -97,7 +97,7 @@ def test_a_start_that_is_large_is_not_held() -> None:
     "event", [b'{"type":"ping"}', b'{"type": "ping"}', b'{"index":0,"type":"ping"}', b'{"type":"\\u0070ing"}']
 )
 def test_the_type_is_read_wherever_it_stands(event: bytes) -> None:
-    assert type_of(event) == "ping"
+    assert named(event)[0] == "ping"
 
 
 def test_an_event_with_line_breaks_stays_one_field() -> None:
