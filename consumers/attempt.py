@@ -1,8 +1,9 @@
 """Makes one attempt to answer a request: calls a provider and, if that call fails, perhaps another one.
 
-An attempt makes at most two calls, because each retry is a further attempt: more calls in one attempt would multiply
-with the number of retries. A second provider is called only if its circuit breaker allows it (`providers/breakers.py`)
-and its rate limits allow the call at once, because an attempt waits for its rate limits only before the first call.
+An attempt makes at most two calls until one is answered, because each retry is a further attempt: more calls in one
+attempt would multiply with the number of retries. A second provider is called only if its circuit breaker allows it
+(`providers/breakers.py`) and its rate limits allow the call at once, because an attempt waits for its rate limits only
+before the first call.
 
 A refusal (`stop_reason: refusal`) is an answer. If the setting `fallback_on_refusal` says so, the model's fallback is
 asked once, and the refusal stays the answer if that fails. Of a stream, nothing may have been sent by then.
@@ -211,13 +212,16 @@ class Attempts:
         until_s, timeout_s = clock() + left_s, min(request.call_s, left_s + SLACK_S)
         ends_s = limit.until_s
         failed: _FailedCall | None = None
+        is_held = False
         first = 0 if job.reserved is None else chain.routes.index(job.reserved.route)
         for route in chain.routes[first:]:
             if failed is not None and not _may_help(failed, route):
                 continue
             used = None if failed is None else self._spent(job, failed.error)
-            if failed is not None and _is_paid(used) and not await self.hold_again(job, decoded):
-                raise failed.error
+            if failed is not None and _is_paid(used) and not is_held:
+                if not await self.hold_again(job, decoded):
+                    raise failed.error
+                is_held = True
             permit = await self._enter(job, decoded, route, used)
             if permit is None:
                 continue
@@ -257,11 +261,10 @@ class Attempts:
         left_s = until_s - clock() - LEAST_LEFT_S  # so that the refusal can be answered in time
         if left_s < LEAST_LEFT_S or job.attempted is None or (parts is not None and parts.is_open):
             return refusal
-        for route in routes[routes.index(refused) + 1 :]:
-            if route.model == refused.model:
-                continue
-            if not await self.hold_again(job, decoded):
-                break
+        others = [route for route in routes[routes.index(refused) + 1 :] if route.model != refused.model]
+        if not others or not await self.hold_again(job, decoded):
+            return refusal
+        for route in others:
             permit = await self._enter(job, decoded, route, refusal.counted)
             if permit is None:
                 continue

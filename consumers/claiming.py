@@ -169,7 +169,7 @@ class Claiming:
             if job.progress is not None:
                 await job.progress.flushed()  # only the holder of the claim may write it
             self._held.pop(held, None)
-            await _answered(
+            await in_time(
                 lambda: self._store.release(
                     held, attempts=job.attempts, due_ms=due_ms, is_survived=is_survived, step=step
                 ),
@@ -198,15 +198,15 @@ class Claiming:
         """Like `defer`, but for long waits: repeat the call until the store answers. The answer is needed because it
         says whether the request was cancelled before it arrived, and the store forgets such a cancellation before a
         long wait ends. Raises StoreUnavailable after `ASK_WITHIN_S`."""
-        return await _answered(lambda: self._defer(job, due_ms, deadline_ms))
+        return await in_time(lambda: self._defer(job, due_ms, deadline_ms))
 
     async def reserve(self, job: Job, *, weight: int, until_ms: int) -> WaitingLimit:
         fingerprint = job.fingerprint
-        return await _answered(lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms))
+        return await in_time(lambda: self._store.reserve(job.identity, fingerprint, weight=weight, until_ms=until_ms))
 
     async def debounce(self, job: Job, key: str, *, until_ms: int) -> bool:
         sent_ms = job.published.ms
-        return await _answered(lambda: self._store.debounce(job.identity, key, published_ms=sent_ms, until_ms=until_ms))
+        return await in_time(lambda: self._store.debounce(job.identity, key, published_ms=sent_ms, until_ms=until_ms))
 
     async def is_known(self, job: Job) -> bool:
         """Whether another message of the request runs or waits. Raises StoreUnavailable."""
@@ -310,13 +310,13 @@ class Claiming:
 
     async def expect(self, identity: Identity, *, deadline_ms: int) -> None:
         keep_until_ms = deadline_ms + KEPT_AFTER_MS
-        await _answered(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
+        await in_time(lambda: self._store.defer(identity, due_ms=now_ms(), keep_until_ms=keep_until_ms))
 
     async def keep_state(self, identity: Identity, state: bytes, *, deadline_ms: int) -> None:
         """Store the state of a pipeline (`state_identity`); empty: it is needed no longer."""
         completion = Completion(status="ok", body=state, ended_ms=now_ms())
         keep_until_ms = deadline_ms + KEPT_AFTER_MS
-        await _answered(lambda: self._store.note(identity, completion, keep_until_ms=keep_until_ms))
+        await in_time(lambda: self._store.note(identity, completion, keep_until_ms=keep_until_ms))
 
     async def state(self, identity: Identity) -> bytes:
         """The state of a pipeline; empty if the store has lost it, until the message that keeps it brings it back."""
@@ -335,13 +335,13 @@ class Claiming:
         return result
 
     async def find(self, identity: Identity) -> Found | None:
-        return await _answered(lambda: self._store.find(identity))
+        return await in_time(lambda: self._store.find(identity))
 
     async def endings(self, requests: Sequence[Identity]) -> Sequence[Ending | None]:
-        return await _answered(lambda: self._store.endings(requests))
+        return await in_time(lambda: self._store.endings(requests))
 
     async def find_files(self, ids: Sequence[str]) -> Mapping[str, StoredFile]:
-        return await _answered(lambda: self._store.find_files(ids))
+        return await in_time(lambda: self._store.find_files(ids))
 
     async def keep_files(self, job: Job, ids: Sequence[str], *, provider: str) -> None:
         """Note that the files which a provider's tools have made for an answer are the tenant's. If that fails, it
@@ -349,7 +349,7 @@ class Claiming:
         for id in ids:
             file = StoredFile(id=id, tenant=job.identity.tenant, provider=provider, created_ms=now_ms())
             try:
-                if not await _answered(partial(self._store.keep_file, file), within_s=KEEP_FILE_WITHIN_S):
+                if not await in_time(partial(self._store.keep_file, file), within_s=KEEP_FILE_WITHIN_S):
                     log.warning(signals.FILE_UNKEPT, file=shown(id), error="its tenant has as many as it may")
             except StoreUnavailable as error:
                 log.warning(signals.FILE_UNKEPT, file=shown(id), error=str(error))
@@ -370,7 +370,8 @@ def _log_lost_completion(completing: "asyncio.Task[Any]") -> None:
         log.warning(signals.COMPLETION_LOST, error=why)
 
 
-async def _answered(call: Callable[[], Awaitable[T]], *, within_s: float = ASK_WITHIN_S) -> T:
+async def in_time(call: Callable[[], Awaitable[T]], *, within_s: float = ASK_WITHIN_S) -> T:
+    """What the store answers, asked again while it is away. Raises StoreUnavailable after `within_s`."""
     try:
         async with asyncio.timeout(within_s):
             return await _until_stored(call, within_s=within_s)

@@ -1,4 +1,4 @@
-"""The checks before a call, in order: deadline, schedule, brake, claim, body, route, caps; then `budget_gate.py`."""
+"""Most of the checks before a call. `_handler` in `service/worker/assembly.py` has the order of all gates."""
 
 import asyncio
 import json
@@ -365,17 +365,17 @@ Estimate = Callable[[Job, Request, Route], Amounts]
 
 class _Held(NamedTuple):
     """`likely`: what the call is expected to use. It is counted if the call fails and may have to be paid for. `again`:
-    what is held for a second call."""
+    what is held for each further call."""
 
     hold: Hold
     likely: Spent
-    again: Hold | None = None
+    again: tuple[Hold, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class CapsGate:
     """Lets a request pass if its lane, tenant, key and user have enough left of their caps for all that one call of it
-    can use: its `max_tokens` of output, at the dearest of its routes. A second call, after one that has to be paid, is
+    can use: its `max_tokens` of output, at the dearest of its routes. A further call, after one that has to be paid, is
     made only if there is enough left for it, too (`hold_again`). `estimate`: `BudgetGate.amounts`. `publish`:
     `Lifecycle.publish`."""
 
@@ -418,26 +418,27 @@ class CapsGate:
         return None
 
     async def hold_again(self, job: Job, decoded: Decoded) -> bool:
-        """Hold as much as before for a second call, whose cost comes to that of the first one. Returns False if there
+        """Hold as much as before for a further call, whose cost comes to that of those before. Returns False if there
         is not enough left, or the store does not answer."""
         held = self._held.get(job)
-        if held is None or held.again is not None:
+        if held is None:
             return True
+        nth = " again" * (len(held.again) + 1)
         try:
-            found = await self._take(job, decoded, held.hold.bounds, held.hold.spent._replace(requests=0), nth=" again")
+            found = await self._take(job, decoded, held.hold.bounds, held.hold.spent._replace(requests=0), nth=nth)
         except (StoreUnavailable, TimeoutError):
             return False
         if isinstance(found, Over):
             return False
-        self._held[job] = held._replace(again=found)
+        self._held[job] = held._replace(again=(*held.again, found))
         return True
 
     async def leave(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:
         """Correct what `enter` counted against the caps. After a failure nothing is counted, unless the failed call may
         have to be paid for: then the estimate stays counted."""
         held, attempted = self._held.pop(job, None), job.attempted
-        hold, likely, again = (None, Spent(), None) if held is None else held
-        if again is not None:
+        hold, likely, more = (None, Spent(), ()) if held is None else held
+        for again in more:
             self.spending.correct(again, Spent())
         answer = outcome.answer if isinstance(outcome, PipelineAdvanced) else outcome
         goes_on = outcome is None or isinstance(outcome, (Batched, Deferred))
@@ -463,7 +464,7 @@ class CapsGate:
             self.spending.correct(hold, used, publish=partial(self.publish, job))
 
     async def enter_first(self, job: Job, decoded: Decoded) -> Outcome | None:
-        """A gate before all that can end a request, so that `end` is called."""
+        """A gate before all that can end a request, so that `leave_last` is called."""
         return None
 
     async def leave_last(self, job: Job, decoded: Decoded, outcome: Outcome | None) -> None:

@@ -32,8 +32,8 @@ CONSUMER_TIMEOUT_S = 1800.0
 """RabbitMQ's default consumer timeout, in seconds: the broker takes a delivery back that is not settled within this
 time, and delivers it again, without end (docs/facts.md, section 7). `tests/consumers/test_held_deliveries.py` adds up
 the limits of all waits between delivery and acknowledgement, and compares the sum with this."""
-ASK_WITHIN_S = 20.0
-CLAIM_WITHIN_S = 60.0
+ASK_WITHIN_S = 10.0
+CLAIM_WITHIN_S = 30.0
 ATTEMPT_WITHIN_S = 1200.0
 FAST = "-fast"
 """Ends the name of an account of fast mode."""

@@ -131,7 +131,7 @@ class Settler:
             raise
         self.failpoints.reach("after_confirm")
         try:
-            with self.tracing.settle("ack", job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
+            with self.tracing.settle(signals.ACK, job.message, queue=job.delivery.queue, delivery_tag=job.delivery.tag):
                 await job.delivery.ack()
         except ChannelLost as lost:
             log.warning(signals.DELIVERY_LOST, queue=job.delivery.queue, error=str(lost))
@@ -242,7 +242,7 @@ class Settler:
             await self.ack(delivery)
             return
         try:
-            with self.tracing.settle("reject", delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
+            with self.tracing.settle(signals.REJECT, delivery.message, queue=delivery.queue, delivery_tag=delivery.tag):
                 await delivery.reject()
         except ChannelLost as lost:
             log.warning(

@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 
 from consumers.background import Background
+from consumers.claiming import in_time
 from consumers.clock import now_ms
 from consumers.flows.webhooks import Webhooks
 from consumers.job import Decoded, Job
@@ -56,7 +57,7 @@ class GroupGate:
         identity, clock = Identity(job.identity.tenant, job.group.id), asyncio.get_running_loop().time
         until_s = clock() + HOLD_S
         while clock() - self._known.get(identity, -KNOWN_FOR_S) >= KNOWN_FOR_S:
-            group = await self.store.group(identity)
+            group = await in_time(lambda: self.store.group(identity))
             if not job.came_before and (refused := await self._refused(identity, group)):
                 return refused
             if group is None or (group.head.state is State.SEALED and not group.head.cancelled_ms):
@@ -73,7 +74,7 @@ class GroupGate:
             if sum(group.counts.values()) < GROUP_AT_MOST or group.head.state is not State.SEALED:
                 return None
             return end_with("invalid_request", f"its group has {GROUP_AT_MOST} requests, as many as one may have")
-        if await self.store.count_groups(identity.tenant) < self.spec.groups_per_tenant:
+        if await in_time(lambda: self.store.count_groups(identity.tenant)) < self.spec.groups_per_tenant:
             return None
         most = self.spec.groups_per_tenant
         return end_with(

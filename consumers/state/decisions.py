@@ -1,7 +1,7 @@
 """What the store decides about a request: pure functions of the request's row, the time, and what is asked. Each has
-the name of the method that it decides, which `base.py` explains, and returns a `Change`: the answer, and the row as it
-is to be, or `KEEP`. An engine only reads the row and writes the new one, if nothing has changed it meanwhile; else it
-asks again (`requests.py`)."""
+the name of the method that it decides, which `requests.py` explains, and returns a `Change`: the answer, and the row as
+it is to be, or `KEEP`. An engine only reads the row and writes the new one, if nothing has changed it meanwhile; else
+it asks again (`requests.py`)."""
 
 import json
 from collections.abc import Sequence

@@ -328,7 +328,7 @@ class DeadSettings(Section):
 
 
 class RetrySettings(Section):
-    """The pauses between attempts. `consumers/failures.py` gives the reasons for the defaults."""
+    """The pauses between attempts."""
 
     base_s: Number[float] = Field(default=RetryPolicy().base_s, gt=0, le=3600)
     """The first pause after an overload or a rate limit of the provider. After any other failure it is a quarter of
@@ -732,7 +732,7 @@ class LaneBudgetSettings(Section):
 
 class BudgetSettings(LimitsSettings):
     """How the lanes share the providers' budgets, that is, the requests and tokens that the limits allow in a minute.
-    The four limits here apply to the first provider; other providers have their own settings. Limits that a provider
+    The limits here apply to the first provider; other providers have their own settings. Limits that a provider
     sends in its headers always hold as well."""
 
     lanes: dict[str, LaneBudgetSettings] = Field(default_factory=dict)

@@ -5,6 +5,7 @@ import asyncio
 from typing import Any
 
 from consumers import claiming, gates, replies, settle
+from consumers.batches import groups
 from consumers.flows.pipelines import FILL_IN_WITHIN_S, ROOM_WITHIN_S
 from consumers.job import (
     ASK_WITHIN_S,
@@ -26,7 +27,10 @@ WAITS_S = {
     "handler: the stored outcome of a reply that is sent again": ASK_WITHIN_S,
     "schedule gate: counting a long wait": ASK_WITHIN_S,
     "schedule gate: noting it, or asking whether the request has ended": ASK_WITHIN_S,
+    "pipeline's first gate: counting what waits, and asking whether the request has ended": 3 * ASK_WITHIN_S,
     "claim gate": CLAIM_WITHIN_S,
+    "group gate": groups.HOLD_S + 2 * ASK_WITHIN_S,
+    "files gate": ASK_WITHIN_S,
     "body gate, or room for the outcomes of a pipeline's items": max(gates.FETCH_WITHIN_S, ROOM_WITHIN_S),
     "pipeline gate: filling in a template": FILL_IN_WITHIN_S,
     "route gate": gates.HOLD_S + gates.STAGGER_S,
@@ -78,8 +82,8 @@ def test_a_store_that_hangs_holds_a_delivery_no_longer_than_these_limits() -> No
         return took_s
 
     assert virtually(story()) == {
-        "claim": 60,
-        "find": 20,
-        "reserve": 20,
-        "defer": 20,
+        "claim": 30,
+        "find": 10,
+        "reserve": 10,
+        "defer": 10,
     }
