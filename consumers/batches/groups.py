@@ -117,13 +117,20 @@ class GroupEnds:
 
     async def _tell(self) -> None:
         for group in await self.store.ended_groups():
-            tenant = group.identity.tenant
-            if group.webhook and self.webhooks.spec.refusal(group.webhook, tenant=tenant) is None:
-                body = json.dumps({"type": "group", **described(group, now_ms=now_ms())}).encode()
-                outcome = Completion(status="ok", body=body, ended_ms=group.last_ended_ms)
-                await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
-            self.lifecycle.publish_group(group.key, **progress(group, now_ms=now_ms()))
+            try:
+                await self._tell_of(group)
+            except (BrokerError, StoreUnavailable):
+                raise
+            except Exception:  # by a fault of ours in one group the others' ends are told, and this process goes on
+                log.exception(signals.HANDLER_FAILED, where="group end", group=group.identity.id)
             await self.store.end_was_told(group.identity)
+
+    async def _tell_of(self, group: StoredGroup) -> None:
+        if group.webhook and self.webhooks.spec.refusal(group.webhook, tenant=group.identity.tenant) is None:
+            body = json.dumps({"type": "group", **described(group, now_ms=now_ms())}).encode()
+            outcome = Completion(status="ok", body=body, ended_ms=group.last_ended_ms)
+            await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
+        self.lifecycle.publish_group(group.key, **progress(group, now_ms=now_ms()))
 
 
 @dataclass(slots=True, eq=False)
