@@ -140,11 +140,16 @@ class GroupCancelling:
     store: Store
     _: KW_ONLY
     _background: Background = field(default_factory=Background, init=False)
+    _cancelling: dict[Identity, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    """One for each group, however often it is cancelled: each reads all its requests, several times."""
 
     async def cancel(self, identity: Identity) -> None:
         """Let no further request of a group begin, and end those that wait. Raises StoreUnavailable."""
         await self.store.cancel_group(identity)
-        cancelling = self._background.begin(self._cancel_waiting(identity), name=f"cancel {identity.id}")
+        if (cancelling := self._cancelling.get(identity)) is None:
+            cancelling = self._background.begin(self._cancel_waiting(identity), name=f"cancel {identity.id}")
+            self._cancelling[identity] = cancelling
+            cancelling.add_done_callback(lambda _: self._cancelling.pop(identity, None))
         await asyncio.wait((cancelling,), timeout=SHOWN_WITHIN_S)
 
     async def _cancel_waiting(self, identity: Identity) -> None:
