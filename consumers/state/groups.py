@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 from consumers.clock import moment_text
 from consumers.state import decisions
-from consumers.state.base import NO_LABELS, Completion, Identity, InGroup, Labels
+from consumers.state.base import NO_LABELS, Completion, Identity, InGroup, Labels, number_of
 from consumers.state.decisions import CANCELLED, Change, Row, Times
 from consumers.state.requests import Requests
 from topology.codec.decoding import app_of
@@ -133,7 +133,7 @@ class GroupPlace(NamedTuple):
     def of(cls, text: str) -> "GroupPlace":
         """Raises ValueError."""
         created_ms, tenant, id = text.split(".", 2)
-        return cls(int(created_ms), unquote(tenant), id)
+        return cls(number_of(created_ms), unquote(tenant), id)
 
 
 NEWEST: Final = GroupPlace(1 << 53, "", "")
