@@ -255,9 +255,8 @@ class Pool:
                 await self._settler.ack(job.delivery)
             else:
                 await self._settle(job, outcome)
-        except asyncio.CancelledError:
-            if self._stopping or self._gives_back:
-                await self._settler.nack(job.delivery)
+        except asyncio.CancelledError:  # its channel is lost, or it goes back: also if the pause has ended meanwhile
+            await self._settler.nack(job.delivery)
             raise
         except (BrokerError, StoreUnavailable) as error:
             self._undecided.pop(job, None)

@@ -93,12 +93,12 @@ class BodyStore:
     async def keep(self, pieces: Iterable[bytes], *, tenant: str = "") -> BodyAddress:
         """Write the body of a tenant's request, and return its address. In a local folder the file is synced to disk.
         `pieces` are read in another thread. Raises BodiesFull, BodiesUnavailable."""
-        return await self._in_thread(lambda: self._keep(pieces, str(int(time.time())), tenant))
+        return await self._written(pieces, str(int(time.time())), tenant)
 
     async def keep_answer(self, body: bytes, *, for_s: float, tenant: str = "") -> BodyAddress:
         """Write the body of an answer, and return its address. The body is removed after `for_s` seconds. Raises
         BodiesFull, BodiesUnavailable."""
-        return await self._in_thread(lambda: self._keep([body], f"answer-{int(time.time() + for_s)}", tenant))
+        return await self._written([body], f"answer-{int(time.time() + for_s)}", tenant)
 
     async def size(self, kept: BodyAddress) -> int:
         return await self._in_thread(lambda: int(self._files.size(self._path(kept.address)) or 0))
@@ -157,6 +157,14 @@ class BodyStore:
         if name.fullmatch(kept.address.removeprefix(f"{self.url}/")):
             with suppress(BodyError):
                 await self._in_thread(lambda: self._files.rm_file(self._path(kept.address)))
+
+    async def _written(self, pieces: Iterable[bytes], begin: str, tenant: str) -> BodyAddress:
+        try:
+            return await self._in_thread(lambda: self._keep(pieces, begin, tenant))
+        except BodyError as error:  # nothing was to be found there: so drivers say that there is no such bucket
+            raise BodiesUnavailable(
+                "the store of bodies cannot be used at present (its folder or bucket is not there)", cause=str(error)
+            ) from None
 
     def _keep(self, pieces: Iterable[bytes], begin: str, tenant: str) -> BodyAddress:
         owner = hashlib.sha256(tenant.encode()).hexdigest()[:OWNER_DIGITS]

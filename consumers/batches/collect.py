@@ -18,9 +18,9 @@ was cancelled.
 import asyncio
 import json
 import secrets
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Final, assert_never
@@ -84,8 +84,13 @@ SPLIT: Final = frozenset({400, 413, 422})
 """So a batch is refused because of what is in it."""
 NOT_RUN: Final = frozenset({"expired", "canceled"})
 ASKED_AT_ONCE: Final = 500
+TURN_WITHIN_S: Final = 20.0
 ASKS_FOR_S: Final = 1.0
 log = structlog.get_logger()
+
+
+class _NoTurn(Exception):
+    """Another ticket of its provider is being submitted, and takes long."""
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +141,8 @@ class Collector:
     waiting: dict[str, tuple[str, int, int]] = field(default_factory=dict, init=False)
     """For each ticket that this process saw last: its lane, how many requests it has, and when it comes back (ms since
     1970)."""
-    _submitting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-    """A batch whose creation was not answered yet looks like one that nobody knows."""
+    _submitting: defaultdict[str, asyncio.Lock] = field(default_factory=partial(defaultdict, asyncio.Lock), init=False)
+    """By provider: a batch whose creation was not answered yet looks like one that nobody knows."""
     _unpacking: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _at_work: dict[str, _Visit] = field(default_factory=dict, init=False)
     """The tickets that are worked on."""
@@ -311,7 +316,7 @@ class Collector:
             return await self._all_live(ticket)
         calls, visit = [(ticket.custom_id(item), item.params) for item in ticket.items], self._at_work[ticket.id]
         try:
-            async with self._submitting:
+            async with self._turn(ticket):
                 if not await self._may_create(ticket):
                     return self._later(replace(ticket, stage=TicketStage.ADOPTING, requests=len(ticket.items)))
                 visit.lease_s = None  # also if this is cancelled: the provider may go on
@@ -321,11 +326,28 @@ class Collector:
                 self.settler.failpoints.reach("after_create")
                 with suppress(StoreUnavailable):  # the ticket says it, too
                     await self._note(info.id, ticket)
+        except _NoTurn:
+            return self._later(replace(ticket, stage=TicketStage.ADOPTING, requests=len(ticket.items)))
         except ProviderError as error:
             visit.lease_s = 0 if isinstance(error, NONE_MADE) else UNSURE_S
             return await self._refused(ticket, await self.breakers.pauses.judge(_route(ticket), error))
         self._tell(ticket, "submitted", batch=info.id)
         return self._submitted(ticket, info.id)
+
+    @asynccontextmanager
+    async def _turn(self, ticket: Ticket) -> AsyncIterator[None]:
+        """One ticket of a provider at a time. Raises _NoTurn if others take long: then it comes back later, and tickets
+        of other providers are worked on meanwhile."""
+        turn = self._submitting[ticket.provider]
+        try:
+            async with asyncio.timeout(TURN_WITHIN_S):
+                await turn.acquire()
+        except TimeoutError:
+            raise _NoTurn from None
+        try:
+            yield
+        finally:
+            turn.release()
 
     async def _may_create(self, ticket: Ticket) -> bool:
         """Whether no other delivery of the ticket creates its batch now, or may have just created it, or will while
@@ -387,6 +409,8 @@ class Collector:
                     return self._submitted(ticket, id)
                 if is_its is None:
                     left.append(id)
+        except _NoTurn:
+            return self._later(ticket)
         except ProviderError as error:
             self.counts["unsubmitted"] += 1
             log.warning(signals.BATCH_UNSUBMITTED, ticket=ticket.id, provider=ticket.provider, error=error.brief)
@@ -403,7 +427,7 @@ class Collector:
         def may_be_its(info: BatchInfo) -> bool:
             return info.requests == ticket.requests if info.ticket is None else info.ticket == ticket.id
 
-        async with self._submitting:
+        async with self._turn(ticket):
             found = batches.list_since(ticket.gathered_ms - SINCE_MS)
             listed = [info.id async for info in found if info.refusal is None and may_be_its(info)]
             return [id for id in listed if await self._is_its_own(id, ticket) is not False]

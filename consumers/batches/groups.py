@@ -118,13 +118,20 @@ class GroupEnds:
 
     async def _tell(self) -> None:
         for group in await self.store.ended_groups():
-            tenant = group.identity.tenant
-            if group.webhook and self.webhooks.spec.refusal(group.webhook, tenant=tenant) is None:
-                body = json.dumps({"type": "group", **described(group, now_ms=now_ms())}).encode()
-                outcome = Completion(status="ok", body=body, ended_ms=group.last_ended_ms)
-                await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
-            self.lifecycle.publish_group(group.key, **progress(group, now_ms=now_ms()))
+            try:
+                await self._tell_of(group)
+            except (BrokerError, StoreUnavailable):
+                raise
+            except Exception:  # by a fault of ours in one group the others' ends are told, and this process goes on
+                log.exception(signals.HANDLER_FAILED, where="group end", group=group.identity.id)
             await self.store.end_was_told(group.identity)
+
+    async def _tell_of(self, group: StoredGroup) -> None:
+        if group.webhook and self.webhooks.spec.refusal(group.webhook, tenant=group.identity.tenant) is None:
+            body = json.dumps({"type": "group", **described(group, now_ms=now_ms())}).encode()
+            outcome = Completion(status="ok", body=body, ended_ms=group.last_ended_ms)
+            await self.webhooks.send(outcome, url=group.webhook, identity=group.identity, routing_key=group.key)
+        self.lifecycle.publish_group(group.key, **progress(group, now_ms=now_ms()))
 
 
 @dataclass(slots=True, eq=False)
@@ -134,11 +141,16 @@ class GroupCancelling:
     store: Store
     _: KW_ONLY
     _background: Background = field(default_factory=Background, init=False)
+    _cancelling: dict[Identity, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    """One for each group, however often it is cancelled: each reads all its requests, several times."""
 
     async def cancel(self, identity: Identity) -> None:
         """Let no further request of a group begin, and end those that wait. Raises StoreUnavailable."""
         await self.store.cancel_group(identity)
-        cancelling = self._background.begin(self._cancel_waiting(identity), name=f"cancel {identity.id}")
+        if (cancelling := self._cancelling.get(identity)) is None:
+            cancelling = self._background.begin(self._cancel_waiting(identity), name=f"cancel {identity.id}")
+            self._cancelling[identity] = cancelling
+            cancelling.add_done_callback(lambda _: self._cancelling.pop(identity, None))
         await asyncio.wait((cancelling,), timeout=SHOWN_WITHIN_S)
 
     async def _cancel_waiting(self, identity: Identity) -> None:

@@ -40,6 +40,7 @@ from consumers.outcomes import (
 from consumers.spending import EVERY_TENANT
 from consumers.state.base import UNIT_BYTES, WHICH_LIMIT, Completion, Ending, Found, Identity, WaitingLimit
 from lanekeeper.amqp.publisher import Publisher
+from lanekeeper.amqp.tolerant import KEY_BYTES
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
@@ -185,7 +186,14 @@ class Pipelines:
         user, tenant = job.hop.user_id, job.identity.tenant
         needs_right = self.needs_rights and user not in self.trusted
         is_granted = tenant in spec.tenants or EVERY_TENANT in spec.tenants
+        after_lane = job.routing_key.partition(".")[2].encode()
         for of, model in spec.uses(lane, self.lanes):
+            if len(of.name) + 1 + len(after_lane) > KEY_BYTES:
+                return end_with(
+                    "invalid_request",
+                    f"routing key: too long for a step of pipeline {spec.name} in lane {of.name}, where it begins with "
+                    f"{of.name}: allowed are {KEY_BYTES} bytes",
+                )
             if needs_right and not is_granted and of.name != lane.name:
                 return end_with(
                     "invalid_request",

@@ -6,6 +6,7 @@ A batch knows its ticket (`metadata`). So if the answer to a call that created o
 whether it exists. If it does not, its uploaded file stays, too.
 """
 
+import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -227,7 +228,10 @@ class FileBatches:
 
     def _error(self, status: int, told: object, dialect: Dialect) -> ProviderError:
         """The error of a response, from an account that is well."""
-        error = from_response(httpx2.Response(status, json=told), dialect, secret=self.reader.secret)
+        headers = {"content-type": "application/json"}
+        body = b"" if told is None else _written(told)
+        response = httpx2.Response(status, headers=headers, content=body)
+        error = from_response(response, dialect, secret=self.reader.secret)
         return error.otherwise if isinstance(error, AccountError) and error.otherwise is not None else error
 
     @asynccontextmanager
@@ -253,6 +257,14 @@ class FileBatches:
 
 def _path(id: str) -> str:
     return f"{BATCHES}/{quote(id, safe='')}"
+
+
+def _written(told: Any) -> bytes:
+    """As JSON, or what Python writes for a number that is too large (1e999)."""
+    try:
+        return to_json(told)
+    except TransientError:
+        return json.dumps(told).encode()
 
 
 def _result(line: bytes) -> tuple[Mapping[str, Any], bytes, Mapping[str, Any]]:

@@ -308,6 +308,19 @@ class RequestPage(NamedTuple):
         """How far back the page has looked; None: there are no older ones."""
         return None if self.next is None else int(self.next.partition(".")[0])
 
+    @staticmethod
+    def place(next: str) -> tuple[int, int]:
+        """The two numbers in the `next` of a page. Raises ValueError if it is none."""
+        first, second = next.split(".")
+        return number_of(first), number_of(second)
+
+
+def number_of(text: str) -> int:
+    """A number in a page's `next`. Raises ValueError if it is none that a store has told."""
+    if not (text.isascii() and text.isdecimal() and (number := int(text)) <= 1 << 53):
+        raise ValueError(text)
+    return number
+
 
 class WaitingLimit(StrEnum):
     """Whether one more request may wait in the broker for a delay."""

@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote
 
 from consumers.clock import moment_text
 from consumers.state import decisions
-from consumers.state.base import NO_LABELS, Completion, Identity, InGroup, Labels
+from consumers.state.base import NO_LABELS, Completion, Identity, InGroup, Labels, number_of
 from consumers.state.decisions import CANCELLED, Change, Row, Times
 from consumers.state.requests import Requests
 from topology.codec.decoding import app_of
@@ -36,6 +36,8 @@ GROUPS_PATH: Final = "/v1/groups"
 EXPIRED: Final = "deadline_exceeded"
 MEMBERS_AT_ONCE: Final = 200
 ENDED_AT_ONCE: Final = 100
+PREDICTED_AT_MOST_MS: Final = 100 * 365 * 86_400_000
+"""An end that is further away is not predicted: beyond the year 9999 it would be no date."""
 MEMBER_BYTES: Final = 4 * MIB
 """So much of the results of a group is read at a time, unless one is larger."""
 
@@ -131,7 +133,7 @@ class GroupPlace(NamedTuple):
     def of(cls, text: str) -> "GroupPlace":
         """Raises ValueError."""
         created_ms, tenant, id = text.split(".", 2)
-        return cls(int(created_ms), unquote(tenant), id)
+        return cls(number_of(created_ms), unquote(tenant), id)
 
 
 NEWEST: Final = GroupPlace(1 << 53, "", "")
@@ -263,7 +265,8 @@ def progress(group: StoredGroup, *, now_ms: int) -> dict[str, Any]:
         found["ended_at"] = moment_text(group.last_ended_ms)
     elif group.size and ended:  # at the pace so far
         so_far_ms = max(0, now_ms - head.created_ms)
-        found["predicted_end_at"] = moment_text(now_ms + so_far_ms * left // ended)
+        if (left_ms := so_far_ms * left // ended) <= PREDICTED_AT_MOST_MS:
+            found["predicted_end_at"] = moment_text(now_ms + left_ms)
     return found
 
 

@@ -98,8 +98,9 @@ class Names:
         return f"{lane}.#"
 
     def webhook_key(self, lane: str) -> str:
-        """The routing key of a webhook's message; its first word is no lane's name."""
-        return f"{WEBHOOKS_KEY}.{lane}"
+        """The routing key of a webhook's message; its first word is no lane's name. `lane`: what a request's key
+        begins with, which may be no lane's name, and too long for a key that has another word before it."""
+        return f"{WEBHOOKS_KEY}.{lane[:LANE_SHOWN]}"
 
     @property
     def ticket_key(self) -> str:
@@ -109,6 +110,9 @@ class Names:
     def event_key(self, lane: str, app: str, event: str, message_id: str) -> str:
         return f"{lane}.{app}.{event}.{message_id}"
 
+
+LANE_SHOWN = 60
+"""Characters of UTF-8; no lane's name is longer."""
 
 # Headers of a request. The requester may set those in PUBLIC, the trace context, and `anthropic-*`. Headers that
 # only workers set (OURS) are removed from a request; any other x-lane-* header is refused, by an error that names it.

@@ -5,11 +5,15 @@ import hashlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from aiohttp import web
 
-from consumers.large_bodies import Fetching, WebBodies
+from consumers import large_bodies
+from consumers.large_bodies import Fetching, LargeAnswers, WebBodies
+from consumers.outcomes import Answered
+from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.bodies import BodiesUnavailable, BodyError, BodyStore, BodyTooLarge
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import BodyAddress, Message
@@ -42,6 +46,29 @@ async def test_a_body_at_another_address_is_refused(own: BodyStore, other: BodyS
         await Fetching(own, most_bytes=10).fetch(await other.keep([b"{}"]), room=room)
     with pytest.raises(BodyError, match="LANEKEEPER_BODIES__ALLOW"):
         await Fetching(None, most_bytes=10).fetch(await own.keep([b"{}"]), room=room)
+
+
+async def test_an_answer_is_sent_in_a_message_if_the_bucket_for_it_is_not_there(
+    own: BodyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_bucket(_: str) -> None:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(own, "_created", no_bucket)
+    monkeypatch.setattr(large_bodies, "SOON_S", 0.05)
+    answer = Answered(body=b"x" * 20, model="m", provider="p")
+    answers = LargeAnswers(cast(Publisher, AnySize()), bodies=own, over_bytes=10)
+
+    assert await answers.sendable(answer) is answer
+    with pytest.raises(BodiesUnavailable, match="bucket"):
+        await own.keep([b"{}"])
+
+
+class AnySize:
+    """A broker that takes messages of any size."""
+
+    async def exceeded_limit(self, size: int) -> None:
+        return None
 
 
 async def test_when_its_request_has_ended_a_body_is_removed_from_the_own_store_only(

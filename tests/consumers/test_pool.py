@@ -189,6 +189,33 @@ async def test_a_request_that_gets_its_turn_while_it_is_returned_does_not_start(
     assert bench.log == ["nack"] * 5
 
 
+async def test_a_request_that_is_still_leaving_when_a_pause_ends_is_returned() -> None:
+    """It releases its claim before, and the store may be slow."""
+    bench, released, is_leaving = Bench(), asyncio.Event(), asyncio.Event()
+
+    async def wait(job: Job) -> Outcome:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_leaving.set()
+            await released.wait()
+        raise AssertionError
+
+    working = Working(bench, wait)
+    working.deliver(bench.delivery())
+    await until(lambda: working.pool.running)
+    working.pause = Pause(kind="lane", name="critical", since_ms=1, until_ms=None, who="", why="")
+    await working.pool.pause("by an operator")
+    await is_leaving.wait()
+    working.pause = None
+    await working.pool.resume()
+    released.set()
+    await until(lambda: not working.pool.in_hand)
+
+    assert bench.log == ["nack"]
+    await working.stop()
+
+
 async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_are_returned() -> None:
     bench = Bench()
     confirmed = asyncio.Event()

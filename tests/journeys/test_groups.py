@@ -213,6 +213,17 @@ async def test_its_end_is_told_by_one_event_and_one_webhook_after_the_last_reque
         assert app.events_of("g").count("group") == 1
 
 
+async def test_a_routing_key_as_long_as_may_be_ends_no_worker_and_its_webhooks_are_posted(vhost: Vhost) -> None:
+    async with endpoint() as hook, serving(vhost, webhooks=hook.settings()), requester(vhost) as app:
+        webhook = {"x-lane-webhook": hook.url()}
+        alone = await app.publish({"prompt": "x"}, key="x" * 250, message_id="k-1", headers=webhook)
+        group = {"x-lane-group": "g", "x-lane-group-size": "1", **webhook}
+        grouped = await app.publish({"prompt": "x"}, key="é" * 127, message_id="k-2", headers=group)
+
+        assert [(await app.final(each)).code for each in (alone, grouped)] == ["unroutable"] * 2
+        await until(lambda: {each.id for each in hook.posts} == {"k-1", "g"}, within_s=20)
+
+
 @pytest.mark.parametrize("transport", ["amqp", "http"])
 async def test_the_client_publishes_many_and_follows_them_as_one(vhost: Vhost, transport: str) -> None:
     async with (

@@ -16,6 +16,7 @@ local function keep_group(group, groups, group_id, keep_ms)
   redis.call('ZADD', groups, keep_ms, group_id)
   redis.call('PEXPIREAT', groups, redis.call('ZRANGE', groups, -1, -1, 'WITHSCORES')[2])
 end
+local ENDED = {'succeeded', 'errored', 'canceled', 'expired'}
 -- Counts in its group that a request is another kind now: that before (nothing: it is a new member) and after, when it
 -- has ended, until when it is kept, and what else `Counted` has; the head of a new group; the request's and the group's
 -- id, the keys of the group, its members, the tenant's groups, the groups that have ended and all groups, its place among
@@ -39,8 +40,12 @@ local function count(change)
   if key ~= '' then redis.call('HSETNX', group, 'key', key) end
   if webhook ~= '' then redis.call('HSETNX', group, 'webhook', webhook) end
   if kind ~= 'processing' then
-    local found = redis.call('HMGET', group, 'processing', 'size', 'told')
-    if tonumber(found[1] or 0) == 0 and found[2] and not found[3] then redis.call('SADD', all_ended, group) end
+    local found, ended_count = redis.call('HMGET', group, 'processing', 'size', 'told', unpack(ENDED)), 0
+    for i = 4, 3 + #ENDED do ended_count = ended_count + (found[i] or 0) end
+    -- no other one: of those that never end there may be many, among which one that has would wait for its turn
+    if tonumber(found[1] or 0) == 0 and not found[3] and found[2] and tonumber(found[2]) <= ended_count then
+      redis.call('SADD', all_ended, group)
+    end
   end
   local left_ms = tonumber(keep_ms) - now
   if left_ms > redis.call('PTTL', group) then keep_group(group, groups, group_id, keep_ms) end

@@ -253,7 +253,7 @@ class RedisStore(Store):
     async def listed(self, wanted: base.RequestFilter, *, most: int, after: str | None = None) -> base.RequestPage:
         at_ms, passed = wanted.until_ms - 1, 0
         if after is not None:
-            at_ms, passed = (int(part) for part in after.split("."))
+            at_ms, passed = base.RequestPage.place(after)
         filters = {
             "t": {quote(tenant, safe="") for tenant in wanted.tenants},
             "l": wanted.lanes,

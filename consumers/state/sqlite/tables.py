@@ -323,7 +323,7 @@ class Tables:
             "SELECT coalesce(min(rowid), 0), coalesce(max(rowid), -1) + 1 FROM request"
         ).fetchone()
         lowest = self._row_at(wanted.since_ms, first, end)
-        below = self._row_at(wanted.until_ms, first, end) if after is None else int(after.partition(".")[2])
+        below = self._row_at(wanted.until_ms, first, end) if after is None else min(end, RequestPage.place(after)[1])
         asked = _LISTED
         values: list[str | int] = [wanted.since_ms, wanted.until_ms]
         for column, allowed in (

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from typing_extensions import override
 
+from consumers.batches import collect
 from consumers.batches.collect import FENCE_S, TOO_LARGE, Collector
 from consumers.batches.ticket import Ticket, TicketItem, TicketStage, pack, unpack
 from consumers.dialects.answers import Answer
@@ -271,6 +272,22 @@ async def test_a_gathered_ticket_becomes_one_batch_and_waits_for_it(collecting: 
     assert delay_ms(sent) == 25_600
     assert collecting.bench.log[-3:] == ["event: batch", "confirmed: lane.delay.08", "ack"]
     assert collecting.collector.requests_waiting == 3
+
+
+async def test_a_provider_that_takes_long_to_create_a_batch_holds_up_no_other_provider(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect, "TURN_WITHIN_S", 0.01)
+    collecting.provider.held = held = asyncio.Event()
+    slow = asyncio.create_task(collecting.take(await collecting.gathered(*items(2)[:1])))
+    await collecting.provider.asked_to_create.wait()
+    behind = await collecting.gathered(*items(2)[1:], id="b" * 24)
+    other = await collecting.gathered(*items(3)[2:], id="c" * 24, provider="openai", account="openai/small")
+
+    assert (await collecting.again(other)).batch_id == "msgbatch_1"
+    assert (await collecting.again(behind)).stage is TicketStage.ADOPTING, "and it takes no place from others"
+    held.set()
+    await slow
 
 
 async def test_a_request_that_another_of_its_messages_runs_live_is_in_no_batch(collecting: Collecting) -> None:
@@ -560,7 +577,7 @@ async def test_a_worker_that_was_cut_off_makes_no_batch_after_its_successor_did(
     before = asyncio.create_task(collecting.take(await collecting.gathered(*other, id="b" * 24)))
     await collecting.provider.asked_to_create.wait()
     ticket = await collecting.gathered(*items(2))
-    cut_off, submitting = asyncio.create_task(collecting.take(ticket)), collecting.collector._submitting
+    cut_off, submitting = asyncio.create_task(collecting.take(ticket)), collecting.collector._submitting["anthropic"]
     await until(lambda: bool(getattr(submitting, "_waiters", None)))  # behind the other batch
     collecting.collector = replace(collecting.collector)
     adopting = await collecting.again(ticket, redelivered=True)

@@ -403,6 +403,23 @@ async def test_a_step_in_another_lane_needs_a_right(user: str, granted: Any, nee
     assert await own.arrive(*begun(bench, user=user)) is None, "in the lane of its request it may"
 
 
+@pytest.mark.parametrize(("words", "runs"), [(245, True), (246, True), (247, False)])
+async def test_a_routing_key_that_is_too_long_in_the_lane_of_a_step_is_refused_before_any_is_paid(
+    words: int, runs: bool
+) -> None:
+    bench = Bench()
+    steps = pipelines(bench, StepSpec(name="r", prompt="hi"), replace(ELSEWHERE, lane="critical"))
+    job, found = begun(bench, user=None)
+    job.routing_key = f"batch.{'é' * (words // 2)}{'e' * (words % 2)}"
+    outcome = await steps.arrive(job, replace(found, lane=steps.lanes["batch"]))
+
+    assert (outcome is None) == runs
+    if not runs:
+        assert isinstance(outcome, DeadLettered)
+        assert outcome.problem.code == "invalid_request"
+        assert "in lane critical" in outcome.problem.detail
+
+
 @pytest.mark.parametrize("step", [{"model": "large"}, {"model": "large", "lane": "batch"}, {}, {"each": "input"}])
 async def test_the_models_of_steps_are_those_of_their_lanes(step: dict[str, str]) -> None:
     bench = Bench()

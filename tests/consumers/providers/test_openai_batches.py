@@ -274,6 +274,29 @@ async def test_an_error_in_a_line_is_the_error_that_a_live_call_would_raise(
     assert isinstance(caught.value, expected)
 
 
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [(b'"hello \\ud83d"', RejectedError), (b'"hello", "param": 1e999', TransientError)],
+)
+async def test_an_error_that_python_alone_can_write_is_told_all_the_same(
+    odd: Batches, server: Server, message: bytes, expected: type[ProviderError]
+) -> None:
+    error = b'{"code":"invalid","message":%b}' % message
+    line = b'{"custom_id":"a-1","response":{"status_code":400,"body":{"error":%b}},"error":null}' % error
+    batch = b'{"id":"b","status":"failed","created_at":1,"errors":{"data":[%b]}}' % error
+
+    async def answer(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=batch, content_type="application/json")
+
+    server.answer = answer
+
+    refusal = (await odd.retrieve("b")).refusal
+    assert isinstance(refusal, RejectedError)
+    assert "hello" in refusal.detail
+    with pytest.raises(expected):
+        await odd.answer(line, dialect=OPENAI_CHAT)
+
+
 async def test_a_request_that_timed_out_in_the_batch_may_be_tried_again(odd: Batches, server: Server) -> None:
     error = {"code": "request_timeout", "message": "The underlying call to the model timed out."}
     line = json.dumps({"id": "1", "custom_id": "a-1", "response": None, "error": error}).encode()

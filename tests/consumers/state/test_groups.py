@@ -8,9 +8,10 @@ import pytest
 from consumers.clock import now_ms
 from consumers.job import group_in
 from consumers.state.base import Completion, Fingerprint, Granted, Identity, InGroup
-from consumers.state.groups import Head, Opened, State, StoredGroup
+from consumers.state.groups import ENDED_AT_ONCE, KINDS, Head, Kind, Opened, State, StoredGroup, progress
 from consumers.state.store import Store
 from lanekeeper.contract import names as n
+from lanekeeper.contract.identity import GROUP_AT_MOST
 
 GROUP = Identity("crm", "msgbatch_1")
 IN_GROUP = InGroup(GROUP.id, 4, "batch.app.x")
@@ -117,6 +118,34 @@ async def test_it_comes_to_be_with_a_request_and_ends_when_as_many_have_ended_as
     await store.claim(Identity("crm", "refused"), message(group=group))  # sent again, corrected
     await store.cancel(Identity("crm", "refused"), ended("error", "cancelled"))
     assert not await store.ended_groups()
+
+
+async def test_groups_that_never_end_do_not_hold_back_the_end_of_another(store: Store) -> None:
+    failed = ended("error", "invalid_request")
+    for number in range(10 * ENDED_AT_ONCE):
+        group = InGroup(f"g-{number}", 2, "batch.app.x")
+        await store.note(Identity("other", f"k-{number}"), failed, group=group)
+    await store.note(Identity("crm", "only"), failed, group=InGroup(GROUP.id, 1, "batch.app.x"))
+
+    assert [each.identity for each in await store.ended_groups()] == [GROUP]
+
+
+def test_an_end_that_is_too_far_away_for_a_date_is_not_predicted() -> None:
+    created_ms = now_ms()
+    counts: dict[Kind, int] = {**dict.fromkeys(KINDS, 0), "succeeded": 1, "processing": 1}
+    group = StoredGroup(
+        identity=GROUP,
+        head=head(state=State.SEALED, created_ms=created_ms),
+        counts=counts,
+        last_ended_ms=created_ms,
+        size=GROUP_AT_MOST,
+        key="batch.app.x",
+        webhook="",
+        saved_usd=0.0,
+    )
+
+    assert "predicted_end_at" in progress(group, now_ms=created_ms + 3_600_000)
+    assert "predicted_end_at" not in progress(group, now_ms=created_ms + 30 * 86_400_000)
 
 
 @pytest.mark.parametrize("text", ["normal.\0.x", "\x1f", "x" * 5000])

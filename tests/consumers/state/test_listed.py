@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from consumers.state.base import Fingerprint, Granted, Held, Identity, InGroup, Labels, RequestFilter, RequestState
+from consumers.state.groups import GroupPlace
 from consumers.state.store import Store
 from tests.consumers.state.conftest import Opened
 from tests.support.completions import answered, failed, fingerprint
@@ -95,9 +96,13 @@ async def test_a_request_that_is_kept_no_longer_leaves_the_list(opened: Opened) 
 
 
 async def test_a_place_that_no_page_has_named_is_refused(store: Store) -> None:
-    for place in ("", "x", "[1]", "1.x", "null"):
+    for place in ("", "x", "[1]", "1.x", "null", "1", "1.2.3", "1.-5", f"1.{2**64}", f"{2**64}.1"):
         with pytest.raises(ValueError):
             await store.listed(RequestFilter(), most=1, after=place)
+    for place in ("x.t.g", "-5.t.g", f"{2**64}.t.g"):
+        with pytest.raises(ValueError):
+            GroupPlace.of(place)
+    assert store.trouble is None
 
 
 LATE_MS = 4_000_000_000_000
