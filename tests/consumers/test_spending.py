@@ -177,6 +177,8 @@ async def test_a_cap_that_leaves_less_than_a_request_needs_is_used_up_until_its_
     assert spending.used_up() == [bounds[0].name]
     clock.ms += 86_400_000
     assert spending.used_up() == []
+    await spend(spending, bounds, Spent(1))
+    assert spending.used_up() == [], "what the day before was full is not, although it is used again"
 
 
 async def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> None:
