@@ -63,7 +63,7 @@ def _data(content: bytes) -> bytes:
     return b"data: %b\n\n" % in_one_line(content)
 
 
-_FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"')
+_FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"[^"]')
 
 
 def _read_chunk(data: bytes) -> tuple[StreamStage, bytes]:

@@ -69,6 +69,15 @@ def test_the_first_chunk_waits_for_content_and_the_last_one_for_the_outcome() ->
     assert (last["choices"][0]["finish_reason"], usage["choices"]) == ("stop", [])
 
 
+def test_an_empty_finish_reason_ends_nothing() -> None:
+    """Servers such as LocalAI write it into each chunk: the events are passed on as they come."""
+    found = [each.replace(b'"finish_reason": null', b'"finish_reason": ""') for each in chunks()]
+    it = Forwarding(CHAT.read)
+
+    assert [len(list(data_in(it.part(part)))) for part in parts(found)] == [0, 2, 1, 1, 0]
+    assert len(list(data_in(it.end() or b""))) == 1
+
+
 def test_a_stream_of_several_choices_ends_with_the_last_of_them() -> None:
     it, found = Forwarding(CHAT.read, choices=2), parts(chunks(n=2))
     written = b"".join(map(it.part, found))
