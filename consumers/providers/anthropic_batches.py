@@ -101,7 +101,7 @@ class MessageBatches:
                 answer = read_answer(message, body, provider=self.name, request_id=None)
                 return replace(answer, usage=replace(answer.usage, is_batch=True))
             case {"type": "errored", "error": dict(error)}:
-                raise from_fields(MESSAGES.error(error), MESSAGES, secret=self.reader.secret)
+                raise from_fields(MESSAGES.error(error), MESSAGES, secret=self.reader.secret, data=to_json(error))
             case {"type": "too_large"}:
                 raise self.reader.too_large()
         raise TransientError("its line of the batch's results is no result", type="broken_answer")

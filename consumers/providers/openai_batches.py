@@ -174,7 +174,8 @@ class FileBatches:
         if error.get("type") == "too_large":
             raise self.reader.too_large()
         if error:
-            raise from_fields(table.error({"error": error}), table, secret=secret)
+            told = {"error": error}
+            raise from_fields(table.error(told), table, secret=secret, data=to_json(told))
         raise TransientError("its line of the batch's results is no result", type="broken_answer")
 
     async def _read(self, line: bytes, *, is_whole: bool) -> ResultLine:
@@ -227,7 +228,8 @@ class FileBatches:
 
     def _error(self, status: int, told: object, dialect: Dialect) -> ProviderError:
         """The error of a response, from an account that is well."""
-        error = from_response(httpx2.Response(status, json=told), dialect, secret=self.reader.secret)
+        body = to_json(told) if isinstance(told, dict) else b""
+        error = from_response(httpx2.Response(status, content=body), dialect, secret=self.reader.secret)
         return error.otherwise if isinstance(error, AccountError) and error.otherwise is not None else error
 
     @asynccontextmanager
