@@ -11,6 +11,7 @@ from aiohttp import web
 from consumers.failures import AccountError, ProviderError, RejectedError, TransientError
 from consumers.providers.extras import ExtraMissing
 from consumers.providers.openai import OpenAIProvider
+from consumers.providers.transport import http_client
 from lanekeeper.contract import names as n
 from tests.support.web_server import Handler, web_server
 from topology.codec.decoding import Request, unpublished
@@ -135,6 +136,39 @@ async def test_a_server_of_ones_own_needs_no_key_and_may_get_the_lanes_rank(serv
     _, headers, body = server.asked[0]
     assert "authorization" not in headers
     assert json.loads(body)["priority"] == 2
+
+
+async def test_a_tools_own_priority_does_not_take_the_place_of_the_lanes_rank(server: Server) -> None:
+    provider = OpenAIProvider.at(name="vllm", base_url=f"{server.url}/v1", sends_priority=True)
+    tool = {"type": "function", "function": {"name": "ticket", "parameters": {"properties": {"priority": {}}}}}
+    fields = json.loads(asking().body)
+    for more in ({"tools": [tool]}, {"priority": 7}):
+        await provider.stream(asking(rank=2, body=json.dumps({**fields, **more}).encode()), timeout_s=5, parts=None)
+    await provider.aclose()
+
+    assert [json.loads(body)["priority"] for _, _, body in server.asked] == [2, 7]
+
+
+async def test_no_error_tells_a_token_that_is_made_for_a_call(server: Server) -> None:
+    async def token() -> str:
+        return "eyJ.of-the-machine"
+
+    async def echo(request: web.BaseRequest) -> web.StreamResponse:
+        said = f"not valid: {request.headers['authorization']}"
+        return web.json_response({"error": {"message": said, "code": "invalid_value"}}, status=400)
+
+    server.answer = echo
+    provider = OpenAIProvider(
+        http_client(server.url),
+        name="az",
+        secret="",
+        address=lambda path, _: server.url + path,
+        headers={},
+        token=token,
+    )
+    with pytest.raises(RejectedError, match="not valid") as caught:
+        await called(provider)
+    assert "of-the-machine" not in caught.value.detail + caught.value.body
 
 
 @pytest.mark.parametrize(
