@@ -295,12 +295,13 @@ class Ground:
         *,
         max_tokens: int = 5,
         metadata: str = "{}",
+        speed: str = "standard",
         now_ms: int = NOW_MS,
         routes: Sequence[Route] = (),
         **properties: Any,
     ) -> Job:
         body = (
-            f'{{"model":"{model}","max_tokens":{max_tokens},"metadata":{metadata},'
+            f'{{"model":"{model}","max_tokens":{max_tokens},"metadata":{metadata},"speed":"{speed}",'
             '"messages":[{"role":"user","content":"hi"}]}'
         )
         job = read(Bench().job(body=body.encode(), **properties), now_ms=now_ms)
@@ -354,6 +355,15 @@ async def test_a_cap_holds_for_64_callers_at_once_whichever_of_their_routes_is_c
         await ground.gate.leave(job, decoded(job), ANSWERED)
     await ground.spending.finish(within_s=30)
     assert limit / 2 < ground.store.used["spent cap lane critical usd"] <= limit
+
+
+async def test_a_request_in_fast_mode_holds_what_fast_mode_costs() -> None:
+    held: list[float] = []
+    for speed in ("standard", "fast"):
+        ground = Ground(lanes={"critical": daily(usd=1)})
+        assert await ground.enter(ground.job(max_tokens=2000, routes=(DEAR,), speed=speed)) is None
+        held += counted(ground.store).values()
+    assert held == [cost_of(DEAR.model, 1000, 2000), 2 * cost_of(DEAR.model, 1000, 2000)]
 
 
 async def test_a_second_call_after_one_that_must_be_paid_is_made_only_if_there_is_enough_left_for_it() -> None:
