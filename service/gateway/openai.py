@@ -30,7 +30,7 @@ from service.config.settings import GatewayKey
 from service.gateway.answers import StoredAnswers, Writing, event_stream, in_one_line
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, submitted_id_of
 from service.gateway.messages import AwaitedCalls, Format, StreamStage, event_of, type_of
-from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
+from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of, encoded
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
 from topology.codec.fields import with_field
 
@@ -274,7 +274,7 @@ class ResponsePaths:
 
     def _json(self, found: _StoredResponse, response: Mapping[str, Any]) -> web.StreamResponse:
         return web.Response(
-            body=json.dumps(response, ensure_ascii=False).encode(),
+            body=encoded(response),
             headers={"content-type": JSON, "cache-control": "no-store", REQUEST_ID_HEADER: found.known.id},
         )
 

@@ -118,7 +118,7 @@ class ApiError(Exception):
     def openai_body(self) -> bytes:
         if self.whole is not None and not _is_event(json.loads(self.whole)):
             return self.whole
-        return json.dumps({"error": self.openai_error()}, ensure_ascii=False).encode()
+        return encoded({"error": self.openai_error()})
 
     def openai_response(self, request_id: str) -> web.Response:
         headers = {**self.headers, "x-request-id": request_id}
@@ -237,10 +237,18 @@ def problem_of(error: ApiError | LanekeeperError, id: str | None) -> dict[str, A
     return document if id is None else {**document, "request": id}
 
 
+def encoded(value: object) -> bytes:
+    """As JSON. Half a character (a lone surrogate), which providers write where they cut a text, stays an escape."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
 def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -> web.Response:
     """A response with a JSON body. No cache may keep it: it may depend on the key, or on the moment."""
     if not isinstance(body, bytes):
-        body = json.dumps(body, ensure_ascii=False).encode()
+        body = encoded(body)
     return web.Response(
         body=body, status=status, headers={"content-type": JSON, "cache-control": "no-store", **headers}
     )
