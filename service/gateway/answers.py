@@ -74,7 +74,8 @@ class Drain:
 
 
 class Writing:
-    """Writes a response in pieces. Its status is sent with the first: before, an error can still be answered."""
+    """Writes a response in pieces. Its status is sent with the first: before, an error can still be answered. After the
+    head of an answer to HEAD it raises ConnectionError, as if the client had disconnected."""
 
     def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._request = request
@@ -111,6 +112,8 @@ class Writing:
         self._last_write_s = self._loop.time()
         out = await self.response.prepare(self._request)  # sends the headers only once
         assert isinstance(out, StreamWriter)
+        if self._request.method == "HEAD":  # its client would take a body for the answer to its next call
+            raise ConnectionResetError("the client wants no more than the head")
         await out.write(data, drain=False)
 
     async def _wait_for_reader(self) -> None:
