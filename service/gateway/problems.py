@@ -315,12 +315,19 @@ async def note_beginning(request: web.Request, response: web.StreamResponse) -> 
     headers.popall("Server", None)
 
 
+def _break_off(request: web.Request) -> None:
+    """If its answer has begun: else the client would take the part that it has, or the error in it, for the answer."""
+    if request.get(_HAS_BEGUN) and request.transport is not None:
+        request.transport.abort()
+
+
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answers what handlers raise. An unexpected error is answered with 500, and logged without the call's content."""
     try:
         return await handler(request)
     except (ApiError, LanekeeperError) as error:
+        _break_off(request)
         return refusal(request, error)
     except ConnectionError:  # the client has disconnected
         raise
@@ -334,6 +341,5 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         id, resource = uuid.uuid4().hex, request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         log.exception(signals.HANDLER_FAILED, where=f"gateway {path}", request=id)
-        if request.get(_HAS_BEGUN) and request.transport is not None:
-            request.transport.abort()  # otherwise the client would take the part that it has for the whole answer
+        _break_off(request)
         return refusal(request, ApiError(500, f"a fault of Lanekeeper; its log tells of {id}"), sdk_id=id)
