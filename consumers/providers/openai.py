@@ -184,6 +184,9 @@ class OpenAIProvider:
             found = await gathering.call((request, asked), timeout_s)
         except TimeoutError as error:
             raise TransientError(f"no whole answer from the provider within {timeout_s:g} s", type=TIMEOUT) from error
+        finally:
+            if gathering.is_empty and self._gatherings.get(key) is gathering:  # all have left before their call began
+                del self._gatherings[key]
         if isinstance(found, BaseException):
             raise found
         return found

@@ -1,5 +1,6 @@
 """How OpenAI's API, Azure's and servers that behave like them are called, and what their answers become."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -189,6 +190,20 @@ async def test_whatever_is_no_answer_is_an_error_of_a_clear_class(
     with pytest.raises(expected, match=told) as caught:
         await called(OpenAIProvider.at(name="oai", base_url=f"{server.url}/v1", api_key=KEY))
     assert KEY not in caught.value.detail + caught.value.body
+
+
+async def test_embeddings_whose_requests_are_cancelled_while_they_gather_leave_nothing(server: Server) -> None:
+    provider = OpenAIProvider.at(name="oai", base_url=f"{server.url}/v1", api_key=KEY)
+    for number in range(3):
+        body = json.dumps({"model": "m", "input": "a", "user": f"u-{number}"}).encode()
+        request = asking(n.OPENAI_EMBEDDINGS, body=body, gather_count=8, gather_window_s=0.05)
+        with pytest.raises(TransientError, match="within"):
+            await provider.stream(request, timeout_s=0.01, parts=None)
+    await asyncio.sleep(0.1)
+
+    assert not provider._gatherings
+    assert not server.asked
+    await provider.aclose()
 
 
 async def test_a_page_of_html_is_no_answer(server: Server) -> None:
