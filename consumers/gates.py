@@ -454,7 +454,7 @@ class CapsGate:
         elif hold is not None and attempted is not None and _may_be_paid(attempted):
             used = likely
         for model, amounts, cost_usd in () if attempted is None else attempted.lost:
-            _, tokens, usd = self._spent(amounts, model)
+            _, tokens, usd = self._spent(decoded.request, amounts, model)
             usd = usd if cost_usd is None else cost_usd
             used = Spent(used.requests, used.tokens + tokens, used.usd + usd)
         if isinstance(answer, Answered):
@@ -500,13 +500,17 @@ class CapsGate:
         likely, most = Spent(), Spent()
         for route in routes:
             amounts = self.estimate(job, request, route)
-            likely = _greater(likely, self._spent(amounts, route.model, route.name))
+            likely = _greater(likely, self._spent(request, amounts, route.model, route.name))
             amounts = amounts._replace(output_tokens=max(amounts.output_tokens, request.max_tokens))
-            most = _greater(most, self._spent(amounts, route.model, route.name))
+            most = _greater(most, self._spent(request, amounts, route.model, route.name))
         return likely, most
 
-    def _spent(self, amounts: Amounts, model: str, name: str = "") -> Spent:
-        usage = Usage(input_tokens=round(amounts.input_tokens), output_tokens=round(amounts.output_tokens))
+    def _spent(self, request: Request, amounts: Amounts, model: str, name: str = "") -> Spent:
+        usage = Usage(
+            input_tokens=round(amounts.input_tokens),
+            output_tokens=round(amounts.output_tokens),
+            is_fast=request.is_fast,
+        )
         return Spent(
             1, amounts.input_tokens + amounts.output_tokens, self.prices.cost_usd(model, usage, name=name) or 0.0
         )

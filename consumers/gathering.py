@@ -43,6 +43,11 @@ class Gathering(Generic[Given, Result]):
         self._waiting: list[_Call[Given, Result]] = []
         self._window: asyncio.TimerHandle | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        """No call waits to become part of the function's next call."""
+        return not self._waiting
+
     async def call(self, given: Given, timeout_s: float, *, tenant: str = "") -> Result:
         """The result of this call among others. Raises what the function's call raises for all of them; after
         `timeout_s` TimeoutError."""

@@ -250,8 +250,12 @@ class Spending:
     def used_up(self) -> list[str]:
         """The caps of which nothing is left, or less than a request needed."""
         now_ms = self._now_ms()
-        full = {bound for bound, (level, _) in self._reported.items() if level == LEVELS[-1]}
-        return [name for name, (bound, _, ends_ms) in self._used.items() if bound in full and now_ms < ends_ms]
+        full = {
+            bound
+            for bound, (level, number) in self._reported.items()
+            if level == LEVELS[-1] and number == bound.period(now_ms).number
+        }
+        return [name for name, (bound, _, _) in self._used.items() if bound in full]
 
     async def _take(self, bounds: tuple[Bound, ...], hold: Hold, publish: Publish) -> Hold | Over:
         try:

@@ -27,8 +27,9 @@ from topology.codec.decoding import Request
 from topology.codec.fields import with_field
 
 FILTERED: Final = "content_filter"
-_REPLACED: Final = frozenset({"role", "id", "type", "name", "index"})
-"""A chunk replaces them; other texts are appended."""
+_REPLACED: Final = frozenset({"role", "id", "type", "name", "index", "format"})
+"""A chunk replaces them, unless it has them empty; all other texts of a delta are appended. What a choice has beside
+its delta is said anew by each chunk, such as Azure's results of its content filter."""
 _NO_USAGE: Final = re.compile(rb',\s*"usage"\s*:\s*null(?=\s*[,}])')
 _USAGE: Final = {"include_usage": True}
 
@@ -109,17 +110,17 @@ class ChatStream:
             if key == "usage":
                 self._usage = value if isinstance(value, dict) else self._usage
             elif key == "choices":
-                for choice in value:
+                for choice in value or ():  # null, where a server's language says so of an empty list
                     self._merge(self._choices.setdefault(choice.get("index", 0), {}), choice)
             elif value is not None or key not in self._fields:
                 if key not in self._fields:
                     self._count(value)
                 self._fields[key] = value
 
-    def _merge(self, into: dict[str, Any], given: Mapping[str, Any]) -> None:
+    def _merge(self, into: dict[str, Any], given: Mapping[str, Any], *, in_delta: bool = False) -> None:
         for key, value in given.items():
             before = into.get(key)
-            if isinstance(value, str) and key not in _REPLACED and key != "finish_reason":
+            if isinstance(value, str) and in_delta and key not in _REPLACED:
                 if not isinstance(before, _Text):
                     before = into[key] = _Text()
                     self._count(None)
@@ -129,15 +130,15 @@ class ChatStream:
                 if not isinstance(before, dict):
                     before = into[key] = {}
                     self._count(None)
-                self._merge(before, value)
+                self._merge(before, value, in_delta=in_delta or key == "delta")
             elif isinstance(value, list):
-                self._extend(into, key, value)
-            elif value is not None or key not in into:
+                self._extend(into, key, value, in_delta=in_delta)
+            elif value not in (None, "") or key not in into:
                 if key not in into:
                     self._count(value)
                 into[key] = value
 
-    def _extend(self, into: dict[str, Any], key: str, entries: list[Any]) -> None:
+    def _extend(self, into: dict[str, Any], key: str, entries: list[Any], *, in_delta: bool) -> None:
         by_index = bool(entries) and all(isinstance(each, dict) and type(each.get("index")) is int for each in entries)
         before = into.get(key)
         if not isinstance(before, _ByIndex if by_index else list):
@@ -145,7 +146,7 @@ class ChatStream:
             self._count(None)
         if isinstance(before, _ByIndex):
             for each in entries:
-                self._merge(before.setdefault(each["index"], {}), each)
+                self._merge(before.setdefault(each["index"], {}), each, in_delta=in_delta)
         else:
             for each in entries:
                 self._count(each)

@@ -29,7 +29,7 @@ from consumers.providers.batches import (
     too_large_line,
 )
 from consumers.providers.errors import NETWORK_ERRORS, from_fields, is_html, plain, refuse_html, translate_errors
-from consumers.providers.streams import to_json
+from consumers.providers.streams import error_json, to_json
 
 PATH: Final = "/v1/messages/batches"
 _RESULTS_HEADERS: Final = {"Accept": "application/binary"}
@@ -101,7 +101,7 @@ class MessageBatches:
                 answer = read_answer(message, body, provider=self.name, request_id=None)
                 return replace(answer, usage=replace(answer.usage, is_batch=True))
             case {"type": "errored", "error": dict(error)}:
-                raise from_fields(MESSAGES.error(error), MESSAGES, secret=self.reader.secret)
+                raise from_fields(MESSAGES.error(error), MESSAGES, secret=self.reader.secret, data=error_json(error))
             case {"type": "too_large"}:
                 raise self.reader.too_large()
         raise TransientError("its line of the batch's results is no result", type="broken_answer")

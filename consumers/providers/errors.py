@@ -243,6 +243,8 @@ def _body_text(body: bytes, secret: str) -> str:
         text = body[: PROVIDER_ERROR_BYTES + 1].decode(errors="ignore")
     if secret and secret in text:
         text = text.replace(secret, "***")
+    if secret and len(body) > PROVIDER_ERROR_BYTES:  # it may have been cut in the middle of a key
+        text = text[: -len(secret)]
     return text[:PROVIDER_ERROR_BYTES]
 
 

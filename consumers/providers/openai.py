@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 from urllib.parse import quote
 
 import httpx2
+import jiter
 
 from consumers.background import Background
 from consumers.decoding import Parsing
@@ -183,6 +184,9 @@ class OpenAIProvider:
             found = await gathering.call((request, asked), timeout_s)
         except TimeoutError as error:
             raise TransientError(f"no whole answer from the provider within {timeout_s:g} s", type=TIMEOUT) from error
+        finally:
+            if gathering.is_empty and self._gatherings.get(key) is gathering:  # all have left before their call began
+                del self._gatherings[key]
         if isinstance(found, BaseException):
             raise found
         return found
@@ -245,7 +249,7 @@ class OpenAIProvider:
     async def _post(
         self, body: bytes, *, request: Request, dialect: Dialect, traceparent: str | None
     ) -> httpx2.Response:
-        if self.sends_priority and b'"priority"' not in body:
+        if self.sends_priority and not _states_priority(body):
             body = body.replace(b"{", b'{"priority":%d,' % request.rank, 1)
         headers = {"content-type": "application/json"}
         if traceparent is not None:
@@ -261,26 +265,32 @@ class OpenAIProvider:
     async def _send(
         self, method: str, url: str, dialect: Dialect, *, headers: Mapping[str, str] | None = None, **given: Any
     ) -> httpx2.Response:
-        named = {**self.headers, **(headers or {})}
+        named, secret = {**self.headers, **(headers or {})}, self.secret
         if self.token is not None:
-            named["authorization"] = f"Bearer {await self.token()}"
+            secret = await self.token()
+            named["authorization"] = f"Bearer {secret}"
         with translate_sending():
             asked = self.http.build_request(method, url, headers=named, **given)
             response = await self.http.send(asked, stream=True)
         if response.status_code < 300:
             return response
         try:
-            with translate_errors(secret=self.secret):
+            with translate_errors(secret=secret):
                 await response.aread()
         except ProviderError:
             pass  # the status says enough
         finally:
             with suppress(*NETWORK_ERRORS):
                 await response.aclose()
-        raise from_response(response, dialect, secret=self.secret)
+        raise from_response(response, dialect, secret=secret)
 
 
 _Gathered = tuple[Request, EmbeddingInputs]
+
+
+def _states_priority(body: bytes) -> bool:
+    """Whether the caller has set it. A tool may have a parameter of this name, and a key may have escaped letters."""
+    return (b'"priority"' in body or b"\\u" in body) and "priority" in jiter.from_json(body, cache_mode="none")
 
 
 def _azure_address(base: str, api_version: str | None, path: str, model: str) -> str:

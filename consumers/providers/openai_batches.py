@@ -6,7 +6,6 @@ A batch knows its ticket (`metadata`). So if the answer to a call that created o
 whether it exists. If it does not, its uploaded file stays, too.
 """
 
-import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -45,7 +44,7 @@ from consumers.providers.batches import (
     too_large_line,
 )
 from consumers.providers.errors import NETWORK_ERRORS, from_fields, from_response, plain, refuse_html
-from consumers.providers.streams import to_json
+from consumers.providers.streams import error_json, to_json
 
 FILES: Final = "/files"
 BATCHES: Final = "/batches"
@@ -175,7 +174,8 @@ class FileBatches:
         if error.get("type") == "too_large":
             raise self.reader.too_large()
         if error:
-            raise from_fields(table.error({"error": error}), table, secret=secret)
+            told = {"error": error}
+            raise from_fields(table.error(told), table, secret=secret, data=error_json(told))
         raise TransientError("its line of the batch's results is no result", type="broken_answer")
 
     async def _read(self, line: bytes, *, is_whole: bool) -> ResultLine:
@@ -229,7 +229,7 @@ class FileBatches:
     def _error(self, status: int, told: object, dialect: Dialect) -> ProviderError:
         """The error of a response, from an account that is well."""
         headers = {"content-type": "application/json"}
-        body = b"" if told is None else _written(told)
+        body = b"" if told is None else error_json(told)
         response = httpx2.Response(status, headers=headers, content=body)
         error = from_response(response, dialect, secret=self.reader.secret)
         return error.otherwise if isinstance(error, AccountError) and error.otherwise is not None else error
@@ -257,14 +257,6 @@ class FileBatches:
 
 def _path(id: str) -> str:
     return f"{BATCHES}/{quote(id, safe='')}"
-
-
-def _written(told: Any) -> bytes:
-    """As JSON, or what Python writes for a number that is too large (1e999)."""
-    try:
-        return to_json(told)
-    except TransientError:
-        return json.dumps(told).encode()
 
 
 def _result(line: bytes) -> tuple[Mapping[str, Any], bytes, Mapping[str, Any]]:

@@ -138,7 +138,7 @@ def parse_event(data: bytes, *, max_values: int = bounds.VALUES) -> dict[str, An
     return event
 
 
-def to_json(message: dict[str, Any]) -> bytes:
+def to_json(message: object) -> bytes:
     """Raises `TransientError` if a number is too large (1e999)."""
     try:
         return json.dumps(message, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
@@ -146,3 +146,11 @@ def to_json(message: dict[str, Any]) -> bytes:
         return json.dumps(message, separators=(",", ":")).encode()
     except ValueError as error:
         raise broken_stream("in its content", error) from error
+
+
+def error_json(error: object) -> bytes:
+    """Like `to_json`, with what Python writes for a number that is too large: an error is told whatever is in it."""
+    try:
+        return to_json(error)
+    except TransientError:
+        return json.dumps(error).encode()

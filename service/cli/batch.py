@@ -4,6 +4,7 @@ read line by line, when it is checked and when it is sent, so that its size does
 import asyncio
 import json as json_text
 import sys
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -235,8 +236,8 @@ def _check(lines: BinaryIO) -> None:
     """Name what is wrong with the file, by lines, before anything is sent."""
     ids: dict[str, int] = {}
     wrong: list[str] = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
+    for number, line in enumerate(_read(lines), start=1):
+        if line:
             try:
                 id = _custom_id(line)
                 if id in ids:
@@ -266,13 +267,18 @@ def _custom_id(line: bytes) -> str:
     return id
 
 
+def _read(lines: BinaryIO) -> Iterator[bytes]:
+    """The lines without space around them, and without the mark that Windows puts in front of UTF-8."""
+    for number, line in enumerate(lines):
+        yield (line.removeprefix(BOM_UTF8) if number == 0 else line).strip()
+
+
 def _body(lines: BinaryIO) -> Iterator[bytes]:
     yield b'{"requests":['
     comma = b""
-    for line in lines:
-        if line.strip():
-            yield comma + line.strip()
-            comma = b",\n"
+    for line in filter(None, _read(lines)):
+        yield comma + line
+        comma = b",\n"
     yield b"]}"
 
 

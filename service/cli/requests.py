@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from lanekeeper.contract.identity import encodable
 from lanekeeper.contract.problems import AccessRefused
 from service.cli import options
 from service.cli.options import duration, instant, named
@@ -512,7 +513,8 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
             _print_now_json(reply.body.decode() if json else "", end="\n")
         elif json:
             part = {"part": reply.kind, "seq": reply.seq, "event": reply.event}
-            _print_now_json(json_text.dumps(part, ensure_ascii=False), end="\n")
+            text = json_text.dumps(part, ensure_ascii=False)
+            _print_now_json(text if encodable(text) == text else json_text.dumps(part), end="\n")
         elif reply.kind == "restart":
             print("\n[an attempt failed: from the beginning]", file=sys.stderr)
         else:
@@ -522,6 +524,7 @@ async def _print_parts(replies: "AsyncGenerator[Part | Final, None]", *, json: b
 
 
 def _print_now(text: str, *, end: str) -> None:
+    text = encodable(text)  # a model may be cut off within a character
     print(redaction.lines(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 

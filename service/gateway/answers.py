@@ -74,7 +74,8 @@ class Drain:
 
 
 class Writing:
-    """Writes a response in pieces. Its status is sent with the first: before, an error can still be answered."""
+    """Writes a response in pieces. Its status is sent with the first: before, an error can still be answered. After the
+    head of an answer to HEAD it raises ConnectionError, as if the client had disconnected."""
 
     def __init__(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         self._request = request
@@ -113,6 +114,8 @@ class Writing:
         if self._out is None:
             out = await self.response.prepare(self._request)  # sends the headers
             assert isinstance(out, StreamWriter)
+            if self._request.method == "HEAD":  # its client would take a body for the answer to its next call
+                raise ConnectionResetError("the client wants no more than the head")
             self._out = out
         await self._out.write(data, drain=False)
 

@@ -39,7 +39,7 @@ from service.gateway.answers import in_one_line
 from service.gateway.batch_bodies import BatchBody, Item
 from service.gateway.calls import IDEMPOTENCY_KEY, BatchCall, Bodies, CallReader, limit_of, page_in
 from service.gateway.groups import JSONL, GroupPaths
-from service.gateway.problems import ApiError, answer, api_error_of, refused
+from service.gateway.problems import ApiError, answer, api_error_of, encoded, refused
 from service.gateway.requests import LargeStatus
 from service.gateway.shares import SharedLimit
 from topology.lanes import MIB
@@ -376,7 +376,7 @@ class BatchLines:
 
 
 def _result(member: Member, result: Mapping[str, Any]) -> bytes:
-    return json.dumps({"custom_id": _custom_id(member), "result": result}, ensure_ascii=False).encode() + b"\n"
+    return encoded({"custom_id": _custom_id(member), "result": result}) + b"\n"
 
 
 def _custom_id(member: Member) -> str:

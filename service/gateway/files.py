@@ -225,6 +225,8 @@ class FilePaths:
             for name in ("content-type", "content-length", "content-disposition"):
                 if name in passed.headers:
                     headers[name] = passed.headers[name]
+            if passed.headers.get("content-encoding", "identity") != "identity":  # it is passed on unpacked
+                headers.pop("content-length", None)
             if not headers["content-disposition"].startswith("attachment"):
                 headers["content-disposition"] = "attachment"
             writing = Writing(request, web.StreamResponse(headers=headers))

@@ -30,7 +30,7 @@ from service.config.settings import GatewayKey
 from service.gateway.answers import StoredAnswers, Writing, event_stream, in_one_line
 from service.gateway.calls import IDEMPOTENCY_KEY, Bodies, CheckedCall, submitted_id_of
 from service.gateway.messages import AwaitedCalls, Format, StreamStage, named
-from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of
+from service.gateway.problems import ABOUT_REQUEST, JSON, ApiError, api_error_of, detail_of, encoded
 from service.gateway.requests import HEARTBEAT, LARGEST_NUMBER, Known, SubmittedRequests, end_of, word_of
 from topology.codec.fields import with_field
 
@@ -63,7 +63,7 @@ def _data(content: bytes) -> bytes:
     return b"data: %b\n\n" % in_one_line(content)
 
 
-_FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"')
+_FINISHED: Final = re.compile(rb'"finish_reason"\s*:\s*"[^"]')
 
 
 def _read_chunk(data: bytes) -> tuple[StreamStage, bytes]:
@@ -273,7 +273,7 @@ class ResponsePaths:
 
     def _json(self, found: _StoredResponse, response: Mapping[str, Any]) -> web.StreamResponse:
         return web.Response(
-            body=json.dumps(response, ensure_ascii=False).encode(),
+            body=encoded(response),
             headers={"content-type": JSON, "cache-control": "no-store", REQUEST_ID_HEADER: found.known.id},
         )
 

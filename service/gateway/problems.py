@@ -118,7 +118,7 @@ class ApiError(Exception):
     def openai_body(self) -> bytes:
         if self.whole is not None and not _is_event(json.loads(self.whole)):
             return self.whole
-        return json.dumps({"error": self.openai_error()}, ensure_ascii=False).encode()
+        return encoded({"error": self.openai_error()})
 
     def openai_response(self, request_id: str) -> web.Response:
         headers = {**self.headers, "x-request-id": request_id}
@@ -237,10 +237,18 @@ def problem_of(error: ApiError | LanekeeperError, id: str | None) -> dict[str, A
     return document if id is None else {**document, "request": id}
 
 
+def encoded(value: object) -> bytes:
+    """As JSON. Half a character (a lone surrogate), which providers write where they cut a text, stays an escape."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
 def answer(body: bytes | dict[str, Any], *, status: int = 200, **headers: str) -> web.Response:
     """A response with a JSON body. No cache may keep it: it may depend on the key, or on the moment."""
     if not isinstance(body, bytes):
-        body = json.dumps(body, ensure_ascii=False).encode()
+        body = encoded(body)
     return web.Response(
         body=body, status=status, headers={"content-type": JSON, "cache-control": "no-store", **headers}
     )
@@ -307,12 +315,19 @@ async def note_beginning(request: web.Request, response: web.StreamResponse) -> 
     headers.popall("Server", None)
 
 
+def _break_off(request: web.Request) -> None:
+    """If its answer has begun: else the client would take the part that it has, or the error in it, for the answer."""
+    if request.get(_HAS_BEGUN) and request.transport is not None:
+        request.transport.abort()
+
+
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answers what handlers raise. An unexpected error is answered with 500, and logged without the call's content."""
     try:
         return await handler(request)
     except (ApiError, LanekeeperError) as error:
+        _break_off(request)
         return refusal(request, error)
     except ConnectionError:  # the client has disconnected
         raise
@@ -326,6 +341,5 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         id, resource = uuid.uuid4().hex, request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         log.exception(signals.HANDLER_FAILED, where=f"gateway {path}", request=id)
-        if request.get(_HAS_BEGUN) and request.transport is not None:
-            request.transport.abort()  # otherwise the client would take the part that it has for the whole answer
+        _break_off(request)
         return refusal(request, ApiError(500, f"a fault of Lanekeeper; its log tells of {id}"), sdk_id=id)

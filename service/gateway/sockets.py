@@ -35,6 +35,7 @@ from service.gateway.server import HttpConnection
 from service.gateway.shares import SharedTaken, Shares
 from topology.codec import bounds
 from topology.codec.decoding import PACKED_BYTES
+from topology.codec.fields import text_of
 from topology.codec.headers import PROVIDER_HEADER_BYTES, PROVIDER_HEADERS, PROVIDER_HEADERS_BYTES
 
 AT_ONCE: Final = 16
@@ -239,6 +240,7 @@ def read_message(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage
         raise InvalidMessage(WSCloseCode.MESSAGE_TOO_BIG, excess)
     try:
         found = json.loads(text)
+        body = text_of(text, "body") if isinstance(found, dict) and "body" in found else ""
     except (ValueError, RecursionError):
         raise InvalidMessage(WSCloseCode.INVALID_TEXT, "not JSON") from None
     if not isinstance(found, dict):
@@ -258,7 +260,7 @@ def read_message(text: str, *, max_values: int = bounds.VALUES) -> ClientMessage
         if name in found and not is_valid(found[name]):
             raise _wrong(f"{name}: {wanted}")
     if kind == "submit":
-        found["body"] = json.dumps(found["body"]).encode()
+        found["body"] = body.encode()  # as it was written: numbers are not rounded, nor is a key left out
     return ClientMessage(**found)
 
 

@@ -177,6 +177,8 @@ async def test_a_cap_that_leaves_less_than_a_request_needs_is_used_up_until_its_
     assert spending.used_up() == [bounds[0].name]
     clock.ms += 86_400_000
     assert spending.used_up() == []
+    await spend(spending, bounds, Spent(1))
+    assert spending.used_up() == [], "what the day before was full is not, although it is used again"
 
 
 async def test_half_four_fifths_and_all_of_a_cap_are_each_reported_once_a_day() -> None:
@@ -293,12 +295,13 @@ class Ground:
         *,
         max_tokens: int = 5,
         metadata: str = "{}",
+        speed: str = "standard",
         now_ms: int = NOW_MS,
         routes: Sequence[Route] = (),
         **properties: Any,
     ) -> Job:
         body = (
-            f'{{"model":"{model}","max_tokens":{max_tokens},"metadata":{metadata},'
+            f'{{"model":"{model}","max_tokens":{max_tokens},"metadata":{metadata},"speed":"{speed}",'
             '"messages":[{"role":"user","content":"hi"}]}'
         )
         job = read(Bench().job(body=body.encode(), **properties), now_ms=now_ms)
@@ -352,6 +355,15 @@ async def test_a_cap_holds_for_64_callers_at_once_whichever_of_their_routes_is_c
         await ground.gate.leave(job, decoded(job), ANSWERED)
     await ground.spending.finish(within_s=30)
     assert limit / 2 < ground.store.used["spent cap lane critical usd"] <= limit
+
+
+async def test_a_request_in_fast_mode_holds_what_fast_mode_costs() -> None:
+    held: list[float] = []
+    for speed in ("standard", "fast"):
+        ground = Ground(lanes={"critical": daily(usd=1)})
+        assert await ground.enter(ground.job(max_tokens=2000, routes=(DEAR,), speed=speed)) is None
+        held += counted(ground.store).values()
+    assert held == [cost_of(DEAR.model, 1000, 2000), 2 * cost_of(DEAR.model, 1000, 2000)]
 
 
 async def test_a_call_after_one_that_must_be_paid_is_made_only_if_there_is_enough_left_for_it() -> None:

@@ -102,6 +102,13 @@ async def test_a_wrong_file_is_refused_by_its_lines_before_anything_is_sent(
         assert not api.batches.calls
 
 
+async def test_a_file_may_begin_with_the_mark_that_windows_puts_there(told: Any) -> None:
+    async with SimulatedAPI() as api:
+        assert await command(api, "submit", written([f"\ufeff{line('a')}", line("b")])) == 0, told.readouterr().err
+        (sent,) = api.batches.calls
+        assert [each["custom_id"] for each in json.loads(sent.body)["requests"]] == ["a", "b"]
+
+
 async def test_what_the_gateway_refuses_is_told_in_one_line(told: Any) -> None:
     async with SimulatedAPI(SimulatedOptions(api_key="lane-secret")) as api:
         file = written([line("no spaces")])

@@ -1,15 +1,19 @@
 """The command line without a broker: exit codes, errors of one line, help, and no slow import before it is needed."""
 
+import asyncio
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
 
+from lanekeeper import Final, Part
 from service.cli import main
+from service.cli.requests import _print_parts
 
 COMMANDS = (
     "demo",
@@ -265,6 +269,34 @@ def test_what_others_wrote_does_not_control_the_terminal_and_forges_no_line(caps
     assert err == f"lanekeeper: {SHOWN}\n"
     assert not set(told) & set("\x1b\x9b\u202e\u2066\u200f")
     assert json.loads(told) == {HOSTILE: [HOSTILE]}, "it means what it meant"
+
+
+def test_an_answer_that_ends_within_a_character_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that is cut off there writes half a surrogate pair, which UTF-8 cannot."""
+    event = {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "é \ud83d"}}
+    part = Part(kind="event", seq=0, body=json.dumps(event).encode())
+    final = Final(
+        body=b"{}",
+        request_id="r",
+        lane="l",
+        model="m",
+        provider="p",
+        attempt=1,
+        wait_ms=0,
+        run_ms=0,
+        replayed=False,
+        headers={},
+    )
+
+    async def replies() -> AsyncGenerator[Part | Final, None]:
+        yield part
+        yield final
+
+    for as_json in (False, True):
+        asyncio.run(_print_parts(replies(), json=as_json))
+    text, line, _ = capsys.readouterr().out.splitlines()
+    assert text == "é \N{REPLACEMENT CHARACTER}"
+    assert json.loads(line)["event"] == event
 
 
 def test_a_status_shows_what_workers_tell_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:

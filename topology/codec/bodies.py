@@ -315,12 +315,15 @@ def _looks_like(body: Mapping[str, Any]) -> tuple[str, str]:
         for turn in _list(body["messages"]):
             if not isinstance(turn, dict):
                 continue
-            if turn.get("role") in _OPENAI_ROLES:
-                return OPENAI_CHAT, f"a message of the role {turn['role']}"
+            role = turn.get("role")
+            if isinstance(role, str) and role in _OPENAI_ROLES:
+                return OPENAI_CHAT, f"a message of the role {role}"
             if "tool_calls" in turn:
                 return OPENAI_CHAT, "a message with tool_calls"
             for part in _list(turn.get("content")):
                 kind = part.get("type") if isinstance(part, dict) else None
+                if not isinstance(kind, str):
+                    continue
                 if kind in _OPENAI_PARTS:
                     return OPENAI_CHAT, f"a part of the type {kind}"
                 if kind in _ANTHROPIC_PARTS:

@@ -34,6 +34,12 @@ def without_field(body: bytes, name: str) -> bytes:
     return body
 
 
+def text_of(text: str, name: str) -> str:
+    """The JSON of a field that is there, as it is written. If it is there twice, the last one, which Python reads."""
+    begin, end = [(begin, end) for found, _, begin, end in _members(text) if found == name][-1]
+    return text[begin:end]
+
+
 def _members(text: str) -> Iterator[tuple[str, int, int, int]]:
     """Of each member: its name, and where it, its value, and both end."""
     at = _after_space(text, text.index("{") + 1)

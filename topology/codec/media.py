@@ -113,7 +113,8 @@ def count_parts(parts: Sequence[Any]) -> Media:
     """The same for the parts of a message in OpenAI's dialects: images, audio and files, in the body or by URL."""
     counting: _Counting | None = None
     for part in parts:
-        if type(part) is not dict or (kind := part.get("type")) not in _OPENAI_MEDIA:
+        kind = part.get("type") if type(part) is dict else None
+        if type(kind) is not str or kind not in _OPENAI_MEDIA:
             continue
         counting = counting or _Counting()
         given = part.get(kind)

@@ -172,6 +172,47 @@ def test_chunks_become_the_answer_that_would_have_come_whole() -> None:
     assert (answer.usage, answer.stop_reason) == (Usage(input_tokens=3, output_tokens=4), "tool_calls")
 
 
+def test_what_each_chunk_says_anew_is_in_the_answer_once() -> None:
+    """Azure's results of its content filter, OpenRouter's own reason, and its formats of reasoning."""
+    safe: dict[str, Any] = {"content_filter_results": {"hate": {"filtered": False, "severity": "safe"}}}
+    thought = {"index": 0, "type": "reasoning.text", "format": "anthropic-claude-v1"}
+    stream, _ = taken(
+        chunk({"role": "assistant", "reasoning_details": [{**thought, "text": "a"}]}, **safe),
+        chunk({"content": "x", "reasoning_details": [{**thought, "text": "b"}]}, **safe),
+        chunk(finish_reason="stop", native_finish_reason="end_turn", **safe),
+        chunk(finish_reason="stop", native_finish_reason="end_turn"),
+    )
+
+    assert stream.message()["choices"] == [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "native_finish_reason": "end_turn",
+            **safe,
+            "message": {
+                "role": "assistant",
+                "content": "x",
+                "reasoning_details": [{"type": "reasoning.text", "format": "anthropic-claude-v1", "text": "ab"}],
+            },
+        }
+    ]
+
+
+def test_empty_and_missing_values_of_later_chunks_take_nothing_back() -> None:
+    """Qwen's server repeats a call's id and name as empty texts; servers written in Go send an empty list as null."""
+    function = {"name": "look", "arguments": "{"}
+    stream, passed = taken(
+        chunk({"tool_calls": [{"index": 0, "id": "call_1", "type": "function", "function": function}]}),
+        chunk({"tool_calls": [{"index": 0, "id": "", "type": "", "function": {"name": "", "arguments": "}"}}]}),
+        chunk(finish_reason="tool_calls"),
+        {"id": "c-1", "choices": None, "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+    )
+
+    called = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    assert stream.message()["choices"][0]["message"]["tool_calls"] == [called]
+    assert passed[-1] is None
+
+
 def test_a_caller_that_did_not_ask_for_usage_gets_none_in_the_chunks() -> None:
     text = {**chunk({"content": ', "usage":null,'}), "usage": None}
     last = {"id": "c-1", "choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}

@@ -209,6 +209,8 @@ async def test_an_errored_result_is_the_error_that_a_live_call_would_raise(
     assert caught.value.paid is paid
     assert KEY not in caught.value.detail
     assert caught.value.request_id == "req_1"
+    told = {**error, "error": {"type": type, "message": "no ***"}}
+    assert json.loads(caught.value.body) == told, "the requester gets it whole, as after a live call"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import typing
 from collections.abc import Iterator
 
 import anthropic
+import httpx2
 import pytest
 from anthropic.resources.messages import AsyncMessages
 
@@ -27,7 +28,8 @@ from consumers.failures import (
     read_retry_after_s,
 )
 from consumers.limits.base import BucketHeaders, RateHeaders
-from consumers.providers.errors import from_event
+from consumers.providers.errors import from_event, from_response
+from lanekeeper.contract.problems import PROVIDER_ERROR_BYTES
 
 NOW_S = 1_790_000_000.0
 
@@ -249,6 +251,15 @@ def test_no_part_of_the_key_is_left_where_a_long_message_is_cut() -> None:
     ).detail
 
     assert "sk-" not in detail
+
+
+def test_no_part_of_the_key_is_left_where_a_long_body_is_cut() -> None:
+    secret = "sk-" + "s" * 30
+    for left in range(1, len(secret) + 1):
+        body = f"{' ' * (PROVIDER_ERROR_BYTES + 1 - left)}{secret} and more"
+        error = from_response(httpx2.Response(500, content=body.encode()), MESSAGES, secret=secret)
+
+        assert "s" not in error.body, left
 
 
 def limits(kind: str = "requests", **said: str) -> RateHeaders | None:

@@ -1,5 +1,6 @@
 """How OpenAI's API, Azure's and servers that behave like them are called, and what their answers become."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from aiohttp import web
 from consumers.failures import AccountError, ProviderError, RejectedError, TransientError
 from consumers.providers.extras import ExtraMissing
 from consumers.providers.openai import OpenAIProvider
+from consumers.providers.transport import http_client
 from lanekeeper.contract import names as n
 from tests.support.web_server import Handler, web_server
 from topology.codec.decoding import Request, unpublished
@@ -137,6 +139,39 @@ async def test_a_server_of_ones_own_needs_no_key_and_may_get_the_lanes_rank(serv
     assert json.loads(body)["priority"] == 2
 
 
+async def test_a_tools_own_priority_does_not_take_the_place_of_the_lanes_rank(server: Server) -> None:
+    provider = OpenAIProvider.at(name="vllm", base_url=f"{server.url}/v1", sends_priority=True)
+    tool = {"type": "function", "function": {"name": "ticket", "parameters": {"properties": {"priority": {}}}}}
+    fields = json.loads(asking().body)
+    for more in ({"tools": [tool]}, {"priority": 7}):
+        await provider.stream(asking(rank=2, body=json.dumps({**fields, **more}).encode()), timeout_s=5, parts=None)
+    await provider.aclose()
+
+    assert [json.loads(body)["priority"] for _, _, body in server.asked] == [2, 7]
+
+
+async def test_no_error_tells_a_token_that_is_made_for_a_call(server: Server) -> None:
+    async def token() -> str:
+        return "eyJ.of-the-machine"
+
+    async def echo(request: web.BaseRequest) -> web.StreamResponse:
+        said = f"not valid: {request.headers['authorization']}"
+        return web.json_response({"error": {"message": said, "code": "invalid_value"}}, status=400)
+
+    server.answer = echo
+    provider = OpenAIProvider(
+        http_client(server.url),
+        name="az",
+        secret="",
+        address=lambda path, _: server.url + path,
+        headers={},
+        token=token,
+    )
+    with pytest.raises(RejectedError, match="not valid") as caught:
+        await called(provider)
+    assert "of-the-machine" not in caught.value.detail + caught.value.body
+
+
 @pytest.mark.parametrize(
     ("answer", "expected", "told"),
     [
@@ -155,6 +190,20 @@ async def test_whatever_is_no_answer_is_an_error_of_a_clear_class(
     with pytest.raises(expected, match=told) as caught:
         await called(OpenAIProvider.at(name="oai", base_url=f"{server.url}/v1", api_key=KEY))
     assert KEY not in caught.value.detail + caught.value.body
+
+
+async def test_embeddings_whose_requests_are_cancelled_while_they_gather_leave_nothing(server: Server) -> None:
+    provider = OpenAIProvider.at(name="oai", base_url=f"{server.url}/v1", api_key=KEY)
+    for number in range(3):
+        body = json.dumps({"model": "m", "input": "a", "user": f"u-{number}"}).encode()
+        request = asking(n.OPENAI_EMBEDDINGS, body=body, gather_count=8, gather_window_s=0.05)
+        with pytest.raises(TransientError, match="within"):
+            await provider.stream(request, timeout_s=0.01, parts=None)
+    await asyncio.sleep(0.1)
+
+    assert not provider._gatherings
+    assert not server.asked
+    await provider.aclose()
 
 
 async def test_a_page_of_html_is_no_answer(server: Server) -> None:

@@ -260,6 +260,7 @@ async def lines_of(batches: Batches, server: Server, *lines: bytes) -> dict[str,
         (429, {"code": "insufficient_quota", "message": "pay"}, AccountError),
         (500, {"code": None, "message": "oh"}, TransientError),
         (503, {"code": "engine_overloaded", "message": "oh"}, OverloadedError),
+        (400, {"code": "invalid_value", "message": "half a character: \ud83d"}, RejectedError),
     ],
 )
 async def test_an_error_in_a_line_is_the_error_that_a_live_call_would_raise(
@@ -302,8 +303,9 @@ async def test_a_request_that_timed_out_in_the_batch_may_be_tried_again(odd: Bat
     line = json.dumps({"id": "1", "custom_id": "a-1", "response": None, "error": error}).encode()
 
     assert (await lines_of(odd, server, line))["a-1"].kind == "errored"
-    with pytest.raises(TransientError, match="timed out"):
+    with pytest.raises(TransientError, match="timed out") as caught:
         await odd.answer(line, dialect=OPENAI_CHAT)
+    assert json.loads(caught.value.body) == {"error": error}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Unpack
 
@@ -21,7 +21,7 @@ from lanekeeper.replies import final_of
 from lanekeeper.requests import Options
 from service.config.settings import BodiesSettings, Settings
 from service.gateway import answers
-from service.gateway.answers import event_stream
+from service.gateway.answers import event_stream, send_pieces
 from tests.support.gate import Alone
 from tests.support.waiting import until
 from tests.support.web_server import web_server
@@ -79,6 +79,33 @@ async def test_a_stream_whose_end_nobody_reads_is_cut_off(monkeypatch: pytest.Mo
 
 ASKED = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
 ANSWER = b'{"type": "message"}'
+
+
+async def test_an_answer_to_head_has_no_body() -> None:
+    """A proxy that keeps the connection would give the body to another caller, as the answer to its call."""
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.path == "/pieces":
+            return await send_pieces(request, _pieces(), size=8, headers={})
+        stream = event_stream(request, "a")
+        with suppress(ConnectionError):
+            await stream.write(b"data: {}\n\n")
+            await until(lambda: False)  # it would go on
+        return stream.response
+
+    async def _pieces() -> AsyncIterator[bytes]:
+        yield b"HTTP"
+        yield b"/1.1"
+
+    async with web_server(answer) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        for path in ("/pieces", "/events", "/pieces"):
+            writer.write(f"HEAD {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            async with asyncio.timeout(10):
+                head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert (b"content-length: 8\r\n" in head.lower()) == (path == "/pieces")
+        writer.transport.abort()
 
 
 class Told(Client):

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from consumers.state.base import Completion
+from consumers.state.groups import Member
+from lanekeeper.contract.problems import ProviderFailure, RequestProblem
 from service.gateway.access import hash_of
+from service.gateway.batches import BatchLines
 from tests.support.gate import Alone, call
 
 MODEL = "claude-haiku-5-5"
@@ -56,3 +60,16 @@ async def test_a_wrong_batch_is_refused_as_a_whole(tmp_path: Path) -> None:
             assert says in got["error"]["message"]
         listed = await call("GET", f"{gateway.url}/v1/messages/batches", x_api_key="lane-haiku")
         assert listed["data"] == []
+
+
+def test_an_error_with_half_a_character_is_one_line_of_the_results() -> None:
+    """So it is where the provider quotes a text that it has cut; it must not take the other results with it."""
+    said = r'{"type":"error","error":{"type":"invalid_request_error","message":"no \ud83d"}}'
+    failure = ProviderFailure(status=400, type="invalid_request_error", error=said, request_id=None)
+    document = RequestProblem("provider_rejected", "400: no", provider=failure).document(request="b.r-1", attempts=1)
+    end = Completion(status="error", code="provider_rejected", body=document, ended_ms=1)
+
+    line = BatchLines().of(Member(1, "b.r-1", end))
+
+    assert isinstance(line, bytes)
+    assert json.loads(line) == {"custom_id": "r-1", "result": {"type": "errored", "error": json.loads(said)}}

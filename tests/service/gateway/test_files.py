@@ -2,6 +2,7 @@
 providers do to it."""
 
 import asyncio
+import gzip
 import io
 import json
 from collections.abc import AsyncIterator
@@ -109,6 +110,18 @@ async def test_a_file_that_a_tool_made_is_downloaded_and_no_browser_shows_it_und
             async with session.head(f"{made.url}/v1/files/{page.id}/content") as head:
                 assert (head.status, head.headers["content-length"]) == (200, str(page.size))
         assert await (await client.files.download(page.id)).read() == page.content
+
+
+async def test_a_download_that_the_provider_has_packed_is_whole(tmp_path: Path) -> None:
+    """The length that it tells is the packed one."""
+    content = b"0123456789" * 1000
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        return web.Response(body=gzip.compress(content), headers={"content-encoding": "gzip"})
+
+    async with web_server(answer) as at, Alone(folder=tmp_path, provider=at) as made, sdk(made.url) as client:
+        await noted(made, "file_1")
+        assert await (await client.files.download("file_1")).read() == content
 
 
 async def noted(made: Alone, id: str, **fields: Any) -> None:

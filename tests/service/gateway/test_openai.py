@@ -12,14 +12,16 @@ import pytest
 from multidict import CIMultiDict
 
 from consumers.dialects.openai_chat import ChatStream
+from consumers.state.base import Found
 from lanekeeper import Part
 from lanekeeper.contract import names as n
 from service.config.settings import GatewayKey
 from service.gateway.access import hash_of
 from service.gateway.calls import CallReader, CheckedCall
 from service.gateway.messages import Format, Forwarding
-from service.gateway.openai import CHAT, RESPONSES, _continuing
+from service.gateway.openai import CHAT, RESPONSES, ResponsePaths, _continuing, _StoredResponse
 from service.gateway.problems import ApiError
+from service.gateway.requests import Known
 from service.simulated import openai as simulated
 from service.simulated.messages import echo
 from tests.support.gate import SETTINGS, Alone
@@ -67,6 +69,15 @@ def test_the_first_chunk_waits_for_content_and_the_last_one_for_the_outcome() ->
     assert it.part(found[-2]) + it.part(found[-1]) == b""
     last, usage = data_in(it.end() or b"")
     assert (last["choices"][0]["finish_reason"], usage["choices"]) == ("stop", [])
+
+
+def test_an_empty_finish_reason_ends_nothing() -> None:
+    """Servers such as LocalAI write it into each chunk: the events are passed on as they come."""
+    found = [each.replace(b'"finish_reason": null', b'"finish_reason": ""') for each in chunks()]
+    it = Forwarding(CHAT.read)
+
+    assert [len(list(data_in(it.part(part)))) for part in parts(found)] == [0, 2, 1, 1, 0]
+    assert len(list(data_in(it.end() or b""))) == 1
 
 
 def test_a_stream_of_several_choices_ends_with_the_last_of_them() -> None:
@@ -195,6 +206,17 @@ def test_a_response_that_continues_another_keeps_all_other_bytes(is_filed: bool)
     body = found.body if isinstance(found.body, bytes) else found.body.read()
     assert body == given.replace(b"resp_ours-and-long", b"resp_1")
     assert found.sha256 == (hashlib.sha256(body).hexdigest() if is_filed else None)
+
+
+async def test_half_a_character_is_told_as_it_came() -> None:
+    """A model writes one where it is cut off: in the answer of a response in the background, and in an error."""
+    paths = ResponsePaths(*[Any] * 4, ping_every_s=1)  # type: ignore[arg-type]
+    found = _StoredResponse(Known("r", Found(completion=None, running=False, attempts=0), None), "m")
+
+    answered = paths._json(found, found.answered(rb'{"output": "\ud83d"}'))
+    assert json.loads(answered.body)["output"] == "\ud83d"  # type: ignore[attr-defined]
+    event = ApiError(400, "", whole=rb'{"type": "error", "message": "\ud83d"}')
+    assert json.loads(event.openai_body()) == {"error": {"message": "\ud83d"}}
 
 
 async def test_errors_are_in_openais_format_on_its_paths_and_where_its_client_calls() -> None:

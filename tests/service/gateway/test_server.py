@@ -4,6 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -11,6 +12,7 @@ import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
 
+from service.gateway.problems import ApiError
 from service.gateway.server import CannotListen, Handler, Server
 from tests.support.gate import Alone
 
@@ -77,6 +79,7 @@ class Broken:
             ("POST", "/v1/messages"): self._fail,
             ("GET", "/v1/later"): self._fail,
             ("GET", "/v1/begun"): self._begun,
+            ("GET", "/v1/revoked"): self._revoked,
         }
 
     async def run(self) -> None: ...
@@ -94,6 +97,12 @@ class Broken:
         await response.prepare(request)
         await response.write(b"half of ")
         raise KeyError("a fault")
+
+    async def _revoked(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half of ")
+        raise ApiError(401, "this API key was revoked, or has expired")
 
 
 @pytest.fixture
@@ -120,6 +129,20 @@ async def test_an_answer_that_has_begun_breaks_off_by_a_fault_and_does_not_look_
         with pytest.raises(aiohttp.ClientError):
             async with session.get(f"{broken.url}/v1/begun") as got:
                 await got.read()
+
+
+async def test_an_error_after_the_beginning_of_an_answer_is_no_second_answer_within_it(broken: Server) -> None:
+    """Such as that of the live page's key, which was revoked."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", broken.port)
+    writer.write(b"GET /v1/revoked HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    came = b""
+    with suppress(ConnectionError, TimeoutError):
+        async with asyncio.timeout(2):
+            while piece := await reader.read(1000):
+                came += piece
+    assert b"half of " in came
+    assert came.count(b"HTTP/1.1 ") == 1
+    writer.transport.abort()
 
 
 async def test_another_method_is_answered_with_those_that_are_allowed(broken: Server) -> None:

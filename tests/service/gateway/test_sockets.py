@@ -162,6 +162,13 @@ async def client(port: int) -> AsyncIterator[Client]:
         yield Client(made)
 
 
+def test_a_body_comes_as_its_client_has_written_it() -> None:
+    """Its numbers are not rounded, and a key that is there twice is refused, as over HTTP."""
+    body = '{"a": 0.12345678901234567891, "a" :1e400,\n"b":[1.50, "\\u00e9🦊"]}'
+    for text in (f'{{"type":"submit","body":{body}}}', f' {{ "body" : {body} , "ref":"r", "type":"submit"}}\n'):
+        assert read_message(text).body == body.encode()
+
+
 def test_a_message_may_have_all_headers_for_the_provider_that_a_request_may_have() -> None:
     headers = {f"anthropic-{number}": "v" for number in range(PROVIDER_HEADERS - 1)}
     headers |= {"anthropic-beta": "b" * PROVIDER_HEADER_BYTES, "x-lane-name": "batch"}

@@ -79,6 +79,7 @@ BAD: list[tuple[str, Message, str, str]] = [
         "string or an array (found 5)",
     ),
     ("role 5", message(b'{"messages":[{"role":5,"content":""}]}'), "invalid_request", "messages.0.role"),
+    ("role []", message(b'{"messages":[{"role":[],"content":""}]}'), "invalid_request", "messages.0.role"),
     ("model 5", message(f'{{"model":5,{TALK}}}'), "invalid_request", "model: "),
     ("model empty", message(f'{{"model":"",{TALK}}}'), "invalid_request", "model: "),
     ("max_tokens -1", message(f'{{"max_tokens":-1,{TALK}}}'), "invalid_request", "max_tokens: "),

@@ -65,3 +65,17 @@ def test_an_image_in_a_data_url_is_not_taken_for_text(fields: dict[str, Any], di
 
     assert media.bytes == len(IMAGE)
     assert 85 < media.tokens("gpt-4o") < 2_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "dialect"),
+    [
+        (chat([{"type": ["text"], "text": "hi"}]), n.OPENAI_CHAT),
+        ({"messages": [{"role": {}, "content": "hi"}]}, n.OPENAI_CHAT),
+        ({"input": [{"role": "user", "content": [{"type": {}}]}]}, n.OPENAI_RESPONSES),
+        ({"input": [{"type": [], "output": [{"type": []}]}]}, n.OPENAI_RESPONSES),
+        ({"max_tokens": 5, **chat([{"type": ["text"], "text": "hi"}])}, n.ANTHROPIC_MESSAGES),
+    ],
+)
+def test_a_type_that_is_no_text_is_for_the_provider_to_refuse(fields: dict[str, Any], dialect: str) -> None:
+    assert decoded(fields, dialect).model == "gpt-4o"
