@@ -113,7 +113,7 @@ async def defer_until_due(
         weight = 1 + await bodies.size_of(job.message) // UNIT_BYTES
         limit = await claiming.reserve(job, weight=weight, until_ms=due_ms)
         if limit is not WaitingLimit.WITHIN:
-            return None if await claiming.has_ended(job) else _too_many(limit, is_repeat=await claiming.is_known(job))
+            return None if await claiming.has_ended(job) else _too_many(limit, is_silent=await claiming.is_known(job))
     defer = claiming.defer_for_long if is_counted else claiming.defer
     if not await defer(job, due_ms=due_ms, deadline_ms=decoded.request.deadline_ms):
         return None
@@ -133,14 +133,14 @@ async def _superseded(job: Job, decoded: Decoded, due_ms: int, *, claiming: Clai
     return Superseded(RequestProblem("superseded", "a newer request has the same x-lane-debounce"))
 
 
-def _too_many(limit: WaitingLimit, *, is_repeat: bool) -> Refused:
+def _too_many(limit: WaitingLimit, *, is_silent: bool) -> Refused:
     """The refusal of one message, which is not stored as the outcome of its request: an earlier message of the request
     may wait."""
     detail = (
         f"x-lane-delay-ms or x-lane-at is {UNCOUNTED_MS // 1000} s ahead or more, and {WHICH_LIMIT[limit]}: "
         "wait until some are due, or ask for a shorter delay"
     )
-    return Refused(RequestProblem("too_many_waiting", detail), is_repeat=is_repeat)
+    return Refused(RequestProblem("too_many_waiting", detail), is_silent=is_silent)
 
 
 SHARE_OF_PAUSE = 0.25

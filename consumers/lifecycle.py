@@ -81,7 +81,7 @@ class Lifecycle:
             case Retried(delay_ms=delay_ms, brief=brief):
                 log.info(signals.REQUEST_RETRIED, delay_ms=delay_ms, error=brief)
                 self.publish(job, "retrying", delay_ms=delay_ms, error=brief)
-            case Refused(problem, is_repeat=True):
+            case Refused(problem, is_silent=True):
                 log.info(signals.REQUEST_REFUSED, code=problem.code, reason=problem.brief)
             case Refused(problem) | DeadLettered(problem):
                 is_buried = isinstance(outcome, DeadLettered)

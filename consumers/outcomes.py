@@ -55,9 +55,9 @@ class Refused:
     """The request ended with an error, and its message is not kept as a dead letter."""
 
     problem: RequestProblem
-    is_repeat: bool = False
-    """True if the same message was published twice and the first one waits: then only this one ends, without a reply,
-    because the reply to the first one is the reply to both."""
+    is_silent: bool = False
+    """True if only this message ends, and nothing is stored or answered: the same message was published twice and the
+    reply to the first one is the reply to both; or it keeps a pipeline's state; or its group was never whole."""
 
 
 @dataclass(frozen=True, slots=True)

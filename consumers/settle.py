@@ -287,7 +287,7 @@ class Settler:
         first for the request. An outcome that is not the end of a request, or that was stored before, is returned
         unchanged. Raises StoreUnavailable."""
         match outcome:
-            case Deferred() | Retried() | Batched() | Replayed() | Refused(is_repeat=True):
+            case Deferred() | Retried() | Batched() | Replayed() | Refused(is_silent=True):
                 return outcome
             case PipelineAdvanced(answer=answer):
                 if answer is None:
@@ -361,7 +361,7 @@ class Settler:
                 except MessageTooLarge:  # with what the provider gets beside what the requester published
                     job.batch = replace(job.batch or BatchHop(), live=True)
                     return await self._carry_out(job, Deferred(delay_ms=0, reason="too large for a batch"))
-            case Refused(is_repeat=True):
+            case Refused(is_silent=True):
                 pass
             case Answered() | Refused() | Superseded():
                 await self._answer(job, self._completion(job, outcome))
@@ -511,7 +511,7 @@ def _request_id_header(id: str | None) -> Mapping[str, str]:
 
 def _is_needed_again(outcome: Outcome) -> bool:
     match outcome:
-        case Deferred() | Retried() | DeadLettered() | Refused(is_repeat=True) | PipelineAdvanced() | Batched():
+        case Deferred() | Retried() | DeadLettered() | Refused(is_silent=True) | PipelineAdvanced() | Batched():
             return True
         case Replayed(completion=completion):
             return bool(completion.code) and PROBLEMS[completion.code].parked

@@ -53,7 +53,7 @@ class Strays:
     async def handle(self, job: Job) -> Outcome:
         message = job.message
         if job.hop.flow is not None and job.hop.flow.role == KEEPS:  # the message that looks is the request
-            return Refused(RequestProblem("superseded", "it kept the state of a pipeline"), is_repeat=True)
+            return Refused(RequestProblem("superseded", "it kept the state of a pipeline"), is_silent=True)
         # back from a delay, and its lane was removed meanwhile
         is_removed = job.source is Source.DELAY and job.lane is None and message.exchange != self._names.strays
         if message.exchange == self._names.requests or is_removed:

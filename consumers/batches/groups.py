@@ -94,7 +94,7 @@ def _outcome(group: StoredGroup) -> Outcome:
         return Deferred(delay_ms=LATER_MS, reason="its group is being published")
     if group.head.state is State.VOID:
         # nothing is stored: the group may be created again, with the same requests
-        return Refused(RequestProblem("cancelled", "its group was never whole, or was removed"), is_repeat=True)
+        return Refused(RequestProblem("cancelled", "its group was never whole, or was removed"), is_silent=True)
     return Superseded(RequestProblem("cancelled", "its group was cancelled before it began"))
 
 

@@ -180,7 +180,7 @@ class Pipelines:
         if limit is WaitingLimit.WITHIN or await self.claiming.has_ended(job):
             return None
         detail = f"{WHICH_LIMIT[limit]}: wait until some of its pipelines or delayed requests have ended"
-        return Refused(RequestProblem("too_many_waiting", detail), is_repeat=await self.claiming.is_known(job))
+        return Refused(RequestProblem("too_many_waiting", detail), is_silent=await self.claiming.is_known(job))
 
     def _refused(self, job: Job, spec: PipelineSpec, lane: LaneSpec) -> Outcome | None:
         user, tenant = job.hop.user_id, job.identity.tenant
@@ -224,7 +224,7 @@ class Pipelines:
             if is_over and is_there != is_parked:
                 body = job.message.body if is_parked else b""
                 await self.claiming.keep_state(kept, body, deadline_ms=flow.deadline_ms)
-            return Refused(RequestProblem("superseded", "its pipeline has ended"), is_repeat=True)
+            return Refused(RequestProblem("superseded", "its pipeline has ended"), is_silent=True)
         if not is_there:
             await self.claiming.keep_state(kept, job.message.body, deadline_ms=flow.deadline_ms)
         delay_ms = min(left_ms, _keeper_ms(self.now_ms() - flow.since_ms))
@@ -360,7 +360,7 @@ class Pipelines:
                 return self._stepped(job, output, outcome)
             except RequestProblem as too_large:
                 outcome = end_with_problem(too_large)
-        if isinstance(outcome, (Refused, DeadLettered)) and not (isinstance(outcome, Refused) and outcome.is_repeat):
+        if isinstance(outcome, (Refused, DeadLettered)) and not (isinstance(outcome, Refused) and outcome.is_silent):
             problem = outcome.problem
             if not problem.detail.startswith("step "):
                 named = RequestProblem(

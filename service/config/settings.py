@@ -599,8 +599,8 @@ class ProviderSettings(LimitsSettings):
     """The provider's key. For `bedrock`, `vertex` and `azure`, Amazon's, Google's and Microsoft's own libraries find
     the credentials; a server of your own of kind `openai` may need none. Example: sk-secret"""
     base_url: types.ProviderUrl | None = None
-    """The URL of the API, for the kinds `anthropic`, `foundry`, `openai` (with `/v1`; without it, OpenAI's own) and
-    `azure` (the resource's). Example: https://other.example.com/v1"""
+    """The URL of the API, where it is not the provider's own: of a server of the kind `openai` with `/v1`, of `azure`
+    the resource's. Example: https://other.example.com/v1"""
     region: types.PlaceName | None = None
     """The cloud region, for the kinds `bedrock` and `vertex`. Example: eu-central-1"""
     project: types.AccountName | None = None

@@ -272,36 +272,36 @@ def test_a_delivery_that_cannot_be_settled_for_long_is_returned(bench: Bench) ->
     virtually(story())
 
 
-@pytest.mark.parametrize("is_repeat", [False, True])
-async def test_a_repeat_that_may_not_wait_ends_itself_and_not_the_first_copy(bench: Bench, is_repeat: bool) -> None:
+@pytest.mark.parametrize("is_silent", [False, True])
+async def test_a_repeat_that_may_not_wait_ends_itself_and_not_the_first_copy(bench: Bench, is_silent: bool) -> None:
     job = bench.job()
     await bench.store.defer(job.identity, due_ms=NOW_MS + 90_000, keep_until_ms=2 * NOW_MS)
-    refused = Refused(RequestProblem("too_many_waiting", "as many as may"), is_repeat=is_repeat)
+    refused = Refused(RequestProblem("too_many_waiting", "as many as may"), is_silent=is_silent)
 
     assert await bench.settler.settle(bench.job(), refused) == refused
 
     found = await bench.store.find(job.identity)
     assert found is not None
     assert (found.completion, found.due_ms) == (None, NOW_MS + 90_000)
-    replied = [] if is_repeat else ["noted", "confirmed: reply"]  # the reply to the first copy is the reply to both
-    assert bench.log == ["defer", *replied, "ack", *([] if is_repeat else ["event: failed"])]
+    replied = [] if is_silent else ["noted", "confirmed: reply"]  # the reply to the first copy is the reply to both
+    assert bench.log == ["defer", *replied, "ack", *([] if is_silent else ["event: failed"])]
     bench.store.now_ms += 100_000
     assert isinstance(await bench.claiming.claim(job), Granted)
 
 
-@pytest.mark.parametrize("is_repeat", [False, True])
+@pytest.mark.parametrize("is_silent", [False, True])
 async def test_the_stored_body_stays_for_the_first_copy_if_a_repeat_may_not_wait(
-    is_repeat: bool, tmp_path: Path
+    is_silent: bool, tmp_path: Path
 ) -> None:
     store, bench = BodyStore(f"file://{tmp_path}/bodies"), Bench()
     kept = await store.keep([b"{}"])
     bench.settler.bodies = Fetching(store, most_bytes=10)
-    refused = Refused(RequestProblem("too_many_waiting", "as many as may"), is_repeat=is_repeat)
+    refused = Refused(RequestProblem("too_many_waiting", "as many as may"), is_silent=is_silent)
 
     await bench.settler.settle(bench.job(headers=dict(kept.headers)), refused)
 
     await bench.settler.bodies.aclose(within_s=10)
-    assert len(list((tmp_path / "bodies").iterdir())) == is_repeat
+    assert len(list((tmp_path / "bodies").iterdir())) == is_silent
 
 
 async def test_while_another_delivery_is_worked_on_no_outcome_is_sent(bench: Bench) -> None:

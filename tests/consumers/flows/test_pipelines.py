@@ -310,7 +310,7 @@ async def test_the_message_that_keeps_a_state_ends_in_silence_with_its_pipeline(
     keeps, found = back(bench, keeper)
     outcome = await steps.arrive(keeps, found)
     assert isinstance(outcome, Refused)
-    assert outcome.is_repeat
+    assert outcome.is_silent
     await bench.settler.settle(keeps, outcome)
 
     assert len(bench.publisher.sent) == sent
@@ -349,7 +349,7 @@ async def test_a_message_that_keeps_a_state_and_fell_out_of_its_lane_is_no_reque
     ]
     assert [type(each) for each in outcomes] == [Refused, DeadLettered]
     assert isinstance(outcomes[0], Refused)
-    assert outcomes[0].is_repeat
+    assert outcomes[0].is_silent
 
 
 async def test_a_store_that_loses_items_again_and_again_ends_the_fan_out() -> None:

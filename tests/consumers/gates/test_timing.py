@@ -157,7 +157,7 @@ async def test_a_request_that_has_ended_is_not_refused_because_others_wait(limit
 async def test_only_a_message_whose_request_waits_already_is_refused_in_silence(waits: bool) -> None:
     found = await entered(FakeClaiming(WaitingLimit.TENANT, waits=waits), 2 * MINUTE_MS)
     assert isinstance(found, Refused)
-    assert found.is_repeat is waits
+    assert found.is_silent is waits
 
 
 DEBOUNCED = {n.DEBOUNCE: "doc"}
