@@ -94,7 +94,7 @@ class WebhookSpec:
                 )
             return "webhooks are off until hosts are allowed (LANEKEEPER_WEBHOOKS__ALLOW_HOSTS)"
         try:
-            parts = URL(url)
+            parts = read_url(url)
             host, port = (parts.raw_host or "").lower().removesuffix("."), parts.port
         except ValueError:
             return "this is no URL"
@@ -108,6 +108,14 @@ class WebhookSpec:
             where = "allow_hosts of its tenant" if tenant else "LANEKEEPER_WEBHOOKS__ALLOW_HOSTS"
             return f"its host is not allowed ({where})"
         return None
+
+
+def read_url(text: str) -> URL:
+    """Raises ValueError if it is none."""
+    try:
+        return URL(text)
+    except IndexError:  # yarl, of `https://[]@`
+        raise ValueError("this is no URL") from None
 
 
 def _fits(entry: str, host: str, port: int | None, *, is_default: bool) -> bool:
@@ -164,7 +172,7 @@ class Post:
     @property
     def endpoint(self) -> str:
         """Without path and query, which may be secret. Raises ValueError."""
-        url = URL(self.url).origin()
+        url = read_url(self.url).origin()
         host = url.host or ""
         return str(url.with_host(host[:-1]) if host.endswith(".") else url)
 

@@ -14,6 +14,7 @@ from consumers.flows.lines import AT_ONCE, PLACES, Line
 from consumers.flows.posting import SPREAD, Posting
 from consumers.flows.posts import PostAnswer
 from consumers.flows.webhooks import Hooks, Post, PostFailed, WebhookSpec, is_host, redelivered
+from consumers.outcomes import Refused
 from consumers.settle import FAULTS_AT_MOST
 from consumers.state.base import Completion, StoreSpec
 from lanekeeper.contract import names as n
@@ -74,6 +75,7 @@ def test_a_tenant_has_its_own_hosts_and_no_others() -> None:
         ("https://hooks.example.com:99999/", ""),
         ("https:///x", "needs a host"),
         ("https://[::1", "no URL"),
+        ("https://[]@", "no URL"),
     ],
 )
 def test_another_address_is_refused_with_the_reason(url: str, why: str) -> None:
@@ -116,6 +118,15 @@ async def test_names_whose_servers_do_not_answer_delay_no_other_work(monkeypatch
     await resolver.close()
     with pytest.raises(RuntimeError, match="shutdown"):
         await resolver.resolve("a.example.com")
+
+
+async def test_a_request_whose_webhook_is_no_url_at_all_is_answered() -> None:
+    bench = Bench(spec=SPEC)
+    job = bench.job(headers={n.WEBHOOK: "https://[]@"})
+    refused = bench.settler.webhooks.refusal(job)
+    assert refused is not None
+    assert await bench.settler.settle(job, Refused(refused)) is not None
+    assert "ack" in bench.log
 
 
 @pytest.mark.parametrize("entry", ["", "https://a.example", "a.example/x", "a*.example", "a.example:", "a b", "*.*"])
