@@ -81,7 +81,7 @@ def error_within(event: Mapping[str, Any]) -> ErrorFields | None:
 
 def status_of(error: ErrorFields) -> int:
     """OpenRouter and vLLM give an HTTP status as `code`."""
-    if error.code.isdecimal() and 400 <= int(error.code[:4]) < 600:
+    if len(error.code) == len("429") and error.code.isdecimal() and 400 <= int(error.code) < 600:
         return int(error.code)
     return 400 if error.type in REQUEST_CODES else _STATUSES.get(error.type, 500)
 

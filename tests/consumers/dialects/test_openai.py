@@ -100,6 +100,13 @@ def test_a_failed_response_is_an_error() -> None:
     assert responses.error_within({"object": "response", "status": "completed", "error": None}) is None
 
 
+@pytest.mark.parametrize(("code", "status"), [("429", 429), (503, 503), ("0429", 500), ("0429" + "0" * 5000, 500)])
+def test_only_three_digits_are_a_status(code: str | int, status: int) -> None:
+    error = from_fields(CHAT.error({"error": {"code": code, "message": "m"}}), CHAT, secret="")
+
+    assert error.status == status
+
+
 def limits(**of: str) -> RateHeaders | None:
     return read_rate({f"x-ratelimit-{name.replace('_', '-')}": value for name, value in of.items()}, 0.0)
 
