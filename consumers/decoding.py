@@ -31,11 +31,13 @@ _WITHIN_LIMITS: Final = ""
 @dataclass(slots=True, eq=False)
 class Decoding:
     """Decodes the message of a job into its request, and adds the providers that may be called for the request
-    (`chain_of`: by lane, tenant, model and dialect). `max_values`: how many JSON keys and values a body may have."""
+    (`chain_of`: by lane, tenant, model and dialect). `forbidden_to`: why a tenant may not use a model that its request
+    names for the provider to ask. `max_values`: how many JSON keys and values a body may have."""
 
     parsing: "Parsing"
     chain_of: Callable[[str, str, str, str], Chain]
     _: KW_ONLY
+    forbidden_to: Callable[[str, str], str] = lambda _, __: ""
     max_values: int = bounds.VALUES
     handlers: Collection[str] = ()
     pipelines: Collection[str] = ()
@@ -73,7 +75,10 @@ class Decoding:
         )
         if request.handler or request.pipeline:
             return Decoded(request, lane, Chain())
-        chain = self.chain_of(lane.name, job.identity.tenant, request.model, request.dialect)
+        tenant = job.identity.tenant
+        chain = self.chain_of(lane.name, tenant, request.model, request.dialect)
+        if forbidden := next(filter(None, (self.forbidden_to(tenant, each) for each in request.other_models)), ""):
+            chain = Chain(forbidden=forbidden)
         return Decoded(request, lane, chain.in_fast_mode() if request.is_fast else chain)
 
 

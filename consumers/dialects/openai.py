@@ -31,7 +31,11 @@ ACCOUNT_CODES: Final[Mapping[str, str]] = {
 REQUEST_CODES: Final = frozenset(
     {
         "context_length_exceeded", "string_above_max_length", "content_filter", "content_policy_violation",
-        "invalid_prompt", "model_not_found", "DeploymentNotFound",
+        "invalid_prompt", "model_not_found", "DeploymentNotFound", "bio_policy", "misalignment_policy_violation",
+        "data_residency_mismatch", "invalid_image", "invalid_image_format", "invalid_base64_image", "invalid_image_url",
+        "invalid_image_mode", "image_too_large", "image_too_small", "image_file_too_large", "image_parse_error",
+        "image_content_policy_violation", "unsupported_image_media_type", "empty_image_file",
+        "failed_to_download_image", "image_file_not_found",
     }
 )  # fmt: skip
 """Codes of what is wrong with one request, whatever the status."""
@@ -81,7 +85,7 @@ def error_within(event: Mapping[str, Any]) -> ErrorFields | None:
 
 def status_of(error: ErrorFields) -> int:
     """OpenRouter and vLLM give an HTTP status as `code`."""
-    if error.code.isdecimal() and 400 <= int(error.code[:4]) < 600:
+    if len(error.code) == len("429") and error.code.isdecimal() and 400 <= int(error.code) < 600:
         return int(error.code)
     return 400 if error.type in REQUEST_CODES else _STATUSES.get(error.type, 500)
 

@@ -161,12 +161,9 @@ class Routes:
 
     def _of(self, lane: str, tenant: str, model: str, dialect: str = ANTHROPIC_MESSAGES) -> Chain:
         spec = self._spec
+        if forbidden := self.forbidden_to(tenant, model):
+            return Chain(forbidden=forbidden)
         allowed = spec.tenants.get(tenant)
-        if allowed is not None and model not in allowed:
-            return Chain(
-                forbidden=f"model {model[:80]!r} is not for tenant {tenant[:80]!r}; "
-                f"allowed: {', '.join(sorted(allowed))}"
-            )
         in_lane = spec.lane_models.get(lane)
         chain: list[Route] = []
         following: str | None = model
@@ -183,6 +180,13 @@ class Routes:
             has = sorted({name for provider in spec.providers for name in provider.models or ()})
             return Chain(forbidden=f"no provider of lane {lane} has model {model[:80]!r}; there are {', '.join(has)}")
         return Chain(tuple(chain))
+
+    def forbidden_to(self, tenant: str, model: str) -> str:
+        """Why the tenant may not use the model; empty: it may."""
+        allowed = self._spec.tenants.get(tenant)
+        if _may(model, allowed):
+            return ""
+        return f"model {model[:80]!r} is not for tenant {tenant[:80]!r}; allowed: {', '.join(sorted(allowed or ()))}"
 
     def _names(self, lane: str) -> Iterable[str]:
         return self._spec.lanes.get(lane, self._by_name)

@@ -239,7 +239,7 @@ class CallReader:
         elif request.pipeline:
             require_allowed_pipeline(caller, self.pipelines[request.pipeline], lane, self.lanes)
         else:
-            require_allowed_model(caller.models, request.model)
+            _require_allowed_models(caller, request)
         if caller.tenant is not None:
             options["tenant"] = caller.tenant
         if IDEMPOTENCY_KEY in call_headers or not self.cancel_abandoned:
@@ -291,8 +291,13 @@ class CallReader:
         request = decode(
             message, lane=batch.lane, request_id=request_id, hop=None, now_ms=int(time.time() * 1000), raw=params
         )
-        require_allowed_model(batch.caller.models, request.model)
+        _require_allowed_models(batch.caller, request)
         return request
+
+
+def _require_allowed_models(caller: GatewayKey, request: Request) -> None:
+    for model in (request.model, *request.other_models):
+        require_allowed_model(caller.models, model)
 
 
 def _headers(call_headers: MultiMapping[str]) -> dict[str, str]:

@@ -806,9 +806,11 @@ def _handler(
     pipelines: Pipelines,
 ) -> Handler:
     claiming, lifecycle, breakers, rng = settler.claiming, settler.lifecycle, budgeting.breakers, random.Random()
+    routes = Routes(settings.routes_spec(), priced=budgeting.registry.prices.models)
     decoding = Decoding(
         parsing,
-        Routes(settings.routes_spec(), priced=budgeting.registry.prices.models).of,
+        routes.of,
+        forbidden_to=routes.forbidden_to,
         max_values=settings.json_values,
         handlers=settings.handlers.keys(),
         pipelines=settings.pipelines.keys(),

@@ -1,6 +1,7 @@
 """Large bodies are parsed one at a time with pauses, so that other tasks get the event loop."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from consumers.decoding import AT_ONCE_S, Decoding, Parsing
 from consumers.job import Chain
+from consumers.providers.routes import ProviderModels, Routes, RoutesSpec
 from lanekeeper.contract import names as n
 from tests.support.jobs import Bench
 from tests.support.virtual_time import in_virtual_time
@@ -90,3 +92,17 @@ async def test_a_handler_or_a_pipeline_needs_no_provider(given: dict[str, Any]) 
 
     decoding = Decoding(Parsing(), none_is_asked_for, handlers=("echo",), pipelines=("two-steps",))
     assert (await decoding.decode(Bench().job(**given), lanes.CRITICAL)).chain == Chain()
+
+
+async def test_a_tenants_models_are_also_those_that_the_provider_may_ask() -> None:
+    spec = RoutesSpec(providers=(ProviderModels(name="one"),), tenants={"shop": ("cheap",)})
+    decoding = Decoding(Parsing(), Routes(spec).of, forbidden_to=Routes(spec).forbidden_to)
+    asked = {"model": "cheap", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    for user, fallbacks, forbidden in (
+        ("shop", [{"model": "dear"}], "model 'dear' is not for tenant 'shop'; allowed: cheap"),
+        ("shop", [{"model": "cheap"}], ""),
+        ("other", [{"model": "dear"}], ""),
+    ):
+        body = json.dumps({**asked, "fallbacks": fallbacks}).encode()
+        decoded = await decoding.decode(Bench().job(body=body, user_id=user), lanes.CRITICAL)
+        assert (decoded.chain.forbidden, bool(decoded.chain.routes)) == (forbidden, not forbidden)

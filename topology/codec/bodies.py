@@ -34,6 +34,7 @@ class Content(NamedTuple):
     user: str = ""
     files: tuple[str, ...] = ()
     is_fast: bool = False
+    other_models: tuple[str, ...] = ()
 
 
 # ---- anthropic.messages ----------------------------------------------------------------------------------------------
@@ -89,7 +90,9 @@ def _read_messages(raw: bytes, found: object, stream: bool, lane: LaneSpec) -> C
     _check_stream(checked.stream, stream)
     model = checked.model or lane.model
     max_tokens = lane.max_tokens if checked.max_tokens is None else checked.max_tokens
-    _check_model(model, lane)
+    others = models_beside(found)
+    for each in (model, *others):
+        _check_model(each, lane)
     body = _provider_body(raw, found, checked, model=model, max_tokens=max_tokens, rewrite=lane.models is not None)
     return Content(
         body,
@@ -100,7 +103,16 @@ def _read_messages(raw: bytes, found: object, stream: bool, lane: LaneSpec) -> C
         user=_user_of(found),
         files=named_in(found) if MAY_NAME.search(raw) else (),
         is_fast=found.get("speed") == "fast",
+        other_models=others,
     )
+
+
+def models_beside(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The models that a body names besides its own: those that the provider asks if that one declines (`fallbacks`; at
+    OpenRouter `models`), and those of tools, such as advisors and OpenAI's makers of images."""
+    asking = [*_list(body.get("fallbacks")), *_list(body.get("tools"))]
+    named = [*(each.get("model") for each in asking if isinstance(each, dict)), *_list(body.get("models"))]
+    return tuple(dict.fromkeys(model for model in named if isinstance(model, str)))
 
 
 def user_hash(user_id: str) -> str:
@@ -273,7 +285,9 @@ def _openai_content(
     raw: bytes, found: Mapping[str, Any], model: str, max_tokens: int, media: Media, lane: LaneSpec
 ) -> Content:
     """Without a bound of its own, a request is taken to have the lane's `max_tokens`; nothing is added to the body."""
-    _check_model(model, lane)
+    others = models_beside(found)
+    for each in (model, *others):
+        _check_model(each, lane)
     user = found.get("safety_identifier") or found.get("user")
     return Content(
         raw if lane.models is None else _encoded(found),
@@ -282,6 +296,7 @@ def _openai_content(
         states_stream="stream" in found,
         media=_with_escapes(media, raw),
         user=user_hash(user) if isinstance(user, str) and user else "",
+        other_models=others,
     )
 
 

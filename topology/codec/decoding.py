@@ -97,6 +97,8 @@ class Request:
     gather_window_s: float = 0.0
     is_fast: bool = False
     """It asks for fast mode (`speed: fast`), which has limits of its own."""
+    other_models: tuple[str, ...] = ()
+    """The models that the provider itself may ask for it, too (`bodies.models_beside`)."""
 
     @property
     def text_bytes(self) -> int:
@@ -201,6 +203,7 @@ def decode(
         gather_count=lane.gather_embeddings,
         gather_window_s=lane.gather_window_s,
         is_fast=content.is_fast,
+        other_models=content.other_models,
     )
 
 

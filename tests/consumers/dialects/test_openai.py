@@ -1,10 +1,11 @@
 """What OpenAI's errors, headers and streams mean, and those of servers that speak its dialects in their own way."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import pytest
+from openai.types.responses import ResponseError
 
 from consumers.dialects import DIALECTS
 from consumers.dialects.answers import Answer
@@ -98,6 +99,31 @@ def test_a_failed_response_is_an_error() -> None:
     assert isinstance(from_fields(fields, responses, secret=""), RateLimitedError)
     assert responses.error_within({"type": "error", "code": "server_error", "message": "m"}) is not None
     assert responses.error_within({"object": "response", "status": "completed", "error": None}) is None
+
+
+@pytest.mark.parametrize("code", get_args(ResponseError.model_fields["code"].annotation))
+def test_each_code_of_a_failed_response_that_the_installed_sdk_declares_has_a_class(code: str) -> None:
+    """They come with status 200. What is wrong with one request is not tried again, and trips no breaker for others."""
+    responses = DIALECTS[n.OPENAI_RESPONSES]
+    failed = {"type": "response.failed", "response": {"status": "failed", "error": {"code": code, "message": "m"}}}
+    fields = responses.error_within(failed)
+    assert fields is not None
+    error = from_fields(fields, responses, secret="")
+
+    of_others = {
+        "server_error": TransientError,
+        "vector_store_timeout": TransientError,
+        "rate_limit_exceeded": RateLimitedError,
+    }
+    assert type(error) is of_others.get(code, RejectedError)
+    assert (error.status == 400) is (code not in of_others)
+
+
+@pytest.mark.parametrize(("code", "status"), [("429", 429), (503, 503), ("0429", 500), ("0429" + "0" * 5000, 500)])
+def test_only_three_digits_are_a_status(code: str | int, status: int) -> None:
+    error = from_fields(CHAT.error({"error": {"code": code, "message": "m"}}), CHAT, secret="")
+
+    assert error.status == status
 
 
 def limits(**of: str) -> RateHeaders | None:

@@ -12,6 +12,7 @@ import pytest
 from multidict import CIMultiDict
 
 from consumers.flows.pipelines import PipelineSpec, StepSpec
+from lanekeeper.contract.problems import RequestProblem
 from service.config.settings import GatewayKey
 from service.gateway import calls, server
 from service.gateway.calls import MESSAGES, CallReader
@@ -132,6 +133,24 @@ def test_a_key_needs_the_lanes_and_models_of_all_steps_or_the_pipelines_name(
     with pytest.raises(ApiError, match=f"p uses {wrong}, which this key does not allow") as refused:
         read()
     assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"fallbacks": [{"model": "dear"}]}, {"tools": [{"type": "advisor_20260301", "name": "advisor", "model": "dear"}]}],
+    ids=["fallback", "advisor"],
+)
+def test_a_keys_models_are_also_those_that_the_provider_may_ask(more: dict[str, Any]) -> None:
+    lanes = {each.name: each for each in DEFAULT_LANES}
+    reader = CallReader(lanes=lanes, app="a", max_values=1000, cancel_abandoned=True)
+
+    def read(*models: str) -> None:
+        key = GatewayKey(tenant="crm", models=models)
+        reader.read(CIMultiDict(), body(**more), key, request_id="k", dialect="anthropic.messages")
+
+    read("claude-x", "dear")
+    with pytest.raises(RequestProblem, match="model 'dear' is not allowed for this caller"):
+        read("claude-x")
 
 
 async def test_a_body_over_the_limit_is_refused_before_it_is_sent(opened: Alone) -> None:

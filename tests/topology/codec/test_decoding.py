@@ -304,3 +304,17 @@ def test_a_charset_as_the_encoding_and_no_tokens_at_all_are_accepted() -> None:
     found = decode(message(body, content_encoding="UTF-8"))
 
     assert (found.max_tokens, json.loads(found.body)["max_tokens"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"fallbacks": [{"model": "dear"}]}, {"tools": [{"type": "advisor_20260301", "name": "advisor", "model": "dear"}]}],
+    ids=["fallback", "advisor"],
+)
+def test_a_lanes_models_are_also_those_that_the_provider_may_ask(more: dict[str, Any]) -> None:
+    body = json.dumps({"model": "cheap", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}], **more})
+    found = message(body.encode())
+
+    assert decode(found).other_models == ("dear",)
+    assert decode(found, lane=replace(CRITICAL, models=frozenset({"cheap", "dear"}))).model == "cheap"
+    assert refused(found, lane=replace(CRITICAL, models=frozenset({"cheap"}))).code == "forbidden_model"

@@ -79,3 +79,15 @@ def test_an_image_in_a_data_url_is_not_taken_for_text(fields: dict[str, Any], di
 )
 def test_a_type_that_is_no_text_is_for_the_provider_to_refuse(fields: dict[str, Any], dialect: str) -> None:
     assert decoded(fields, dialect).model == "gpt-4o"
+
+
+@pytest.mark.parametrize(
+    ("fields", "dialect"),
+    [
+        (chat(models=["gpt-4o", "dear"]), n.OPENAI_CHAT),
+        ({"input": "x", "tools": [{"type": "image_generation", "model": "dear"}]}, n.OPENAI_RESPONSES),
+    ],
+    ids=["OpenRouter's fallbacks", "a tool's model"],
+)
+def test_other_models_that_a_body_names_are_read(fields: dict[str, Any], dialect: str) -> None:
+    assert "dear" in decoded(fields, dialect).other_models
