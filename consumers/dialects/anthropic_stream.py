@@ -19,6 +19,9 @@ _JSON = "partial_json"
 _WITH_CONTENT = frozenset({"content_block_delta", "content_block_start", "message_start", "message_delta"})
 _REPLACED = frozenset({"signature"})
 """A delta replaces them; its text is appended to all other string fields."""
+_ABOUT = frozenset({"type", "estimated_tokens"})
+"""What a delta says of itself: it is no part of the block, and a block that had it would be refused when it is sent
+back."""
 _CHARACTERS_PER_TOKEN = 4
 
 
@@ -102,7 +105,11 @@ class StreamedMessage:
             case "content_block_delta":
                 self._blocks[event["index"]].add(event["delta"])
             case "content_block_start":
-                self._blocks[event["index"]] = _Block(event["content_block"], Measure(self._max_values))
+                block = event["content_block"]
+                self._blocks[event["index"]] = _Block(block, Measure(self._max_values))
+                served = block.get("to") if block.get("type") == "fallback" else None
+                if self._message is not None and isinstance(served, dict) and isinstance(served.get("model"), str):
+                    self._message["model"] = served["model"]  # as the message that is not streamed names it
             case "message_start":
                 self._message = {**event["message"]}
             case "message_delta":
@@ -161,7 +168,7 @@ class _Block:
             self._extend("citations", [delta["citation"]])
             return
         for key, value in delta.items():
-            if key == "type":
+            if key in _ABOUT:
                 continue
             if isinstance(value, str) and key not in _REPLACED:
                 self._strings.setdefault(key, []).append(value)

@@ -253,6 +253,30 @@ def test_unknown_fields_are_kept() -> None:
     assert message["context_management"] == {"applied_edits": []}
 
 
+def test_what_a_delta_says_of_itself_is_no_part_of_the_block_and_a_fallback_names_the_model() -> None:
+    it = StreamedMessage()
+    for event in (
+        {"type": "message_start", "message": {"type": "message", "model": "asked", "content": [], "usage": {}}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
+        {
+            "type": "content_block_delta",
+            "index": 0,
+            "delta": {"type": "thinking_delta", "thinking": "hm", "estimated_tokens": 7},
+        },
+        {
+            "type": "content_block_start",
+            "index": 1,
+            "content_block": {"type": "fallback", "from": {"model": "asked"}, "to": {"model": "other"}},
+        },
+        {"type": "content_block_start", "index": 2, "content_block": {"type": "fallback", "to": None}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {}},
+    ):
+        it.add(event)
+    message = it.message()
+    assert message["content"][0] == {"type": "thinking", "thinking": "hm"}
+    assert message["model"] == "other"
+
+
 def test_content_that_the_start_of_the_message_has_comes_before_the_blocks() -> None:
     first, second = {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
     start = {**START, "message": {**START["message"], "content": [first]}}
