@@ -95,7 +95,7 @@ class StreamStage(Enum):
     BEFORE = "before the first piece of the content"
     CONTENT = "content"
     LAST = "the last event"
-    """In chat completions: of each choice."""
+    """In chat completions: of one choice, or of several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,8 @@ class Format:
     """The Server-Sent Events that stream a complete answer."""
     error_event: Callable[[ApiError, str], bytes]
     """The event that ends a stream, for an error and the id of the request."""
+    ends: Callable[[bytes], Collection[object]] = lambda part: (0,)
+    """The choices that a part ends whose stage is `LAST`."""
     closing: bytes = b""
     """What follows the last event."""
 
@@ -175,7 +177,7 @@ class AwaitedCalls:
 
     async def _streamed(self, request: web.Request, call: CheckedCall, caller: GatewayKey) -> web.StreamResponse:
         id, format = call.request.id, self.format
-        forwarding = Forwarding(format.read, choices=call.choices)
+        forwarding = Forwarding(format, choices=call.choices)
         writing = event_stream(request, id, id_header=format.request_id_header)
         async with (
             aclosing(self._replies(call, forwarding)) as replies,
@@ -225,10 +227,11 @@ def _text(value: object) -> str:
 class Forwarding:
     """Turns the parts of a streamed answer into the Server-Sent Events to write to the client."""
 
-    def __init__(self, read: Callable[[bytes], tuple[StreamStage, bytes]], *, choices: int = 1) -> None:
-        self._read = read
+    def __init__(self, format: Format, *, choices: int = 1) -> None:
+        self._read = format.read
+        self._ends = format.ends
         self._choices = choices
-        self._ended_choices = 0
+        self._ended: set[object] = set()
         self._held: list[bytes] = []
         self._held_bytes = 0
         self.has_begun = False
@@ -250,11 +253,12 @@ class Forwarding:
         stage, event = self._read(part.body)
         if self.has_begun and stage is StreamStage.CONTENT and self._stop is None:
             return event
-        self._ended_choices += stage is StreamStage.LAST
+        if stage is StreamStage.LAST:
+            self._ended.update(self._ends(part.body))
         if self._stop is not None:
             self._stop += event
             return b""
-        if stage is StreamStage.LAST and self._ended_choices == self._choices:
+        if stage is StreamStage.LAST and len(self._ended) >= self._choices:
             self._stop = event
             return self._release()
         self._held.append(event)
@@ -265,7 +269,7 @@ class Forwarding:
 
     def end(self, choices: int = 1) -> bytes | None:
         """None: the stream is to be made from the final reply (`events_of`). Raises ApiError if some was written."""
-        if self._ended_choices >= choices and not self._has_gap:
+        if len(self._ended) >= choices and not self._has_gap:
             return self._stop or b""
         self._start_over(_LOST)
         return None
@@ -285,7 +289,7 @@ class Forwarding:
         self._held.clear()
         self._held_bytes = 0
         self._stop = None
-        self._ended_choices = 0
+        self._ended.clear()
         self._has_gap = False
 
 

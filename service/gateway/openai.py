@@ -73,6 +73,10 @@ def _read_chunk(data: bytes) -> tuple[StreamStage, bytes]:
     return StreamStage.BEFORE if is_first else StreamStage.CONTENT, _data(data)
 
 
+def _ended_by(data: bytes) -> set[object]:
+    return {each.get("index") for each in _objects(jiter.from_json(data), "choices") if each.get("finish_reason")}
+
+
 def _has_content(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta")
     return not isinstance(delta, dict) or any(value for name, value in delta.items() if name != "role")
@@ -171,6 +175,7 @@ CHAT: Final = Format(
     read=_read_chunk,
     events_of=_chunks_of,
     error_event=lambda error, id: _data(error.openai_body()),
+    ends=_ended_by,
     closing=DONE,
 )
 RESPONSES: Final = Format(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lanekeeper import Part
-from service.gateway.messages import Forwarding, _since_restart, events_of, named, read_event
+from service.gateway.messages import FORMAT, Forwarding, _since_restart, events_of, named
 from service.gateway.problems import ApiError
 from tests.support.requester import put_together
 
@@ -49,7 +49,7 @@ def read(data: bytes) -> list[dict[str, Any]]:
 
 
 def test_what_comes_before_the_first_piece_waits_for_it() -> None:
-    it = Forwarding(read_event)
+    it = Forwarding(FORMAT)
 
     assert it.part(part(0, START)) + it.part(part(1, BLOCK)) == b""
     assert read(it.part(part(2, DELTA))) == [START, BLOCK, DELTA]
@@ -57,7 +57,7 @@ def test_what_comes_before_the_first_piece_waits_for_it() -> None:
 
 
 def test_the_end_waits_until_the_outcome_is_stored() -> None:
-    it = Forwarding(read_event)
+    it = Forwarding(FORMAT)
     for seq, event in enumerate((START, BLOCK, DELTA)):
         it.part(part(seq, event))
 
@@ -66,7 +66,7 @@ def test_the_end_waits_until_the_outcome_is_stored() -> None:
 
 
 def test_a_missing_part_at_the_beginning_is_made_good_by_the_whole_answer() -> None:
-    it = Forwarding(read_event)
+    it = Forwarding(FORMAT)
 
     assert it.part(part(0, START)) + it.part(part(2, DELTA)) + it.part(part(3, STOP)) == b""
     assert it.end() is None
@@ -82,12 +82,12 @@ def test_a_missing_part_later_is_never_passed_over(lost: int) -> None:
         it.end()
 
     with pytest.raises(ApiError):
-        forward(Forwarding(read_event))
+        forward(Forwarding(FORMAT))
 
 
 def test_a_start_that_is_large_is_not_held() -> None:
     large = {**BLOCK, "content_block": {"type": "web_search_tool_result", "content": "x" * 100_000}}
-    it = Forwarding(read_event)
+    it = Forwarding(FORMAT)
     it.part(part(0, START))
 
     assert read(it.part(part(1, large))) == [START, large]
@@ -101,7 +101,7 @@ def test_the_type_is_read_wherever_it_stands(event: bytes) -> None:
 
 
 def test_an_event_with_line_breaks_stays_one_field() -> None:
-    it = Forwarding(read_event)
+    it = Forwarding(FORMAT)
     data = b'{"type":"content_block_delta",\n"index":0,\r\n"delta":{"type":"text_delta","text":"hi"}}'
 
     assert read(it.part(Part(kind="event", seq=0, body=data))) == [DELTA]

@@ -62,7 +62,7 @@ def parts(found: list[bytes]) -> list[Part]:
 
 
 def test_the_first_chunk_waits_for_content_and_the_last_one_for_the_outcome() -> None:
-    it, found = Forwarding(CHAT.read), parts(chunks(stream_options={"include_usage": True}))
+    it, found = Forwarding(CHAT), parts(chunks(stream_options={"include_usage": True}))
 
     assert it.part(found[0]) == b""
     assert [len(list(data_in(it.part(part)))) for part in found[1:-2]] == [2, 1, 1]
@@ -74,25 +74,39 @@ def test_the_first_chunk_waits_for_content_and_the_last_one_for_the_outcome() ->
 def test_an_empty_finish_reason_ends_nothing() -> None:
     """Servers such as LocalAI write it into each chunk: the events are passed on as they come."""
     found = [each.replace(b'"finish_reason": null', b'"finish_reason": ""') for each in chunks()]
-    it = Forwarding(CHAT.read)
+    it = Forwarding(CHAT)
 
     assert [len(list(data_in(it.part(part)))) for part in parts(found)] == [0, 2, 1, 1, 0]
     assert len(list(data_in(it.end() or b""))) == 1
 
 
 def test_a_stream_of_several_choices_ends_with_the_last_of_them() -> None:
-    it, found = Forwarding(CHAT.read, choices=2), parts(chunks(n=2))
+    it, found = Forwarding(CHAT, choices=2), parts(chunks(n=2))
     written = b"".join(map(it.part, found))
 
     whole = written + (it.end(2) or b"")
     assert [each["choices"][0]["index"] for each in data_in(whole)] == [0] * 5 + [1] * 5
-    fewer = Forwarding(CHAT.read, choices=2)
+    fewer = Forwarding(CHAT, choices=2)
     assert len(list(data_in(b"".join(map(fewer.part, parts(chunks()))) + (fewer.end(1) or b"")))) == 5
+
+
+def test_two_choices_may_end_in_one_chunk_and_one_in_two() -> None:
+    def chunk(*ended: int) -> bytes:
+        choices = [{"index": index, "delta": {"content": "x"}, "finish_reason": "stop"} for index in ended]
+        return json.dumps({"choices": choices}).encode()
+
+    at_once, twice = Forwarding(CHAT, choices=2), Forwarding(CHAT, choices=2)
+    assert at_once.part(parts([chunk(0, 1)])[0]) == b""
+    assert len(list(data_in(at_once.end(2) or b""))) == 1
+    for part in parts([chunk(0), chunk(0)]):
+        twice.part(part)
+    with pytest.raises(ApiError):
+        twice.end(2)
 
 
 @pytest.mark.parametrize("lost", [-1, -2])
 def test_a_lost_end_is_never_passed_over(lost: int) -> None:
-    it, found = Forwarding(CHAT.read, choices=2), parts(chunks(n=2))
+    it, found = Forwarding(CHAT, choices=2), parts(chunks(n=2))
     del found[lost]
 
     def forward() -> None:
@@ -119,7 +133,7 @@ RESPONSE_ERROR = {"type": "error", "sequence_number": 8, "code": "server_error",
 )
 def test_a_stream_that_has_begun_ends_with_the_providers_own_error(format: Format, told: Any, sent: Any) -> None:
     failed = {} if told is None else {"provider_status": 500, "provider_error": json.dumps(told)}
-    it = Forwarding(CHAT.read)
+    it = Forwarding(CHAT)
     for part in parts(chunks())[:2]:
         it.part(part)
 
@@ -134,7 +148,7 @@ def test_a_stream_that_has_begun_ends_with_the_providers_own_error(format: Forma
 
 
 def test_a_stream_that_has_not_begun_starts_over_unnoticed() -> None:
-    it, found = Forwarding(CHAT.read), parts(chunks())
+    it, found = Forwarding(CHAT), parts(chunks())
     it.part(found[0])
     for failed in ({"provider_status": 500, "provider_error": json.dumps(CHAT_ERROR)}, {}):
         assert it.part(Part(kind="restart", seq=0, body=json.dumps(failed).encode())) == b""
