@@ -489,6 +489,12 @@ class Collector:
             if not ticket.items or len(returned) < len(ticket.items):
                 left = await self._without(ticket, returned)
                 return self._later(left, least_s=error.retry_after_s)
+        except Exception as error:
+            is_away = ExceptionGroup("", [error]).subgroup((BrokerError, StoreUnavailable)) is not None
+            if is_away or not returned:
+                raise
+            log.exception(signals.HANDLER_FAILED, where="ticket")
+            return self._later(await self._without(ticket, returned))
         await batches.delete_input(info)
         self._tell(ticket, "ended")
         return await self._finish(ticket)

@@ -60,6 +60,7 @@ class MadeUpBatches(Batches):
         """The batches whose input was deleted."""
         self.cut_after: int | None = None
         """After so many results no more can be read."""
+        self.cut_by: Exception = TransientError("cut off", type="connection")
         self.asked_for_list, self.may_list = asyncio.Event(), asyncio.Event()
         self.may_list.set()
         self.held: asyncio.Event | None = None
@@ -132,7 +133,7 @@ class MadeUpBatches(Batches):
         for each in self.made[id].lines[: self.cut_after]:
             yield each
         if self.cut_after is not None:
-            raise TransientError("cut off", type="connection")
+            raise self.cut_by
 
     @override
     async def cancel(self, id: str) -> BatchInfo:
@@ -674,6 +675,18 @@ async def test_a_provider_that_does_not_answer_is_asked_again(collecting: Collec
         assert least_ms <= delay_ms(sent) < 2 * least_ms
         assert collecting.read(sent).batch_id == ticket.batch_id
     assert (collecting.collector.counts["unread"], collecting.collector.counts["vanished"]) == (4, 0)
+
+
+async def test_by_a_fault_of_ours_no_result_goes_back_twice(
+    collecting: Collecting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumers.batches.collect.BACK_AT_ONCE", 1)
+    ticket = await submitted(collecting, 3)
+    collecting.provider.end(ticket.batch_id)
+    collecting.provider.cut_after, collecting.provider.cut_by = 2, KeyError("a fault")
+    *back, sent = await collecting.take(ticket)
+    assert results(back).keys() == {"id-0", "id-1"}
+    assert await collecting.again(collecting.read(sent)), "only the ticket"
 
 
 async def test_when_a_ticket_ends_its_batch_is_forgotten_and_its_requests_may_be_gathered(
