@@ -23,9 +23,9 @@ CALL_S = 3.0
 SENTINEL_S = 1.0
 CONNECTIONS = 32
 QUOTED_CHARS = 200
-LOST = (exceptions.RedisError, OSError, TimeoutError, RuntimeError)
+LOST = (exceptions.RedisError, OSError, TimeoutError, RuntimeError, ValueError)
 """What redis-py raises if Redis cannot be used. RuntimeError: asyncio and uvloop raise it if the connection's transport
-or the event loop is closed."""
+or the event loop is closed. ValueError: an answer in which a number is none."""
 Argument = str | bytes | int | float
 _BEGIN: Final = """
 local time = redis.call('TIME')
@@ -127,6 +127,8 @@ class RedisClient:
                     value = await self._redis.evalsha(script.sha, len(keys), *keys, *arguments)
                 except exceptions.NoScriptError:  # Redis was restarted, or never saw it
                     value = await self._redis.eval(script.text, len(keys), *keys, *arguments)
+        except UnicodeEncodeError:  # a ValueError too, but it is what we send that is wrong
+            raise
         except LOST as error:
             if isinstance(error, exceptions.ReadOnlyError):  # a primary until now: its address may lead to another one
                 with suppress(*LOST):
@@ -196,7 +198,7 @@ def _explain(error: Exception) -> str:
             return f"is in cluster mode, in which Lanekeeper cannot use it: name one without ({text})"
         case exceptions.OutOfMemoryError():
             return f"refuses writes, its memory is full: raise maxmemory ({text})"
-        case exceptions.InvalidResponse():
+        case exceptions.InvalidResponse() | ValueError():
             return f"is not a Redis: see LANEKEEPER_STORE_URL ({text})"
         case exceptions.ResponseError() if "MISCONF" in text or "NOREPLICAS" in text or "disk" in text:
             return f"refuses writes: see its disk, its replicas and its log ({text})"

@@ -214,6 +214,7 @@ async def test_a_wrong_password_is_reported_without_the_password(own_redis: Redi
     ("answer", "what"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "is not a Redis"),
+        (b":one\r\n", "is not a Redis"),
         (b"-LOADING Redis is loading the dataset in memory\r\n", "is still loading its data"),
         (
             b"-MISCONF Redis is configured to save RDB snapshots, but it's unable to persist to disk.\r\n",
