@@ -238,8 +238,12 @@ def _not_imported(name: str, error: NotImported) -> HandlerError:
 async def _awaited(function: Callable[[Any], Any], value: object) -> object:
     try:
         return await function(value)
-    except SystemExit as error:  # it would end the worker
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except SystemExit as error:  # like the others, it would end the worker
         raise RuntimeError(f"it called sys.exit({error})") from None
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _see_end(running: "asyncio.Task[object]", name: str) -> None:

@@ -147,6 +147,18 @@ async def calls_exit(given: Any) -> Any:
     sys.exit(3)
 
 
+class NoException(BaseException):
+    pass
+
+
+async def raises_no_exception(given: Any) -> Any:
+    raise NoException("that few catch")
+
+
+async def has_a_task_that_exits(given: Any) -> Any:
+    await asyncio.gather(calls_exit(given))
+
+
 def forks(given: Any) -> Any:
     if os.fork() == 0:
         return "from the copy"
