@@ -147,14 +147,15 @@ class Pool:
             self.give_back_waiting()
 
     async def resume(self) -> None:
-        """Take deliveries again, unless this pool holds more deliveries than its prefetch.
+        """Take deliveries again, unless this pool holds more deliveries than its prefetch, or looks for late requests:
+        later requests would overtake these.
 
         After several pauses the pool can hold more, because each pause cancels the consumer, and the broker does not
         count deliveries of a cancelled consumer against the prefetch of the next one.
         """
         self._gives_back = self._gives_back and self._stopping
-        if self.in_hand <= self._deliveries.prefetch:
-            async with self._looking:  # else later requests would overtake those that are looked at
+        if self.in_hand <= self._deliveries.prefetch and not self._looking.locked():
+            async with self._looking:
                 await self._deliveries.resume()
 
     async def _work_session(self, session: Session) -> None:

@@ -216,6 +216,32 @@ async def test_a_request_that_is_still_leaving_when_a_pause_ends_is_returned() -
     await working.stop()
 
 
+async def test_a_pool_whose_late_requests_cannot_be_settled_holds_up_no_resume_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("consumers.pool.ENDED_AT_ONCE", 1)
+    bench, confirmed = Bench(), asyncio.Event()
+
+    async def publish(*_: Any, **__: Any) -> None:
+        await confirmed.wait()
+
+    bench.publisher.publish_surely = publish  # type: ignore[method-assign]
+    working = Working(bench, answer)
+    working.deliveries.waiting = [bench.delivery(), bench.delivery()]
+    for each in working.deliveries.waiting:
+        each.times_delivered = 100
+    await working.pool.pause("by an operator")
+    ending = asyncio.create_task(working.pool.end_late())
+    await until(lambda: working.deliveries.looks)
+    await asyncio.wait_for(working.pool.resume(), 5)
+    is_paused = [working.pool.is_paused]
+    confirmed.set()
+    await ending
+    await working.pool.resume()  # it is asked again
+    assert [*is_paused, working.pool.is_paused] == [True, False]
+    await working.stop()
+
+
 async def test_on_a_stop_a_request_with_an_outcome_is_settled_although_others_are_returned() -> None:
     bench = Bench()
     confirmed = asyncio.Event()
