@@ -328,12 +328,13 @@ def events_of(message: dict[str, Any]) -> Iterator[bytes]:
     yield _new_event(_LAST)
 
 
-def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    kind = block.get("type")
+def _split_block(block: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """Its start, and its deltas; none if it is no block that has any, whatever the provider meant by it."""
+    kind = block.get("type") if isinstance(block, dict) else None
     if kind in ("tool_use", "server_tool_use"):
         piece = json.dumps(block.get("input", {}), ensure_ascii=False)
         return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": piece}]
-    if kind not in _DELTAS:
+    if not isinstance(kind, str) or kind not in _DELTAS:
         return block, []
     delta, field = _DELTAS[kind]
     start: dict[str, Any] = {**block, field: ""}
@@ -341,7 +342,7 @@ def _split_block(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, 
     if "signature" in block:
         start["signature"] = ""
         deltas.append({"type": "signature_delta", "signature": block["signature"]})
-    if citations := start.pop("citations", None):
+    if isinstance(citations := start.pop("citations", None), list) and citations:
         start["citations"] = []
         deltas += [{"type": "citations_delta", "citation": citation} for citation in citations]
     return start, deltas

@@ -21,6 +21,7 @@ import jiter
 from aiohttp import web
 
 from consumers.background import background_task
+from consumers.dialects.fields import object_in
 from consumers.state.base import EVENT, QUEUED, RESTART, Completion, Entry
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import body_address_in
@@ -97,7 +98,7 @@ def _chunks_of(completion: dict[str, Any], call: CheckedCall) -> Iterator[bytes]
         return _data(json.dumps({**head, **fields}).encode())
 
     for choice in _objects(completion, "choices"):
-        delta = dict(choice.get("message") or {})
+        delta = dict(object_in(choice.get("message")))
         if called := _objects(delta, "tool_calls"):
             delta["tool_calls"] = [{"index": index, **each} for index, each in enumerate(called)]
         yield chunk(choices=[{**_without(choice, "message"), "delta": delta, "finish_reason": None}])

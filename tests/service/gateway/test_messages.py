@@ -112,3 +112,11 @@ def test_an_attempt_that_failed_before_anything_of_it_was_written_is_not_noticed
 
     assert _since_restart(came) == came[2:]
     assert _since_restart(came[:2]) == came[:2]
+
+
+@pytest.mark.parametrize(
+    "block", [1, None, "x", [], {}, {"type": []}, {"type": "text", "text": None}, {"type": "text", "citations": 1}]
+)
+def test_a_block_that_no_stream_can_have_is_passed_on_in_one_all_the_same(block: Any) -> None:
+    events = b"".join(events_of({"type": "message", "content": [block], "stop_reason": "end_turn"}))
+    assert events.count(b"event: content_block_start") == events.count(b"event: message_stop") == 1

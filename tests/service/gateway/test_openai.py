@@ -172,6 +172,12 @@ def test_a_stream_can_be_made_of_a_whole_chat_completion(fields: dict[str, Any])
     assert again.get("usage") == (whole["usage"] if "stream_options" in fields else None)
 
 
+@pytest.mark.parametrize("message", [1, None, "x", [], {"tool_calls": 1}])
+def test_a_choice_whose_message_is_none_is_streamed_all_the_same(message: Any) -> None:
+    whole = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+    assert b"".join(CHAT.events_of(whole, checked(body()))).endswith(b"data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("tools", [[], [TOOL_OF_RESPONSE]])
 def test_a_stream_can_be_made_of_a_whole_response(tools: list[Any]) -> None:
     given = {"model": "gpt-5.5", "input": "words", "stream": True, "tools": tools}
