@@ -62,11 +62,13 @@ _FAILURES: Final[Mapping[type[Exception], str]] = {
 @contextmanager
 def translate_errors(*, secret: str) -> Iterator[None]:
     """Translate what Anthropic's SDK raises into the exceptions of `consumers/failures.py`. `secret`: the API key,
-    which is removed from error texts."""
+    which is removed from error texts; without one, the token with which the request was sent."""
     try:
         yield
     except anthropic.APIStatusError as error:
-        raise from_response(error.response, MESSAGES, secret=secret) from error
+        sent = error.request.headers
+        token = sent.get("x-amz-security-token") or sent.get("authorization", "").removeprefix("Bearer ")
+        raise from_response(error.response, MESSAGES, secret=secret or token) from error
     except anthropic.APITimeoutError as error:
         raise TransientError("timed out while connecting to the provider", type=UNREACHABLE) from error
     except anthropic.APIConnectionError as error:

@@ -150,6 +150,22 @@ async def test_bedrock_without_an_api_key_gets_signed_requests(
     assert "/eu-central-1/bedrock/aws4_request" in signed
 
 
+async def test_what_was_signed_with_is_in_no_error(
+    recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIDEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token")
+    provider = cloud.bedrock(name="aws", region="eu-west-8", base_url=recorder.url)
+    recorder.answer = web.Response(status=403, body=b'{"message":"signed: x-amz-security-token:session-token"}')
+
+    with pytest.raises(AccountError) as caught:
+        await provider.stream(asked(), timeout_s=60, parts=None)
+    await provider.aclose()
+
+    assert caught.value.body == '{"message":"signed: x-amz-security-token:***"}'
+
+
 async def test_missing_credentials_are_the_operators_fault(
     recorder: Recorder, asked: AskedFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
