@@ -118,6 +118,7 @@ class ReplySender:
             self._genuine.pop(address, None)
 
     async def _test_address(self, own: Publisher, message: Message, address: str, how: dict[str, Any]) -> None:
+        await own.connection.underlying()  # not one after the other, if it cannot be opened
         async with self._one_by_one:
             if (known := self.refusal(address)) is not None:
                 raise known

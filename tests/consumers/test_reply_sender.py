@@ -15,7 +15,7 @@ from lanekeeper.amqp.publisher import Confirm, Publisher
 from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.contract.names import Names
-from lanekeeper.contract.problems import PROBLEMS, ConfirmUnknown, PublishRefused, RequestProblem
+from lanekeeper.contract.problems import PROBLEMS, BrokerUnreachable, ConfirmUnknown, PublishRefused, RequestProblem
 from tests.support.completions import failed
 from tests.support.jobs import BODY, NOW_MS, Bench, FakePublisher
 from tests.support.virtual_time import virtually
@@ -129,6 +129,23 @@ async def test_an_address_is_tried_separately_again_after_a_message_to_it_was_no
     shared.dies_by = None
     await direct.send_surely(ANSWER, ADDRESS)
     assert own.sent == [ADDRESS, ADDRESS]
+
+
+def test_replies_to_new_addresses_wait_together_for_a_connection_that_cannot_be_opened() -> None:
+    class Closed(Line):
+        @override
+        async def underlying(self) -> None:
+            await asyncio.sleep(30)
+            raise BrokerUnreachable("no connection")
+
+    async def story() -> None:
+        direct = ReplySender(Line(), own=Closed())
+        async with asyncio.timeout(31):
+            sent = (direct.send(ANSWER, f"{ADDRESS}-{at}") for at in range(10))
+            failed = await asyncio.gather(*sent, return_exceptions=True)
+        assert all(isinstance(each, BrokerUnreachable) for each in failed)
+
+    virtually(story())
 
 
 def test_a_direct_reply_without_an_answer_of_the_broker_is_not_taken_for_forged_after_two_seconds() -> None:
