@@ -30,8 +30,7 @@ AT_ONCE_S = 5.0
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine on uvloop, which is faster than asyncio's own loop. If a task of a handler calls
-    sys.exit, the loop ends, and goes on: who awaits that task gets the error."""
+    """Run a command's coroutine on uvloop, which is faster than asyncio's own loop."""
     import uvloop
 
     # aiormq's log is silenced, because Lanekeeper itself logs each connection that fails or is lost.
@@ -39,20 +38,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     before = library.level
     library.setLevel(logging.CRITICAL)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            task = runner.get_loop().create_task(main)
-            while True:
-                try:
-                    return runner.run(_awaited(task))
-                except SystemExit:
-                    if task.done():
-                        raise
+        return uvloop.run(main)
     finally:
         library.setLevel(before)
-
-
-async def _awaited(task: "asyncio.Task[T]") -> T:
-    return await task
 
 
 def run_with_telemetry(

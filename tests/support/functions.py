@@ -155,10 +155,6 @@ async def raises_no_exception(given: Any) -> Any:
     raise NoException("that few catch")
 
 
-async def has_a_task_that_exits(given: Any) -> Any:
-    await asyncio.gather(calls_exit(given))
-
-
 def forks(given: Any) -> Any:
     if os.fork() == 0:
         return "from the copy"

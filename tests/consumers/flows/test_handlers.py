@@ -17,7 +17,6 @@ from consumers.flows import handlers as module
 from consumers.flows import process_pool
 from consumers.flows.handlers import Caller, Handlers, HandlerSpec
 from lanekeeper.telemetry.tracing import Tracing
-from service.cli.process import run
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow  # processes of their own
@@ -191,16 +190,6 @@ async def test_a_function_whose_own_wait_is_cancelled_or_that_exits_has_failed()
         for name, text in names.items():
             with pytest.raises(HandlerError, match=text):
                 await call(handlers, name)
-
-
-def test_a_worker_outlives_a_function_whose_task_exits() -> None:
-    async def main() -> str:
-        async with registered(spec("has_a_task_that_exits", "async")) as handlers:
-            with pytest.raises(HandlerError) as failed:
-                await call(handlers, "has_a_task_that_exits")
-            return str(failed.value)
-
-    assert "sys.exit(3)" in run(main())
 
 
 async def test_a_process_that_a_function_forks_answers_nothing() -> None:
