@@ -238,15 +238,15 @@ def _json_in(body: bytes) -> object:
 def _body_text(body: bytes, secret: str) -> str:
     """What the requester may see of an error's body."""
     try:
-        text = body[: PROVIDER_ERROR_BYTES + 1].decode()
+        text = body.decode()
     except UnicodeDecodeError:
         if len(body) <= PROVIDER_ERROR_BYTES:
             return ""
-        text = body[: PROVIDER_ERROR_BYTES + 1].decode(errors="ignore")
-    if secret and secret in text:
-        text = text.replace(secret, "***")
-    if secret and len(body) > PROVIDER_ERROR_BYTES:  # it may have been cut in the middle of a key
-        text = text[: -len(secret)]
+        text = body.decode(errors="ignore")
+    if secret:
+        text = text.replace(secret, "***")  # before the cut, which may be in the middle of it
+        if len(body) >= ERROR_BYTES:  # what was read may end so, too
+            text = text[: -len(secret)]
     return text[:PROVIDER_ERROR_BYTES]
 
 

@@ -377,7 +377,9 @@ async def test_an_operators_probe_is_heard_by_every_worker(
 
         await until(both_are_paused)
         one.api.configure(SimulatedOptions())
-        assert await probed() == ("paused", ["paused", "resumed"])
+        state, states = await probed()
+        assert state == "paused"
+        assert states in (["paused", "resumed"], ["called", "paused"]), "it probes itself, too, perhaps just before"
         two.api.configure(SimulatedOptions())
         line = ("providers", "probe", "anthropic", "--json")
         ended, lines = await run(*line, environ=environment(vhost), folder=tmp_path)
