@@ -141,16 +141,18 @@ class Client:
     def _each(self, begin: Callable[[asynchronous.Client], AsyncGenerator[T, None]]) -> Generator[T, None]:
         came: asyncio.Queue[T | _Over] = asyncio.Queue(READ_AHEAD)
 
-        async def follow(client: asynchronous.Client) -> None:
+        opened = self._of_this_process()
+
+        async def follow() -> None:
             try:
-                async with aclosing(begin(client)) as items:
+                async with aclosing(begin(await opened.client())) as items:  # opening may fail, too
                     async for item in items:
                         await came.put(item)
                 await came.put(_Over(None))
             except Exception as error:
                 await came.put(_Over(error))
 
-        process, following = self._begin(follow)
+        process, following = opened.process, opened.process.begin(follow())
         try:
             while not isinstance(item := process.wait(process.begin(came.get())), _Over):
                 yield item
@@ -190,20 +192,19 @@ class Client:
         return self._run(_trouble)
 
     def _run(self, use: Callable[[asynchronous.Client], Awaitable[T]]) -> T:
-        process, running = self._begin(use)
-        return process.wait(running)
-
-    def _begin(self, use: Callable[[asynchronous.Client], Awaitable[T]]) -> "tuple[_Process, Future[T]]":
-        if self._is_closed:
-            raise ClientMisused("this client is closed: make another")
-        if asyncio._get_running_loop() is not None:
-            raise ClientMisused("lanekeeper.sync would block this thread's event loop: await lanekeeper.Client there")
-        opened = self._opened.setdefault(os.getpid(), _Opened(self._make))
+        opened = self._of_this_process()
 
         async def work() -> T:
             return await use(await opened.client())
 
-        return opened.process, opened.process.begin(work())
+        return opened.process.wait(opened.process.begin(work()))
+
+    def _of_this_process(self) -> _Opened:
+        if self._is_closed:
+            raise ClientMisused("this client is closed: make another")
+        if asyncio._get_running_loop() is not None:
+            raise ClientMisused("lanekeeper.sync would block this thread's event loop: await lanekeeper.Client there")
+        return self._opened.setdefault(os.getpid(), _Opened(self._make))
 
 
 class _Over(NamedTuple):

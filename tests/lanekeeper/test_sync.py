@@ -58,11 +58,20 @@ async def test_a_client_that_is_dropped_is_closed(gateway: FakeGateway) -> None:
     await until(lambda: opened() < before)
 
 
-async def test_a_failed_opening_is_told_and_tried_again_with_the_next_call(gateway: FakeGateway) -> None:
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda client: client.publish(BODY, key=LANE),
+        lambda client: list(client.stream(BODY, key=LANE)),
+        lambda client: list(client.group("g-1").results()),
+    ],
+    ids=["publish", "stream", "group"],
+)
+async def test_a_failed_opening_is_told_and_tried_again_with_the_next_call(use: Callable[[Client], object]) -> None:
     client = Client("http://127.0.0.1:1")
     for _ in range(2):
         with pytest.raises(BrokerUnreachable):
-            await asyncio.to_thread(client.publish, BODY, key=LANE)
+            await asyncio.wait_for(asyncio.to_thread(use, client), 10)
     await asyncio.to_thread(client.close)
 
 
