@@ -11,7 +11,7 @@ async with Client("amqp://guest:guest@localhost:5672/") as client:
 import asyncio
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, BinaryIO, Self, Unpack, cast
@@ -23,7 +23,7 @@ from lanekeeper.contract.names import Names
 from lanekeeper.contract.problems import AccessRefused, BrokerError, ClientMisused, InvalidArgument, InvalidUrl
 from lanekeeper.groups import Found, Group
 from lanekeeper.replies import Cancelled, ControlRefused, Final, Part, no_answer
-from lanekeeper.requests import Json, Options, OutgoingRequest, bound_s, check_argument, request_message, time_in
+from lanekeeper.requests import Json, Options, OutgoingRequest, bound_s, check_argument, ms_in, request_message, time_in
 from lanekeeper.telemetry import logs, signals
 
 if TYPE_CHECKING:
@@ -206,12 +206,14 @@ class Client:
         ControlRefused, NoReply (no worker runs; the next one records it), AccessRefused, TopologyMismatch,
         BrokerUnreachable."""
         self._check_open()
+        _check_named(id, tenant)
         return await self._transport.cancel(id, tenant=tenant or self._own)
 
     async def result(self, id: str, *, tenant: str | None = None, wait_s: float = 0) -> Final:
         """Fetch the final reply; wait up to `wait_s` for it. Raises Problem if the request ended in an error, NotEnded,
         ControlRefused, NoReply (no worker runs), AccessRefused, TopologyMismatch, BrokerUnreachable."""
         self._check_open()
+        _check_named(id, tenant)
         check_argument("wait_s", wait_s, int, float)
         return await self._transport.result(id, tenant=tenant or self._own, end=time_in(wait_s))
 
@@ -219,8 +221,11 @@ class Client:
         """Fetch many final replies by few messages: for each id its Final, its Problem, or a NotEnded that says how it
         stands. Raises ControlRefused, NoReply, AccessRefused, TopologyMismatch, BrokerUnreachable."""
         self._check_open()
+        if isinstance(ids, (str, bytes)):
+            raise InvalidArgument("ids: found one id, allowed is a list of them")
+        check_argument("ids", ids, Collection)
         for id in ids:
-            check_argument("ids", id, str)
+            _check_named(id, tenant)
             if not is_request_id(id):
                 raise InvalidArgument(f"ids: {REQUEST_ID}")
         return await self._transport.results(ids, tenant=tenant or self._own)
@@ -240,6 +245,9 @@ class Client:
         Raises the errors of `publish`. Then call it again with the same `group` and bodies: what was published already
         is not run twice.
         """
+        if isinstance(bodies, (str, bytes)):
+            raise InvalidArgument("bodies: found one body, allowed are several")
+        check_argument("bodies", bodies, Collection)
         named = bodies if isinstance(bodies, Mapping) else {str(number): body for number, body in enumerate(bodies)}
         if not 1 <= len(named) <= GROUP_AT_MOST:
             raise InvalidArgument(f"bodies: found {len(named)}, allowed are 1 to {GROUP_AT_MOST}")
@@ -248,7 +256,9 @@ class Client:
         wrong = next((name for name in named if not is_request_id(f"{id}.{name}")), None)
         if wrong is not None:
             raise InvalidArgument(f"bodies: the name {wrong!r:.200} makes no request's id: {REQUEST_ID}")
-        headers = {**options.get("headers", {}), n.GROUP: id, n.GROUP_SIZE: len(named)}
+        given = options.get("headers") or {}
+        check_argument("headers", given, Mapping)
+        headers = {**given, n.GROUP: id, n.GROUP_SIZE: len(named)}
         waiting = iter(named.items())
         while some := list(islice(waiting, PUBLISHED_AT_ONCE)):
             publishing: list[Awaitable[str]] = []
@@ -262,7 +272,7 @@ class Client:
     def group(self, id: str, *, tenant: str | None = None) -> Group:
         """A group of requests, to follow or cancel it."""
         self._check_open()
-        check_argument("id", id, str)
+        _check_named(id, tenant)
         if not is_request_id(id):
             raise InvalidArgument(f"group: {REQUEST_ID}")
         return Group(id, self._transport, tenant or self._own)
@@ -309,7 +319,7 @@ class Client:
         timeout_s = bound_s(message) if timeout_s is None else timeout_s
         full_within_s = options.get("full_within_s")
         within_s = max(self._publish_within_s, full_within_s or 0)
-        if isinstance(deadline_ms := message.headers.get(n.DEADLINE_MS), int):
+        if (deadline_ms := ms_in(message, n.DEADLINE_MS)) is not None:
             within_s = min(within_s, deadline_ms / 1000)
         return OutgoingRequest(
             message=message,
@@ -345,6 +355,12 @@ class Client:
         except (BrokerError, ClientMisused, ControlRefused, TimeoutError) as error:
             why = str(error) or f"not within {CANCEL_WITHIN_S:g} s"
             logs.warning(signals.CANCELLATION_UNSENT, request=id, error=why)
+
+
+def _check_named(id: str, tenant: str | None) -> None:
+    check_argument("id", id, str)
+    if tenant is not None:
+        check_argument("tenant", tenant, str)
 
 
 def _global_tracing() -> "Tracing | None":

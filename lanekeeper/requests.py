@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,6 +22,8 @@ ANSWER_LATE_S = 5.0
 FIRST_PAUSE_S = 0.1
 PAUSE_CAP_S = 5.0
 HEADER_NAME_BYTES = 255
+LARGEST_NUMBER = 1e12
+"""Of an argument, such as seconds: what is made of it fits into every clock and header."""
 
 
 Json = Mapping[str, Any] | Sequence[Any] | str | bytes
@@ -72,12 +73,12 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 
 def check_argument(name: str, value: object, *kinds: type) -> None:
-    """Raises InvalidArgument for another type, a number that is not finite, and text that UTF-8 cannot express."""
+    """Raises InvalidArgument for another type, for NaN and too large numbers, and for text that is no UTF-8."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         allowed = " or ".join(kind.__name__ for kind in kinds)
         raise InvalidArgument(f"{name}: found {type(value).__name__}, allowed is {allowed}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidArgument(f"{name}: found {value}")
+    if isinstance(value, (int, float)) and not abs(value) <= LARGEST_NUMBER:  # nor NaN
+        raise InvalidArgument(f"{name}: allowed is a number of at most {LARGEST_NUMBER:g}")
     if isinstance(value, str) and encodable(value) != value:
         raise InvalidArgument(f"{name}: has half a character (a lone surrogate), which UTF-8 cannot express")
 
@@ -145,10 +146,18 @@ def _json(body: object) -> bytes:
 def bound_s(message: Message) -> float | None:
     """For how long a client waits for an answer: deadline, delay and `ANSWER_LATE_S`. None: no limit. A worker answers
     a late request with an error; if none runs, only this limit ends the wait."""
-    deadline_ms, at = message.headers.get(n.DEADLINE_MS), message.headers.get(n.AT)
-    if not isinstance(deadline_ms, int) or at is not None:
+    deadline_ms, at = ms_in(message, n.DEADLINE_MS), message.headers.get(n.AT)
+    if deadline_ms is None or at is not None:
         return None
-    return (deadline_ms + int(message.headers.get(n.DELAY_MS, 0))) / 1000 + ANSWER_LATE_S
+    return (deadline_ms + (ms_in(message, n.DELAY_MS) or 0)) / 1000 + ANSWER_LATE_S
+
+
+def ms_in(message: Message, header: str) -> int | None:
+    """None if there is no such header, or if a worker refuses what the caller gave."""
+    found = message.headers.get(header)
+    if isinstance(found, str) and found.isascii() and found.isdigit() and len(found) < 16:
+        found = int(found)
+    return found if isinstance(found, int) and 0 <= found < 2**53 else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import asyncio
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
@@ -61,6 +62,7 @@ def test_a_setting_of_another_type_is_refused(settings: Any) -> None:
         {"body": io.StringIO("{}")}, {"body": []}, {"message_id": ""}, {"message_id": "bad id"},
         {"tenant": "a\x00b"}, {"tenant": ""}, {"headers": {5: 1}},
         {"headers": {"x" * 256: 1}}, {"headers": {HALF: 1}},
+        {"deadline_s": 1e308}, {"deadline_s": 10**400}, {"full_within_s": 10**400}, {"priority": 10**5000},
     ],
 )  # fmt: skip
 async def test_a_wrong_argument_is_told_before_anything_is_sent(url: str, wrong: dict[str, Any]) -> None:
@@ -68,6 +70,29 @@ async def test_a_wrong_argument_is_told_before_anything_is_sent(url: str, wrong:
         await Client(url).publish(**{"body": {}, "key": "critical.a.b", **wrong})
     assert isinstance(told.value, TypeError)
     assert isinstance(told.value, ValueError)
+
+
+@pytest.mark.parametrize("url", [AMQP, HTTP])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.cancel(b"k-1"),
+        lambda client: client.cancel("k-1", tenant=b"crm"),
+        lambda client: client.result(5),
+        lambda client: client.result("k-1", wait_s=10**400),
+        lambda client: client.results("k-1"),
+        lambda client: client.results(5),
+        lambda client: client.request({}, key="critical.a.b", timeout_s=10**400),
+        lambda client: client.publish_many(5, key="critical.a.b"),
+        lambda client: client.publish_many("ab", key="critical.a.b"),
+        lambda client: client.publish_many([{}], key="critical.a.b", headers=[("a", 1)]),
+    ],
+)
+async def test_a_wrong_argument_of_any_other_call_is_told_too(url: str, call: Callable[[Any], Any]) -> None:
+    client = Client(url)
+    client._loop = asyncio.get_running_loop()
+    with pytest.raises(InvalidArgument):
+        await call(client)
 
 
 @pytest.mark.parametrize("value", ["y" * 200_000, HALF, object()], ids=["too large", "half", "object"])
@@ -201,6 +226,10 @@ def test_the_client_waits_until_shortly_after_the_deadline_if_there_is_one() -> 
     assert awaited_s(deadline_s=10) == 15
     assert awaited_s(deadline_s=10, delay_s=2) == 17
     assert awaited_s(deadline_s=10, at=datetime.now(UTC)) is None
+    assert awaited_s(deadline_s=10, headers={"x-lane-delay-ms": "2000"}) == 17
+    for wrong in ("soon", None, 10**400):  # a worker refuses it
+        assert awaited_s(deadline_s=10, headers={"x-lane-delay-ms": wrong}) == 15
+        assert awaited_s(headers={"x-lane-deadline-ms": wrong}) is None
 
 
 @pytest.mark.parametrize("priority", [-1, 10, 200, 256, None])

@@ -188,9 +188,9 @@ async def test_an_unknown_request_has_no_result_and_cannot_be_cancelled(client: 
         await client.result("id-1")
     with pytest.raises(ControlRefused, match="not known"):
         await client.cancel("id-1")
-    for id in ("..", "a/b", "", 5):
+    for id in ("..", "a/b", ""):
         with pytest.raises(ControlRefused, match="the request's id"):
-            await client.cancel(id)  # type: ignore[arg-type]
+            await client.cancel(id)
 
 
 @pytest.mark.parametrize(
