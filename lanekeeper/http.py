@@ -53,6 +53,8 @@ AWAY_S = 30.0
 IDEMPOTENCY_KEY = "idempotency-key"
 PREFIX = "x-lane-"
 CARRIED = n.TRACE_CONTEXT | {n.ANTHROPIC_BETA}
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""A header's name in HTTP."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _COUNTS = ("in_progress", "completed", "failed", "cancelled")
 _STATUS = {"queued": "waiting", "delayed": "waiting", "retrying": "waiting", "running": "running"}
@@ -453,9 +455,10 @@ def headers_of(outgoing: OutgoingRequest) -> dict[str, str]:
             continue  # over HTTP, the body has the field `stream`
         if not name.startswith(PREFIX) and name not in CARRIED:
             raise _invalid(f"header {name}: not passed on over HTTP")
-        found[name] = text = _text(value)
-        if not text.isprintable() or (isinstance(value, bytes) and not value.isascii()):
-            raise _invalid(f"header {name}: has a line break, or another character that HTTP does not allow")
+        found[name] = _text(name, value)
+    for name, text in found.items():
+        if not (text.isprintable() and _TOKEN.fullmatch(name)):
+            raise _invalid(f"header {name[:100]!r}: has a line break, or another character that HTTP does not allow")
     return found
 
 
@@ -465,7 +468,7 @@ def body_of(message: Message) -> bytes:
         return message.body
     try:
         found = json.loads(message.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return message.body  # the gateway's error says what is wrong with it
     if not isinstance(found, dict) or found.get("stream") is True:
         return message.body
@@ -475,10 +478,13 @@ def body_of(message: Message) -> bytes:
     return b'%b{"stream":true%b%b' % (begin, b"," if found else b"", rest)
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return value.decode("latin-1") if isinstance(value, bytes) else str(value)
+    try:
+        return value.decode("ascii") if isinstance(value, bytes) else str(value)
+    except ValueError as error:  # such as an integer of more than 4300 digits
+        raise _invalid(f"header {name}: cannot be written: {error}") from error
 
 
 def _invalid(detail: str) -> Problem:
@@ -603,7 +609,7 @@ def document_of(body: bytes) -> Mapping[str, Any]:
     """A JSON object; empty if the body is something else."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
