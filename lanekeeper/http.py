@@ -219,6 +219,8 @@ class OverHttp:
             return {"id": id, "status": "unknown", "counts": dict.fromkeys(_COUNTS, 0)}
         if answer.status >= 300:
             raise ControlRefused(document or {"status": answer.status, "detail": f"answered {answer.status}"})
+        if "counts" not in document:
+            raise no_gateway(answer.status)
         return document
 
     async def group_results(
@@ -265,6 +267,8 @@ class OverHttp:
         check_access(answer.status, document)
         if answer.status >= 300:
             raise ControlRefused(document or {"status": answer.status, "detail": f"answered {answer.status}"})
+        if "outcome" not in document:
+            raise no_gateway(answer.status)
         outcome: Cancelled = document["outcome"]
         return outcome
 
@@ -497,17 +501,22 @@ def _invalid(detail: str) -> Problem:
 def check_accepted(status: int, body: bytes) -> None:
     """Raises Problem if the gateway refuses the request, AccessRefused if it refuses the key, TopologyMismatch if there
     is no gateway at this address."""
-    if status < 300:
-        return
     document = document_of(body)
+    if status < 300 and "id" in document:
+        return
     check_access(status, document)
     if status < 400 or (status in (404, 405) and document.get("code") not in PROBLEMS):
-        raise TopologyMismatch(
-            f"answered {status}: no requests are taken at this address; is it a gateway's, of a version that has "
-            "/v1/requests? " + str(document.get("detail", ""))
-        )
+        raise no_gateway(status, str(document.get("detail", "")))
     code = "too_large" if status == 413 else "invalid_request"
     raise Problem({"code": code, "status": status, **document})
+
+
+def no_gateway(status: int, detail: str = "") -> TopologyMismatch:
+    """Such as the page of a proxy that wants a login, with status 200."""
+    return TopologyMismatch(
+        f"answered {status}: no requests are taken at this address; is it a gateway's, of a version that has "
+        f"{REQUESTS}? {detail}"
+    )
 
 
 def check_access(status: int, document: Mapping[str, Any]) -> None:
@@ -532,7 +541,9 @@ def final_of_status(id: str, status: int, body: bytes) -> Final:
         return final_of(Message(body=_member_bytes(body, "result"), headers={**headers, n.STATUS: "ok"}))
     if isinstance(problem := document.get("problem"), dict):
         return final_of(Message(body=json.dumps(problem).encode(), headers=headers))
-    named = str(document.get("status"))
+    if "status" not in document:
+        raise no_gateway(status)
+    named = str(document["status"])
     attempts = int(document.get("attempts", 0))
     raise NotEnded(
         id, _STATUS.get(named, named), attempts=attempts, due_at=document.get("due_at"), step=document.get("step")

@@ -84,7 +84,7 @@ async def test_a_stream_goes_on_after_its_last_event_when_the_connection_is_lost
     pauses = Mock(return_value=0.0)
     monkeypatch.setattr(http, "pause_s", pauses)
     gateway.posted["id-1"] = b"{}"
-    gateway.faults += [202, fault]
+    gateway.faults += [Refusal(202, {"id": "id-1"}), fault]
     gateway.streams += [["id: 1\nevent: event\ndata: {}\n\n"], []]
     came = [each async for each in client.stream(BODY, key=LANE, message_id="id-1")]
     assert [type(each) for each in came] == [Part, Final]
@@ -206,6 +206,18 @@ async def test_what_is_no_answer_about_a_request_is_an_error_with_the_status(
             await call("id-1")
 
 
+@pytest.mark.parametrize("call", ["publish", "request", "cancel", "result"])
+async def test_a_page_in_place_of_a_gateways_answer_is_no_success(
+    gateway: FakeGateway, client: Client, call: str
+) -> None:
+    """Such as a proxy's that wants a login."""
+    gateway.posted["id-1"] = b"{}"
+    gateway.faults += [200]
+    given = ("id-1",) if call in ("cancel", "result") else (BODY,)
+    with pytest.raises(TopologyMismatch, match="is it a gateway's"):
+        await getattr(client, call)(*given, **({"key": LANE} if given == (BODY,) else {}))
+
+
 async def test_an_answer_has_a_largest_size(
     gateway: FakeGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,7 +240,7 @@ def test_a_result_is_given_in_the_bytes_in_which_it_came(document: str) -> None:
 
 async def test_a_stream_whose_events_are_gone_gives_the_answer_alone(gateway: FakeGateway, client: Client) -> None:
     gateway.posted["id-1"] = b"{}"
-    gateway.faults += [Refusal(202), Refusal(404)]  # for POST and for the events
+    gateway.faults += [Refusal(202, {"id": "id-1"}), Refusal(404)]  # for POST and for the events
 
     came = [each async for each in client.stream(BODY, key=LANE, message_id="id-1")]
 
