@@ -21,7 +21,7 @@ import aiohttp
 
 from lanekeeper.backoff import pause_s
 from lanekeeper.contract import names as n
-from lanekeeper.contract.identity import REQUEST_ID, is_request_id
+from lanekeeper.contract.identity import REQUEST_ID, is_host, is_request_id
 from lanekeeper.contract.messages import Depth, Message
 from lanekeeper.contract.problems import (
     PROBLEMS,
@@ -101,7 +101,7 @@ class OverHttp:
     ) -> None:
         try:
             parts = urlsplit(url)
-            is_url = bool(parts.hostname) and parts.port != 0 and not (parts.query or parts.fragment)
+            is_url = is_host(parts.hostname or "") and parts.port != 0 and not (parts.query or parts.fragment)
         except ValueError:
             is_url = False
         if not is_url or "@" in parts.netloc:

@@ -24,7 +24,7 @@ from lanekeeper.amqp.driver import (
     translate_broker_errors,
 )
 from lanekeeper.backoff import pause_s
-from lanekeeper.contract.identity import urls_of
+from lanekeeper.contract.identity import is_host, urls_of
 from lanekeeper.contract.messages import Depth
 from lanekeeper.contract.problems import (
     AccessRefused,
@@ -59,7 +59,7 @@ class Connection:
             raise InvalidUrl("a broker's URL is amqp(s)://user:password@host:port/vhost, with %-escapes") from None
         if any(node_url.scheme not in ("amqp", "amqps") for node_url in self._urls):
             raise InvalidUrl("a broker's URL begins with amqp:// or amqps://")
-        if not all(node_url.host for node_url in self._urls):
+        if not all(is_host(node_url.host or "") for node_url in self._urls):
             raise InvalidUrl("a broker's URL has a host: amqp(s)://user:password@host:port/vhost")
         self._url_index = random.randrange(len(self._urls))
         self._name = name

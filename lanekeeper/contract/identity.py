@@ -40,6 +40,14 @@ def encodable(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+def is_host(name: str) -> bool:
+    """Whether it can be looked up: Python raises UnicodeError for a label that is empty or too long."""
+    try:
+        return name.encode("idna") != b"" and "\0" not in name
+    except UnicodeError:
+        return False
+
+
 def urls_of(text: str) -> tuple[str, ...]:
     """The URLs of a cluster's nodes. Only a comma before `amqp(s)://` separates: a password may contain one."""
     return tuple(_BETWEEN_URLS.split(text.strip()))

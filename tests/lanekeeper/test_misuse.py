@@ -29,7 +29,8 @@ HALF = "\ud83d"
     "url",
     [
         None, 5, b"amqp://h", "h:5672", "redis://h", "amqp://h:99999", "http://h:99999", "http://[", "amqp://",
-        "amqp://:5",
+        "amqp://:5", "amqp://my..broker", "amqp://a\0b", f"amqp://h,amqp://{'x' * 64}.example", "http://my..gateway",
+        f"http://{'x' * 64}",
     ],
 )  # fmt: skip
 def test_a_url_that_can_be_none_is_refused(client: Any, url: object) -> None:
