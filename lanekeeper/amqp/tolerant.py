@@ -58,6 +58,9 @@ _READ_ERRORS: Final = (
     ValueError, OverflowError, OSError, RecursionError, KeyError, IndexError, TypeError, struct.error,
 )  # fmt: skip
 
+_WRITE_ERRORS: Final = (AttributeError, OverflowError, RecursionError, struct.error)
+"""Of a name that is no text, a number or time that is too large, and tables that nest too deep."""
+
 
 class TableTooLarge(ValueError):
     """A field table is valid, but has too many values, levels of nesting or bytes."""
@@ -221,7 +224,6 @@ class Properties(Basic.Properties):
 def encoded(message: Message) -> bytes:
     """The properties of `message`, headers included. Raises TypeError, ValueError."""
     headers = {key: value for key, value in message.headers.items() if key != UNREADABLE}
-    timestamp = None if message.timestamp_s is None else int(message.timestamp_s)
     fields: tuple[tuple[Any, Callable[[Any], bytes]], ...] = (
         (message.content_type, _short),
         (message.content_encoding, _short),
@@ -232,7 +234,7 @@ def encoded(message: Message) -> bytes:
         (message.reply_to, _short),
         (message.expiration, _short),
         (message.message_id, _short),
-        (timestamp, _TIMESTAMP.pack),
+        (message.timestamp_s, _seconds),
         (message.type, _short),
         (message.user_id, _short),
         (message.app_id, _short),
@@ -244,6 +246,13 @@ def encoded(message: Message) -> bytes:
             parts.append(write(value))
         flag >>= 1
     return _FLAGS.pack(flags) + b"".join(parts)
+
+
+def _seconds(value: float) -> bytes:
+    try:
+        return _TIMESTAMP.pack(int(value))
+    except _WRITE_ERRORS as error:
+        raise ValueError(f"timestamp {value}: {error}") from error
 
 
 def _octet(value: int) -> bytes:
@@ -278,8 +287,15 @@ def read_table(data: bytes, *, levels: int) -> tuple[int, Headers]:
 
 def write_table(table: Mapping[str, Any] | None) -> bytes:
     """Encode headers: integers always as signed 64-bit, floats as doubles. (pamqp chooses an integer's type by its
-    value, and writes floats in single precision.) Raises TypeError for a value that no AMQP type can express."""
-    fields = (table or {}).items()
+    value, and writes floats in single precision.) Raises TypeError, ValueError for what no AMQP type can express."""
+    try:
+        return _written(table or {})
+    except _WRITE_ERRORS as error:
+        raise ValueError(str(error)) from error
+
+
+def _written(table: Mapping[str, Any]) -> bytes:
+    fields = table.items()
     content = b"".join([bytes((len(raw := name.encode()),)) + raw + _encoded(value) for name, value in fields])
     return _SIZE.pack(len(content)) + content
 
@@ -364,7 +380,7 @@ def _encoded(value: Any) -> bytes:
         case bytes():  # a string that is not UTF-8
             return b"S" + _SIZE.pack(len(value)) + value
         case dict():
-            return b"F" + write_table(value)
+            return b"F" + _written(value)
         case list():
             items = b"".join([_encoded(item) for item in value])
             return b"A" + _SIZE.pack(len(items)) + items

@@ -212,6 +212,27 @@ TEXTS = (
 )  # fmt: skip
 
 
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"headers": {"a": nested(100_000)}}, {"headers": {"a": {1: 2}}},
+        {"headers": {"a": datetime.min.replace(tzinfo=UTC)}}, {"headers": {"a": 2**63}},
+        {"headers": {"a": {1}}}, {"timestamp_s": float("inf")}, {"timestamp_s": -1.0},
+    ],
+    ids=["deep", "name", "time", "integer", "set", "timestamp", "before 1970"],
+)  # fmt: skip
+def test_what_cannot_be_written_is_a_type_error_or_a_value_error(wrong: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        encoded(Message(body=b"", **wrong))
+
+
 @pytest.mark.slow
 @given(
     headers=st.dictionaries(st.text(max_size=20), values, max_size=6),
