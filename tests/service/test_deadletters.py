@@ -99,6 +99,20 @@ def test_an_edit_is_an_object() -> None:
         LetterEdit(patch=[1])
 
 
+@pytest.mark.parametrize(
+    ("at", "shown"),
+    [
+        ("0001-01-01T00:00:00+14:00", "1970-01-01T00:00:00.000Z"),
+        ("9999-12-31T23:59:59-14:00", "9999-12-31T23:59:59.000Z"),
+        ("9999-12-31T23:59:59.9999999Z", "9999-12-31T23:59:59.000Z"),
+    ],
+)
+def test_a_time_beyond_the_years_of_the_calendar_does_not_end_the_list(at: str, shown: str) -> None:
+    overview = Overview(Filter())
+    overview.keeps(Message(body=b"{}", headers={"x-lane-dead-at": at}), 1)
+    assert overview.as_json(jaeger_url=None)["groups"][0]["newest"] == shown
+
+
 def test_a_page_has_the_newest_and_the_next_goes_on_after_it() -> None:
     letters = [letter(f"m-{n}", **{"x-lane-dead-at": f"2026-11-21T18:00:{n // 2:02}Z"}) for n in range(50)]
     letters[3] = letter("m-3", **{"x-lane-replays": 2})

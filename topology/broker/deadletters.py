@@ -48,6 +48,8 @@ HELD_BYTES: Final = 32 * MIB
 TRIES: Final = 5
 AGAIN_AFTER_S: Final = 0.5
 REPLAYS_SHOWN: Final = 999
+LAST_MS: Final = 253_402_300_799_000
+"""The last second of the year 9999; a time in another zone may be later."""
 _DETAIL: Final = 1000
 _QUOTED = re.compile(r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*"|`[^`\n]*`""")
 _NUMBERED = re.compile(r"[\w.:-]*\d[\w.:-]*")
@@ -117,7 +119,7 @@ class DeadLetter:
     @cached_property
     def at_ms(self) -> int:
         try:
-            return round(1000 * datetime.fromisoformat(self.at).timestamp())
+            return min(max(0, round(1000 * datetime.fromisoformat(self.at).timestamp())), LAST_MS)
         except (ValueError, OverflowError):
             return 0
 
