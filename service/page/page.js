@@ -23,6 +23,9 @@ function text(node, value) {
   if (node.textContent !== value) node.textContent = value;
 }
 
+/** What an object has under a name that others chose. */
+const own = (object, name) => (object != null && Object.hasOwn(object, name) ? object[name] : undefined);
+
 /** Draw again only if the data changed, so that focus and selection stay. */
 const drawn = new WeakMap();
 function draw(node, data, make) {
@@ -231,12 +234,12 @@ let plot = null;
 let plotted = "";
 /** What the chart can draw: of a minute's point, or of a lane as it is now, the number to draw. */
 const DRAWN = {
-  p50: { words: "half waited less than", point: (each, lane) => each.waits[lane]?.p50, live: (lane) => lane.wait_ms?.["5m"]?.p50 },
-  p95: { words: "95 of 100 waited less than", point: (each, lane) => each.waits[lane]?.p95, live: (lane) => lane.wait_ms?.["5m"]?.p95 },
-  p99: { words: "99 of 100 waited less than", point: (each, lane) => each.waits[lane]?.p99, live: (lane) => lane.wait_ms?.["5m"]?.p99 },
-  done: { words: "answered in each minute", point: (each, lane) => each.done[lane] },
-  failed: { words: "failed in each minute", point: (each, lane) => each.failed[lane] },
-  retried: { words: "retried in each minute", point: (each, lane) => each.retried[lane] },
+  p50: { words: "half waited less than", point: (each, lane) => own(each.waits, lane)?.p50, live: (lane) => lane.wait_ms?.["5m"]?.p50 },
+  p95: { words: "95 of 100 waited less than", point: (each, lane) => own(each.waits, lane)?.p95, live: (lane) => lane.wait_ms?.["5m"]?.p95 },
+  p99: { words: "99 of 100 waited less than", point: (each, lane) => own(each.waits, lane)?.p99, live: (lane) => lane.wait_ms?.["5m"]?.p99 },
+  done: { words: "answered in each minute", point: (each, lane) => own(each.done, lane) },
+  failed: { words: "failed in each minute", point: (each, lane) => own(each.failed, lane) },
+  retried: { words: "retried in each minute", point: (each, lane) => own(each.retried, lane) },
 };
 const minutes = (at) => new Date(at).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 const lastHour = () => {
@@ -314,7 +317,7 @@ const TENANTS = 20;
 
 /** The tenants that have most waiting, running and spent. */
 function tenants(found) {
-  const all = {};
+  const all = Object.create(null); // a tenant may be named __proto__ or constructor
   const of = (name) => (all[name] ??= { running: 0, in_hand: 0, waits: 0, waited_ms: 0, requests: 0, usd: 0 });
   for (const lane of Object.values(found.tenants ?? {})) {
     for (const [name, figures] of Object.entries(lane)) {
@@ -446,7 +449,7 @@ function underWay(found, pause) {
   const waiting = asked.get(pause.id);
   if (waiting) return waiting.ends ? "being released" : "under way: no worker has confirmed it yet";
   const runs = pause.kind === "lane" ? found.lanes.find((lane) => lane.lane === pause.name)?.running
-    : pause.kind === "tenant" ? Object.values(found.tenants ?? {}).reduce((sum, of) => sum + (of[pause.name]?.running ?? 0), 0) : 0;
+    : pause.kind === "tenant" ? Object.values(found.tenants ?? {}).reduce((sum, of) => sum + (own(of, pause.name)?.running ?? 0), 0) : 0;
   return runs ? `under way: ${many(runs, "request")} still running` : "";
 }
 
@@ -678,11 +681,11 @@ async function letter(id, tenant) {
 function merged(from, to) {
   if (JSON.stringify(from) === JSON.stringify(to)) return undefined;
   if ([from, to].some((each) => each === null || typeof each !== "object" || Array.isArray(each))) return to;
-  const patch = {};
+  const patch = Object.create(null);
   for (const name of new Set([...Object.keys(from), ...Object.keys(to)])) {
-    if (!(name in to)) patch[name] = null;
+    if (!Object.hasOwn(to, name)) patch[name] = null;
     else {
-      const part = merged(from[name], to[name]);
+      const part = merged(own(from, name), to[name]);
       if (part !== undefined) patch[name] = part;
     }
   }
