@@ -37,7 +37,7 @@ from lanekeeper.contract.problems import (
     TopologyMismatch,
 )  # fmt: skip
 from lanekeeper.groups import Found, Outcome
-from lanekeeper.replies import Cancelled, ControlRefused, Final, NotEnded, Part, Problem, final_of
+from lanekeeper.replies import Cancelled, ControlRefused, Final, NotEnded, Part, Problem, final_of, lost_answer
 from lanekeeper.requests import PRIORITY, OutgoingRequest, time_in, until_ended
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ FIRST_PAUSE_S = 0.2
 PAUSE_CAP_S = 5.0
 RETRY_AFTER_CAP_S = 3600.0
 LANE_FULL = 529
+GONE = 410
 _TEMPORARY = frozenset({408, 429, 503})
 """The call was not carried out, and may succeed a little later."""
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a \r at the end of a chunk may be half of \r\n
@@ -203,6 +204,10 @@ class OverHttp:
             return await self._fetch_result(id, 0)
         except (Problem, NotEnded) as error:
             return error
+        except ControlRefused as error:
+            if error.fields.get("status") != GONE:
+                raise
+            return lost_answer(id, str(error))  # one lost answer must not hide all others
 
     async def group(self, id: str, *, tenant: str | None) -> Mapping[str, Any]:
         return await self._about_group("GET", id, tenant)

@@ -24,7 +24,7 @@ from lanekeeper.amqp.connection import Connection, depths
 from lanekeeper.amqp.publisher import Publisher
 from lanekeeper.amqp.replies import DirectReplies
 from lanekeeper.amqp.tolerant import HEADERS_BYTES, write_table
-from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyStore
+from lanekeeper.bodies import MIB, OVER_BYTES, PIECE_BYTES, BodiesUnavailable, BodyError, BodyStore
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import urls_of
 from lanekeeper.contract.messages import Depth, Message
@@ -41,7 +41,17 @@ from lanekeeper.contract.problems import (
     Unroutable,
 )
 from lanekeeper.groups import Found, Outcome
-from lanekeeper.replies import Cancelled, ControlRefused, Final, NoReply, NotEnded, Part, Problem, final_of
+from lanekeeper.replies import (
+    Cancelled,
+    ControlRefused,
+    Final,
+    NoReply,
+    NotEnded,
+    Part,
+    Problem,
+    final_of,
+    lost_answer,
+)
 from lanekeeper.requests import OutgoingRequest, time_in, until_ended
 from lanekeeper.telemetry import logs, signals
 
@@ -193,6 +203,8 @@ class OverAmqp:
                     found[id] = await self._whole(final_of(reply), end=None)
                 except Problem as problem:
                     found[id] = problem
+                except BodyError as error:  # one lost answer must not hide all others
+                    found[id] = lost_answer(id, str(error))
         states = json.loads(reply.body)["results"]
         return found | {str(each["id"]): _not_ended(each) for each in states if each["status"] != "ended"}
 

@@ -186,6 +186,11 @@ class NotEnded(LanekeeperError):
                 return "ask again later"
 
 
+def lost_answer(id: str, why: str) -> Problem:
+    """The outcome of a request whose answer was too large for a message, and whose body is lost."""
+    return Problem({"code": "internal", "status": 500, "request": id, "detail": f"the answer is lost: {why}"})
+
+
 def no_answer(id: str, timeout_s: float | None) -> NoReply:
     """Not answered in time."""
     error = NoReply(

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import AsyncMock, patch
+from unittest.mock import AsyncMock, Mock, patch
 
 import pytest
 
-from lanekeeper import ClientMisused, ConfirmUnknown, Names
+from lanekeeper import ClientMisused, ConfirmUnknown, Final, Names, Problem
 from lanekeeper.bodies import OVER_BYTES, BodiesUnavailable, BodyStore
+from lanekeeper.contract import names as n
 from lanekeeper.contract.messages import Message
 from lanekeeper.over_amqp import OverAmqp
 from lanekeeper.requests import OutgoingRequest
@@ -56,3 +57,24 @@ async def test_a_store_that_is_closed_is_unavailable(tmp_path: Path) -> None:
     store.close()
     with pytest.raises(BodiesUnavailable):
         await store.keep([b"x"])
+
+
+async def test_a_lost_answer_does_not_hide_the_results_of_others(tmp_path: Path) -> None:
+    store = BodyStore(tmp_path.as_uri())
+    over = OverAmqp(
+        "amqp://localhost", names=Names(), ssl_context=None, tracing=None, bodies=store, fetches_answers=True
+    )
+    kept = await store.keep_answer(b"{}", for_s=60)
+    await store.drop_answer(kept)
+
+    async def answers(asked: Message, **_: object) -> None:
+        for id, more in (("id-1", kept.headers), ("id-2", {})):
+            headers = {n.STATUS: "ok", n.REQUEST_ID: id, **more}
+            over._answers.add(asked.correlation_id, Message(body=b"{}", headers=headers))
+        over._answers.add(asked.correlation_id, Message(body=b'{"results": []}', headers={n.CONTROL: "pending"}))
+        over._answers._channel = Mock(is_closed=False)
+
+    with patch.object(over, "_send", answers):
+        found = await over.results(["id-1", "id-2"], tenant=None)
+    store.close()
+    assert [type(found[id]) for id in ("id-1", "id-2")] == [Problem, Final]

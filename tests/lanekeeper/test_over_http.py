@@ -218,6 +218,18 @@ async def test_a_page_in_place_of_a_gateways_answer_is_no_success(
         await getattr(client, call)(*given, **({"key": LANE} if given == (BODY,) else {}))
 
 
+async def test_a_lost_answer_does_not_hide_the_results_of_others(gateway: FakeGateway, client: Client) -> None:
+    gateway.posted |= {"id-1": b"{}", "id-2": b"{}"}
+    gateway.faults += [Refusal(410, {"status": 410, "detail": "the answer was stored, and is lost"})]
+    found = await client.results(["id-1", "id-2"])
+    lost, other = found["id-1"], found["id-2"]
+    if isinstance(lost, Final):  # the calls are made at the same time
+        lost, other = other, lost
+    assert isinstance(lost, Problem)
+    assert "is lost" in lost.detail
+    assert isinstance(other, Final)
+
+
 async def test_an_answer_has_a_largest_size(
     gateway: FakeGateway, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
