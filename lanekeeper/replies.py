@@ -71,7 +71,7 @@ class Part:
     def text(self) -> str:
         event = self.event
         if event.get("choices"):
-            return event["choices"][0].get("delta", {}).get("content") or ""
+            return (event["choices"][0].get("delta") or {}).get("content") or ""
         delta = event.get("delta")
         if event.get("type") == "response.output_text.delta":
             return str(delta)
@@ -111,19 +111,25 @@ class Final:
     def message(self) -> dict[str, Any]:
         """The answer as a JSON object. Raises NotAMessage if a handler or a pipeline has answered something else."""
         if not isinstance(found := self.value, dict):
-            raise NotAMessage(f"the answer of {self.model or 'a pipeline'} is no Message: read Final.value")
+            raise self._no_message()
         return found
 
     @property
     def text(self) -> str:
-        """Of a Message, a response, or the first choice of a chat completion."""
+        """Of a Message, a response, or the first choice of a chat completion. Raises NotAMessage."""
         message = self.message
-        if message.get("choices"):
-            return message["choices"][0]["message"].get("content") or ""
-        blocks = message.get("content", ())
-        if "output" in message:
-            blocks = [part for item in message["output"] for part in item.get("content") or ()]
-        return "".join(block["text"] for block in blocks if block.get("type") in ("text", "output_text"))
+        try:
+            if message.get("choices"):
+                return message["choices"][0]["message"].get("content") or ""
+            blocks = message.get("content", ())
+            if "output" in message:
+                blocks = [part for item in message["output"] for part in item.get("content") or ()]
+            return "".join(block["text"] for block in blocks if block.get("type") in ("text", "output_text"))
+        except (AttributeError, LookupError, TypeError):
+            raise self._no_message() from None
+
+    def _no_message(self) -> "NotAMessage":
+        return NotAMessage(f"the answer of {self.model or 'a pipeline'} is no Message: read Final.value")
 
 
 Cancelled: TypeAlias = Literal["recorded", "told", "ended", "unseen"]

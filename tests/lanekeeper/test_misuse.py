@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -258,9 +259,16 @@ def test_every_client_error_derives_from_one_base_class() -> None:
     assert {name for name in ERRORS if not issubclass(getattr(surface, name), surface.LanekeeperError)} == set()
 
 
-def test_an_answer_that_is_no_message_is_a_typed_error_that_says_what_to_read() -> None:
+@pytest.mark.parametrize(
+    "value", ["[1, 2]", '{"output": "text"}', '{"output": 5}', '{"content": "a"}', '{"choices": [1]}']
+)
+def test_an_answer_that_is_no_message_is_a_typed_error_that_says_what_to_read(value: str) -> None:
     given = {"lane": "normal", "provider": "handler", "attempt": 1, "wait_ms": 0, "run_ms": 0, "replayed": False}
-    final = surface.Final(body=b"[1, 2]", request_id="k-1", model="chunk", headers={}, **given)  # type: ignore[arg-type]
-    assert final.value == [1, 2]
+    final = surface.Final(body=value.encode(), request_id="k-1", model="chunk", headers={}, **given)  # type: ignore[arg-type]
+    assert final.value == json.loads(value)
     with pytest.raises(surface.NotAMessage, match=r"answer of chunk is no Message: read Final\.value"):
         _ = final.text
+
+
+def test_a_part_without_a_delta_has_no_text() -> None:
+    assert surface.Part(kind="event", seq=0, body=b'{"choices": [{"index": 0, "delta": null}]}').text == ""
