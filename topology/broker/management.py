@@ -6,8 +6,8 @@ API; to the latter over TLS if the AMQP connection uses TLS. They are never sent
 
 import json
 import ssl
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -43,56 +43,80 @@ class Management:
     ssl_context: ssl.SSLContext | None = field(default=None, repr=False)
 
     async def cluster_name(self) -> str:
-        return str((await self._get("overview"))["cluster_name"])
+        found = await self._get("overview")
+        with self._read():
+            return str(found["cluster_name"])
 
     async def topology(self) -> Topology:
-        exchanges = await self._get(f"exchanges/{self._vhost}")
-        queues = await self._get(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
-        return Topology(
-            exchanges=tuple(
-                _exchange(found) for found in exchanges if found["name"] and not found["name"].startswith("amq.")
-            ),
-            queues=tuple(_queue(queue) for queue in queues),
-            bindings=await self.bindings(),
-            nodes=await self._nodes(),
-        )
+        exchanges = await self._list(f"exchanges/{self._vhost}")
+        queues = await self._list(f"queues/{self._vhost}", columns=_QUEUE_COLUMNS)
+        bindings, nodes = await self.bindings(), await self._nodes()
+        with self._read():
+            return Topology(
+                exchanges=tuple(
+                    _exchange(found) for found in exchanges if found["name"] and not found["name"].startswith("amq.")
+                ),
+                queues=tuple(_queue(queue) for queue in queues),
+                bindings=bindings,
+                nodes=nodes,
+            )
 
     async def bindings(self) -> tuple[Binding, ...]:
-        found = await self._get(f"bindings/{self._vhost}")
-        return tuple(_binding(binding) for binding in found if binding["source"])
+        found = await self._list(f"bindings/{self._vhost}")
+        with self._read():
+            return tuple(_binding(binding) for binding in found if binding["source"])
 
     async def messages(self) -> Mapping[str, int]:
         """How many messages each queue holds, with those that were delivered and are not acknowledged yet: as of some
         seconds ago."""
-        found = await self._get(f"queues/{self._vhost}", columns="name,messages")
-        return {queue["name"]: queue.get("messages", 0) for queue in found}
+        found = await self._list(f"queues/{self._vhost}", columns="name,messages")
+        with self._read():
+            return {str(queue["name"]): int(queue.get("messages", 0)) for queue in found}
 
     async def import_definitions(self, definitions: dict[str, Any]) -> None:
         await self._call("POST", "definitions", body=definitions)
 
     async def _nodes(self) -> tuple[str, ...]:
         try:
-            found = await self._get("nodes", columns="name")
+            found = await self._list("nodes", columns="name")
         except AccessRefused:
             return ()
-        return tuple(sorted(node["name"] for node in found))
+        with self._read():
+            return tuple(sorted(node["name"] for node in found))
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        """Around what reads an answer: whatever answers there may be no management API."""
+        try:
+            yield
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise BrokerError(f"{self.url} answered with something else than RabbitMQ's JSON") from error
 
     @property
     def _vhost(self) -> str:
         return quote(self.vhost, safe="")
 
+    async def _list(self, path: str, **query: str) -> list[Any]:
+        found = await self._get(path, **query)
+        with self._read():
+            if not isinstance(found, list):
+                raise TypeError(type(found))
+            return found
+
     async def _get(self, path: str, **query: str) -> Any:
         body = await self._call("GET", path, query=query)
-        try:
+        with self._read():
             return json.loads(body)
-        except ValueError as error:
-            raise BrokerError(f"{self.url} answered with something else than JSON; is it RabbitMQ's?") from error
 
     async def _call(
         self, method: str, path: str, *, query: dict[str, str] | None = None, body: dict[str, Any] | None = None
     ) -> bytes:
         # `encoded=True`, because the virtual host "/" must stay %2F in the path
         url = URL(f"{self.url.rstrip('/')}/api/{path}", encoded=True)
+        try:
+            login = aiohttp.encode_basic_auth(self.user, self.password)
+        except ValueError as error:
+            raise AccessRefused(f"no management API lets user {self.user!r} in: {error}") from error
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as session,
@@ -101,7 +125,7 @@ class Management:
                     url,
                     params=query,
                     json=body,
-                    headers={"authorization": aiohttp.encode_basic_auth(self.user, self.password)},
+                    headers={"authorization": login},
                     ssl=self.ssl_context or True,
                     allow_redirects=False,
                 ) as answer,
