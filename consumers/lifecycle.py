@@ -24,6 +24,7 @@ from consumers.outcomes import (
     Superseded,
 )
 from consumers.state.base import Completion
+from lanekeeper.amqp.tolerant import KEY_BYTES
 from lanekeeper.contract import names as n
 from lanekeeper.contract.identity import shown
 from lanekeeper.contract.messages import Message
@@ -130,7 +131,8 @@ class Lifecycle:
         self._notices.publish(
             _as_json(body).encode(),
             exchange=self._names.events,
-            routing_key=self._names.event_key(lane, app, event, id),
+            # too long, it would be an error for all that are written together with it
+            routing_key=self._names.event_key(lane, app, event, id)[:KEY_BYTES],
         )
 
 

@@ -20,7 +20,7 @@ from consumers.state.base import StoreUnavailable
 from lanekeeper.bodies import BodiesUnavailable
 from lanekeeper.contract.messages import Message
 from lanekeeper.telemetry import signals
-from tests.support.jobs import NOW_MS
+from tests.support.jobs import NOW_MS, Bench
 from tests.support.virtual_time import virtually
 
 SECOND_MS = 1000
@@ -43,6 +43,12 @@ def test_dead_letters_beyond_the_number_or_size_go_down_to_seven_eighths_the_old
     bound: dict[str, int], left: int
 ) -> None:
     assert gone(kept("", 20), **bound) == set(range(20 - left))
+
+
+def test_the_event_of_a_letter_with_any_key_and_id_can_be_written() -> None:
+    bench, key = Bench(), f"{'x' * 100}.{'y' * 100}.z"
+    bench.lifecycle.publish_for_letter(Message(body=b"", routing_key=key, message_id="i" * 128), "removed")
+    assert [len(key) for key in bench.notices.keys] == [255]
 
 
 def test_a_few_large_letters_go_and_not_the_many_small_ones_of_others() -> None:

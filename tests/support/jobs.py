@@ -150,10 +150,12 @@ class FakePublisher(Publisher):
 class FakeNotices(Notices):
     log: list[str]
     bodies: list[bytes] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
 
     @override
     def publish(self, body: bytes, *, exchange: str, routing_key: str) -> None:
         assert exchange == NAMES.events
+        self.keys.append(routing_key)
         self.bodies.append(body)
         self.log.append(f"event: {json.loads(body)['event']}")
 
