@@ -86,6 +86,7 @@ class OverAmqp:
         bodies: BodyStore | str | None,
         fetches_answers: bool,
     ) -> None:
+        self._bodies = bodies
         self._store = BodyStore(bodies) if isinstance(bodies, str) else bodies
         self._fetches = fetches_answers
         self._names = names
@@ -102,6 +103,8 @@ class OverAmqp:
 
     async def __aenter__(self) -> Self:
         await self.connection.__aenter__()
+        if isinstance(self._bodies, str):  # one that was closed works no more, and a client may be opened again
+            self._store = BodyStore(self._bodies)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -52,6 +52,22 @@ async def test_a_client_closed_before_the_confirm_came_leaves_the_body_of_what_m
     assert (misused.value.maybe_published, bodies_in(tmp_path)) == (True, 1)
 
 
+async def test_a_client_that_is_opened_again_has_its_store_again(tmp_path: Path) -> None:
+    over = OverAmqp(
+        "amqp://localhost",
+        names=Names(),
+        ssl_context=None,
+        tracing=None,
+        bodies=tmp_path.as_uri(),
+        fetches_answers=True,
+    )
+    with patch.multiple(over.connection, __aenter__=AsyncMock(), __aexit__=AsyncMock(), create=True):
+        for _ in range(2):
+            async with over:
+                await over._store_body(large())
+    assert bodies_in(tmp_path) == 2
+
+
 async def test_a_store_that_is_closed_is_unavailable(tmp_path: Path) -> None:
     store = BodyStore(tmp_path.as_uri())
     store.close()
