@@ -290,7 +290,7 @@ class Client:
     def _check_open(self) -> None:
         if self._loop is None:
             raise ClientMisused("the client is not open: use it inside `async with Client(…) as client:`")
-        if self._loop is not asyncio.get_running_loop():
+        if self._loop is not asyncio._get_running_loop():  # None in a thread without one
             raise ClientMisused("the client was opened in another event loop: open one in each event loop")
 
     def _outgoing(

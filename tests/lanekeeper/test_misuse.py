@@ -179,6 +179,8 @@ def test_a_client_whose_event_loop_was_closed_says_so() -> None:
     for call in (client.cancel("id"), client.result("id"), client.depth("normal")):
         with pytest.raises(ClientMisused, match="another event loop"):
             asyncio.run(call)
+    with pytest.raises(ClientMisused, match="another event loop"):
+        client.group("g-1")
 
 
 CHANGES = """
