@@ -65,12 +65,25 @@ class _Process:
             raise
 
 
+class _Forks:
+    """Counts the forks from the first process to this one: a process may get the id of one that has ended."""
+
+    count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+
+_forks = _Forks()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forks.add)
 _processes: dict[int, _Process] = {}
+"""By their number of forks, those before this one as well."""
 
 
 class _Opened:
     def __init__(self, make: Callable[[], asynchronous.Client]) -> None:
-        self.process = _processes.setdefault(os.getpid(), _Process())
+        self.process = _processes.setdefault(_forks.count, _Process())
         self._make = make
         self._opening = asyncio.Lock()
         self._client: asynchronous.Client | None = None
@@ -92,13 +105,13 @@ class _Opened:
 
 
 def _close_dropped(opened: dict[int, _Opened]) -> None:
-    if (own := opened.get(os.getpid())) is not None:
+    if (own := opened.get(_forks.count)) is not None:
         own.process.begin_closing(own)
 
 
 @atexit.register
 def _close_all() -> None:
-    if (process := _processes.get(os.getpid())) is not None:
+    if (process := _processes.get(_forks.count)) is not None:
         wait_for_all([process.begin(opened.close()) for opened in list(process.opened)], timeout=CLOSED_WITHIN_S)
 
 
@@ -124,7 +137,7 @@ class Client:
 
     def close(self) -> None:
         self._is_closed = True
-        if (opened := self._opened.pop(os.getpid(), None)) is not None:
+        if (opened := self._opened.pop(_forks.count, None)) is not None:
             opened.process.wait(opened.process.begin(opened.close()))
 
     def publish(self, body: Body, *, key: str, **options: Unpack[Options]) -> str:
@@ -204,7 +217,7 @@ class Client:
             raise ClientMisused("this client is closed: make another")
         if asyncio._get_running_loop() is not None:
             raise ClientMisused("lanekeeper.sync would block this thread's event loop: await lanekeeper.Client there")
-        return self._opened.setdefault(os.getpid(), _Opened(self._make))
+        return self._opened.setdefault(_forks.count, _Opened(self._make))
 
 
 class _Over(NamedTuple):

@@ -2,13 +2,14 @@
 
 import asyncio
 import gc
-import os
+import sys
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 
 from lanekeeper import BrokerUnreachable, ClientMisused, InvalidUrl
-from lanekeeper.sync import Client, _processes
+from lanekeeper.sync import Client, _forks, _processes
 from tests.support.fake_gateway import KEY, FakeGateway
 from tests.support.waiting import until
 
@@ -31,7 +32,7 @@ async def client(gateway: FakeGateway) -> AsyncIterator[Client]:
 
 def opened() -> int:
     """How many clients of this process are open."""
-    return len(_processes[os.getpid()].opened)
+    return len(_processes[_forks.count].opened)
 
 
 async def test_a_with_block_opens_one_connection_and_closes_it(client: Client, gateway: FakeGateway) -> None:
@@ -87,6 +88,32 @@ async def test_a_client_that_is_closed_or_in_an_event_loop_is_misused(
     client.close()
     with pytest.raises(ClientMisused, match="is closed"):
         await asyncio.to_thread(use, client)
+
+
+FORKED = """
+import os, sys
+from lanekeeper.sync import Client
+
+client, own = Client(sys.argv[1], api_key=sys.argv[2]), os.getpid()
+client.publish({"prompt": "x"}, key="normal.tests.fork")
+if not (child := os.fork()):
+    os.getpid = lambda: own
+    print(client.publish({"prompt": "x"}, key="normal.tests.fork", message_id="forked"), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.slow
+async def test_a_fork_that_gets_the_id_of_a_process_that_has_ended_opens_a_connection_of_its_own(
+    gateway: FakeGateway,
+) -> None:
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FORKED, gateway.url, KEY, stdout=PIPE)
+    try:
+        assert (await asyncio.wait_for(process.communicate(), 10))[0] == b"forked\n"
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 @pytest.mark.slow
