@@ -203,7 +203,7 @@ def replay(
     ] = None,
     to_lane: Annotated[str | None, typer.Option("--to-lane", help="Run it in this lane.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Call this model.")] = None,
-    rate: Annotated[float | None, typer.Option("--rate", min=0.001, help="At most so many a second.")] = None,
+    rate: options.Rate = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check and count.")] = False,
     json: options.Json = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import wraps
 from inspect import signature
@@ -44,6 +45,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Host = Annotated[str | None, typer.Option("--host", help="Where the HTTP server listens.")]
 Port = Annotated[int | None, typer.Option("--port", min=0, max=65_535, help="Its port; 0: any free one.")]
 
+LONGEST_S = 10 * 366 * 86_400
+MOST_PER_S = 100_000
 _UNITS_S = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)")
 
@@ -133,9 +136,17 @@ def _put(given: dict[str, Any], path: list[str], value: object) -> None:
 def seconds(text: str) -> float:
     """Read a duration: `100ms`, `10s`, `5m`, `2h`, `1d`; without a unit, seconds. Raises typer.BadParameter."""
     found = _DURATION.fullmatch(text.strip())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is no duration, such as 100ms, 10s, 5m, 2h or 1d")
-    return float(found[1]) * _UNITS_S[found[2]]
+    if found is None or (duration_s := float(found[1]) * _UNITS_S[found[2]]) > LONGEST_S:
+        raise typer.BadParameter(f"{text[:80]!r} is no duration, such as 100ms, 10s, 5m, 2h or 1d (at most ten years)")
+    return duration_s
+
+
+def per_second(text: str) -> float:
+    """Read how many a second. Raises typer.BadParameter."""
+    with suppress(ValueError):
+        if 0.001 <= (found := float(text)) <= MOST_PER_S:
+            return found
+    raise typer.BadParameter(f"{text[:80]!r}: allowed is a number from 0.001 to {MOST_PER_S}")
 
 
 def moment_or_ago(text: str) -> datetime:
@@ -153,3 +164,8 @@ def moment(text: str) -> datetime:
     if found.tzinfo is None:
         raise typer.BadParameter(f"{text!r} has no zone: {allowed}")
     return found
+
+
+Rate = Annotated[
+    float | None, typer.Option("--rate", parser=per_second, metavar="NUMBER", help="At most so many a second.")
+]

@@ -374,7 +374,7 @@ def replay(
     settings: "Settings",
     wanted: "RequestFilter",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be replayed.")] = False,
-    rate: Annotated[float | None, typer.Option("--rate", min=0.001, help="At most so many a second.")] = None,
+    rate: options.Rate = None,
     to_lane: Annotated[str | None, named("--to-lane", "LANE", "Into another lane.")] = None,
     json: options.Json = False,
 ) -> None:

@@ -57,6 +57,18 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     assert f"Usage: lanekeeper {' '.join(command)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["dead", "list", "--since", "99999999999d"], ["pause", "--lane", "batch", "--for", "9" * 400 + "d"],
+        ["dead", "replay", "--all", "--rate", "inf"], ["requests", "replay", "--lane", "batch", "--rate", "nan"],
+    ],
+)  # fmt: skip
+def test_a_number_without_bounds_is_bad_use(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(command) == 2
+    assert "no duration" in (told := capsys.readouterr().err) or "allowed is a number" in told
+
+
 def imported_by(code: str) -> set[str]:
     code = f"import sys; {code}; print(sorted(sys.modules))"
     done = subprocess.run(
