@@ -14,9 +14,14 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+_FIRST_S = -62_135_596_800
+_LAST_S = 253_402_300_799
+"""The first and the last second of the calendar (the years 1 and 9999). A time in another zone may lie beyond."""
+
+
 def moment_text(ms: int) -> str:
-    """A time as text (RFC 3339, UTC)."""
-    when = datetime.fromtimestamp(ms / 1000, tz=UTC)
+    """A time as text (RFC 3339, UTC); of a time beyond the calendar, its nearest second. Never raises."""
+    when = datetime.fromtimestamp(min(max(ms / 1000, _FIRST_S), _LAST_S), tz=UTC)
     return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
