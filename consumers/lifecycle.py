@@ -198,7 +198,8 @@ def waits(job: Job, taken_ns: int) -> list[WaitSpan]:
         found += [WaitSpan(f"{signals.WAIT} {queue}", back_ns, taken_ns)]
     elif not job.trusted and (sent_ns := _sent_ns(job, taken_ns)) is not None:
         if (parked_ms := moment_ms(hop.dead_at)) is not None:
-            found += [WaitSpan(f"{signals.WAIT} {signals.DEAD_LETTER}", parked_ms * MS, sent_ns)]
+            # a requester may have written it; OpenTelemetry knows no time before 1970, and drops the whole batch for it
+            found += [WaitSpan(f"{signals.WAIT} {signals.DEAD_LETTER}", max(0, parked_ms) * MS, sent_ns)]
         found += [WaitSpan(f"{signals.WAIT} {queue}", sent_ns, taken_ns)]
     if job.attempted is not None:
         found += [

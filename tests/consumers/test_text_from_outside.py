@@ -15,6 +15,7 @@ from consumers.dialects.anthropic_answers import read_answer
 from consumers.dialects.anthropic_stream import StreamedMessage
 from consumers.dialects.base import Failure
 from consumers.failures import RetryPolicy, decide
+from consumers.lifecycle import waits
 from consumers.limits.base import Amounts
 from consumers.outcomes import Answered
 from consumers.providers.calling import parse_message
@@ -24,7 +25,7 @@ from lanekeeper.amqp.tolerant import encoded
 from lanekeeper.contract.identity import encodable
 from lanekeeper.contract.problems import RequestProblem
 from service.telemetry import redaction
-from tests.support.jobs import Bench, read
+from tests.support.jobs import NOW_MS, Bench, read
 
 LONE = "\ud83d"
 TEXT = st.text(st.characters(), max_size=20)
@@ -104,3 +105,9 @@ def test_an_answer_is_sent_whatever_its_text(one: str, two: str, name: str) -> N
     for body in (to_json(collected.message()), json.dumps(whole).encode()):
         reply = settled(read_answer(parse_message(body, ""), body, provider="p", request_id=None))
         assert json.loads(reply) == json.loads(json.dumps(whole))
+
+
+@pytest.mark.parametrize("at", ["1900-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"])
+def test_no_span_begins_before_1970_whatever_time_a_requester_states(at: str) -> None:
+    job = read(Bench().job(headers={"x-lane-dead-at": at}))
+    assert [span for span in waits(job, NOW_MS * 1_000_000) if span.start_ns < 0] == []
