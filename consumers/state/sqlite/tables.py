@@ -100,13 +100,7 @@ _SET_HEAD: Final = (
     "INSERT INTO request_group (tenant, id, head, until_ms) VALUES (?, ?, ?, ?)"
     " ON CONFLICT DO UPDATE SET head = excluded.head, until_ms = max(until_ms, excluded.until_ms)"
 )
-_POSITION: Final = "(rowid << 16 | seen_ms & 65535)"
-"""Of a member of a group. SQLite gives the number of a newest row that was removed to the next row, so the position
-says when the store heard of the request, too."""
-_MEMBERS: Final = (
-    f"FROM request WHERE tenant = ? AND group_id = ? AND rowid >= ? >> 16 AND {_POSITION} <> ? AND keep_ms > ?"
-    " ORDER BY rowid LIMIT ?"
-)
+_MEMBERS: Final = "FROM request WHERE tenant = ? AND group_id = ? AND rowid > ? AND keep_ms > ? ORDER BY rowid LIMIT ?"
 _REMOVE_MEMBERS: Final = (
     "DELETE FROM request WHERE rowid IN"
     f" (SELECT rowid FROM request WHERE tenant = ? AND group_id = ? LIMIT {STEP_ROWS})"
@@ -421,11 +415,10 @@ class Tables:
     def members(
         self, at: Times, group: Identity, *, after: int = 0, most: int = MEMBERS_AT_ONCE, bodies: bool = True
     ) -> list[Member]:
-        columns = f"{_POSITION}, id, status, code, headers, ended_ms, cancelling, {'body' if bodies else 'NULL'}"
+        columns = f"rowid, id, status, code, headers, ended_ms, cancelling, {'body' if bodies else 'NULL'}"
         found: list[Member] = []
         size = 0
-        given = (group.tenant, group.id, after, after, at.today, most)
-        for row in self._execute(f"SELECT {columns} {_MEMBERS}", given):
+        for row in self._execute(f"SELECT {columns} {_MEMBERS}", (group.tenant, group.id, after, at.today, most)):
             position, id, status, code, headers, ended_ms, cancelling, body = row
             completion = None
             if status is not None and not cancelling:

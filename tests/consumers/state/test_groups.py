@@ -239,17 +239,3 @@ async def test_the_results_of_a_group_are_kept_together(opened: Any, opened_with
     await asyncio.sleep(0.1)
 
     assert (await store.members(GROUP))[0].completion is not None
-
-
-async def test_a_reader_sees_the_request_that_follows_one_that_was_forgotten(store: Store) -> None:
-    async def joins(id: str) -> None:
-        await store.complete(Identity("crm", id), message(group=IN_GROUP), ended(), token=None)
-
-    await joins("first")
-    (first,) = await store.members(GROUP)
-    await store.forget(Identity("crm", "first"))
-    await asyncio.sleep(0.002)
-    await joins("second")
-    (second,) = await store.members(GROUP, after=first.position)
-    assert second.id == "second"
-    assert await store.members(GROUP, after=second.position) == []
