@@ -26,8 +26,6 @@ class RowKind(StrEnum):
     """The cancellation of a request that no worker has claimed."""
     LIVE = "live"
     """A request that has not ended: it waits, or its worker died."""
-    UPDATE = "update"
-    """Which request is the last of a debounce key. Without it, an earlier one may run too."""
     FLOW = "flow"
     """What the steps and items of a pipeline that has not ended have come to. It is removed last of its tenant's rows,
     because it would be called and paid again."""
@@ -39,14 +37,12 @@ Share = tuple[str, RowKind]
 
 
 class Surplus(NamedTuple):
-    """A row that a full store is to remove, unless it changes before. `state`: what tells that it has changed. `id`: of
-    an update, its key."""
+    """A row that a full store is to remove, unless it changes before. `state`: what tells that it has changed."""
 
     tenant: str
     id: str
     size: int
     state: str | int
-    is_update: bool = False
 
 
 def next_step(rows: deque[Surplus]) -> list[Surplus]:

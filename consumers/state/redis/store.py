@@ -303,14 +303,13 @@ class RedisStore(Store):
             self._surplus.extend(await self._found_surplus())
         removed: int = 0
         while not removed and (step := next_step(self._surplus)):
-            keys = [key for row in step for key in self._surplus_keys(row)]
+            keys = [
+                key
+                for row in step
+                for key in (*self._keys(Identity(row.tenant, row.id)), self._of_tenant("unseen", row.tenant))
+            ]
             removed = await self._run("remove", keys, *(value for row in step for value in (row.state, row.id)))
         return removed
-
-    def _surplus_keys(self, row: Surplus) -> list[str]:
-        if row.is_update:
-            return [self._place(Place("debounce", row.tenant, row.id))] * 4
-        return [*self._keys(Identity(row.tenant, row.id)), self._of_tenant("unseen", row.tenant)]
 
     async def _found_surplus(self) -> list[Surplus]:
         # above `max_bytes`, or near to the `maxmemory` beyond which Redis refuses writes
@@ -340,15 +339,14 @@ class RedisStore(Store):
 
     async def _oldest(self, shares: Sequence[Share]) -> dict[Share, list[Surplus]]:
         """The rows of these shares that expire first."""
-        rows: dict[tuple[Share, str], tuple[int, Share, Surplus]] = {}
+        rows: dict[tuple[str, str], tuple[int, Share, Surplus]] = {}
         wanted = [f"{quote(tenant, safe='')} {kind}" for tenant, kind in shares]
         async for owner, id, size, left_ms in self._owned(*wanted):
             share = tenant, kind = _share(owner)
             id = id.decode()
-            row = Surplus(tenant, id, size, kind, is_update=kind is RowKind.UPDATE)
-            rows[share, id] = left_ms, share, row  # a key may come twice
+            rows[tenant, id] = left_ms, share, Surplus(tenant, id, size, kind)  # a key may come twice
             if len(rows) >= 2 * SURPLUS_ROWS:
-                rows = {(each[1], each[2].id): each for each in nsmallest(SURPLUS_ROWS, rows.values())}
+                rows = {(row[2].tenant, row[2].id): row for row in nsmallest(SURPLUS_ROWS, rows.values())}
         found: dict[Share, list[Surplus]] = {}
         for _, share, row in nsmallest(SURPLUS_ROWS, rows.values()):
             found.setdefault(share, []).append(row)

@@ -31,7 +31,7 @@ function run.owned(cursor, begin, count)
     local name, whose, id = key:sub(#begin + 1):match('^(%a+):([^:]*):?(.*)$')
     local is_request = name == 'request'
     if is_request or name == 'debounce' or name == 'batched' or name == 'files' then
-      local of = is_request and kind_of(key) or name == 'debounce' and 'update' or 'kept'
+      local of = is_request and kind_of(key) or 'kept'
       local share = whose .. ' ' .. of
       if #ARGV < 4 or is_wanted[share] then
         local after = whose .. ':' .. id
@@ -57,12 +57,11 @@ function run.named(cursor, pattern, count)
 end
 
 -- Removes requests that are still of their kind. For each there are three keys, that of the tenant's unseen
--- cancellations, and two arguments: the kind and the id. Of an update, all four keys are its own.
+-- cancellations, and two arguments: the kind and the id.
 function run.remove()
   local removed = 0
   for i = 1, #KEYS, 4 do
-    local kind = ARGV[i / 2 + 0.5]
-    if redis.call('EXISTS', KEYS[i]) == 1 and (kind == 'update' or kind_of(KEYS[i]) == kind) then
+    if redis.call('EXISTS', KEYS[i]) == 1 and kind_of(KEYS[i]) == ARGV[i / 2 + 0.5] then
       redis.call('DEL', KEYS[i], KEYS[i + 1], KEYS[i + 2])
       redis.call('ZREM', KEYS[i + 3], ARGV[i / 2 + 1.5])
       removed = removed + 1

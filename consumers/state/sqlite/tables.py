@@ -195,11 +195,9 @@ _KIND: Final = (
     f" WHEN status = 'error' AND (noted OR instr(headers, '\"{ATTEMPT}\": 0')) THEN '{RowKind.FREE}'"
     f" ELSE '{RowKind.PAID}' END"
 )
-_KEPT_SIZE: Final = f"{COUNTED_BYTES} + coalesce(length(body), 0)"
 _USED: Final = (
     f"SELECT tenant, {_KIND} AS kind, sum({_SIZE}) FROM request NOT INDEXED GROUP BY tenant, kind UNION ALL"
-    f" SELECT tenant, iif(kind = 'debounce', '{RowKind.UPDATE}', '{RowKind.KEPT}') AS of, sum({_KEPT_SIZE})"
-    " FROM kept GROUP BY tenant, of"
+    f" SELECT tenant, '{RowKind.KEPT}', sum({COUNTED_BYTES} + coalesce(length(body), 0)) FROM kept GROUP BY tenant"
     f" UNION ALL SELECT tenant, '{RowKind.KEPT}', count(*) * {COUNTED_BYTES} FROM file GROUP BY tenant"
 )
 _EXPIRED: Final = (
@@ -207,11 +205,7 @@ _EXPIRED: Final = (
     f" ORDER BY keep_ms LIMIT {STEP_ROWS}"
 )
 _OLDEST: Final = f"SELECT id, {_SIZE}, keep_ms FROM request WHERE tenant = ? AND {_KIND} = ? ORDER BY keep_ms LIMIT ?"
-_OLDEST_UPDATES: Final = (
-    f"SELECT key, {_KEPT_SIZE}, until_ms, 1 FROM kept WHERE kind = 'debounce' AND tenant = ? ORDER BY until_ms LIMIT ?"
-)
 _REMOVE: Final = "DELETE FROM request WHERE tenant = ? AND id = ? AND keep_ms = ? AND lease_ms <= ?"
-_REMOVE_UPDATE: Final = "DELETE FROM kept WHERE kind = 'debounce' AND tenant = ? AND key = ? AND until_ms = ?"
 
 
 class Tables:
@@ -557,12 +551,7 @@ class Tables:
 
     def remove(self, at: Times, rows: Iterable[Surplus]) -> int:
         self._known.clear()
-        removed = 0
-        for row in rows:
-            me = (row.tenant, row.id, row.state)
-            done = self._execute(_REMOVE_UPDATE, me) if row.is_update else self._execute(_REMOVE, (*me, at.now))
-            removed += done.rowcount
-        return removed
+        return sum(self._execute(_REMOVE, (row.tenant, row.id, row.state, at.now)).rowcount for row in rows)
 
     def used_bytes(self) -> int:
         pages, free, page_bytes = (
@@ -584,11 +573,7 @@ class Tables:
         used = self.used_by_share(at)
         found: list[Surplus] = []
         for (tenant, kind), cut in cuts(used, sum(used.values()) * LOW_WATER * self._spec.max_bytes / in_file):
-            left = SURPLUS_ROWS - len(found)
-            if kind is RowKind.UPDATE:
-                rows = self._execute(_OLDEST_UPDATES, (tenant, left))
-            else:
-                rows = self._execute(_OLDEST, (tenant, at.now, kind, left))
+            rows = self._execute(_OLDEST, (tenant, at.now, kind, SURPLUS_ROWS - len(found)))
             found += oldest((Surplus(tenant, *row) for row in rows), cut)
         return found
 

@@ -22,7 +22,6 @@ from consumers.state.redis.store import RedisStore
 from consumers.state.shedding import RowKind, Share, cuts
 from consumers.state.sqlite.store import SqliteStore
 from consumers.state.sqlite.tables import Tables
-from tests.consumers.state.conftest import Opened
 from tests.support.completions import CANCELLED, answered, failed, fingerprint, untried
 from tests.support.examples import examples
 from tests.support.redis import RedisServer
@@ -93,8 +92,6 @@ class Storing:
                 await store.follow(identity, submission, first_entry=first, keep_until_ms=late_ms)
             case "counted":
                 await store.reserve(identity, fingerprint(), weight=2, until_ms=late_ms)
-            case "debounced":
-                await store.debounce(identity, identity.id, published_ms=1, until_ms=late_ms)
             case _:
                 claim = await store.claim(identity, fingerprint())
                 assert isinstance(claim, Granted)
@@ -117,7 +114,6 @@ steps = st.tuples(
             "cancelled",
             "submitted",
             "counted",
-            "debounced",
             "claimed",
             "released",
         ]
@@ -170,28 +166,6 @@ def test_a_full_sqlite_file_comes_below_its_limit_and_no_tenant_below_its_share_
                 assert Tables(looked, StoreSpec()).used_bytes() <= MAX_BYTES or not removable
 
     asyncio.run(run())
-
-
-async def test_updates_of_debounce_keys_do_not_keep_a_store_above_its_limit(opened: Opened) -> None:
-    store = await opened(max_bytes=MAX_BYTES)
-    await store.complete(Identity("slow", "1"), fingerprint(), answered("x" * 1000), token=None)
-
-    async def told(published_ms: int) -> list[bool]:
-        identity, from_ms = Identity("fast", str(published_ms)), time.time_ns() // 1_000_000 + 3_600_000
-        return [
-            await store.debounce(
-                identity, f"{at}: {'x' * 100}", published_ms=published_ms, until_ms=from_ms + 1000 * at
-            )
-            for at in range(3000)
-        ]
-
-    await told(2)
-    while await store.sweep():
-        pass
-    is_lost = await told(1)
-    assert is_lost[0]
-    assert not is_lost[-1], "the oldest first"
-    assert await store.find(Identity("slow", "1")) is not None
 
 
 async def full_file(path: Path) -> SqliteStore:
