@@ -289,8 +289,8 @@ _Gathered = tuple[Request, EmbeddingInputs]
 
 
 def _states_priority(body: bytes) -> bool:
-    """Whether the caller has set it. A tool may have a parameter of this name, and a key may have escaped letters."""
-    return (b'"priority"' in body or b"\\u" in body) and "priority" in jiter.from_json(body, cache_mode="none")
+    """Whether the caller has set it. A tool may have a parameter of this name."""
+    return b'"priority"' in body and "priority" in jiter.from_json(body, cache_mode="none")
 
 
 def _azure_address(base: str, api_version: str | None, path: str, model: str) -> str:
